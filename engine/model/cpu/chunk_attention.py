@@ -1,6 +1,6 @@
 """Attention of chunks of prompts, on a CPU: each over the blocks where they are, by `chunk_kernel`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
-from kvtier.engine.model.cpu.row_attention import DTYPES, WORTH_A_THREAD, as_halves, sinks_of
-from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.cpu.layer import Layer
+from kvtier.engine.model.cpu.row_attention import DTYPES, WORTH_A_THREAD
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
 LANES = 16  # heads are of so many numbers, or a multiple
@@ -67,36 +67,18 @@ class ChunkAttention:
             loads[least] += piece.num_scores
         return Chunks(tuple(tuple(share) for share in shares if share))
 
-    def attend(
-        self,
-        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
-        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
-        layer: int,
-        chunks: Chunks,
-        scoring: Scoring,
-        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    ) -> None:
-        """Attend *chunks* and write their rows of *output*."""
+    def attend(self, layer: Layer, chunks: Chunks) -> None:
+        """Attend *chunks* and write their tokens of the layer's output."""
         from kvtier.engine.model.cpu.chunk_kernel import attend_chunk
-
-        queries = query[0].transpose(0, 1).float().contiguous().numpy()
-        halves, sinks = as_halves(slab), sinks_of(scoring)
-        attended = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
-        numbers = attended.numpy()
 
         def attend(share: Sequence[Piece]) -> None:
             for it in share:
                 attend_chunk(
-                    queries[it.tokens], halves, it.blocks, it.reads, layer, it.kv_head, scoring.scale,
-                    scoring.softcap or 0.0, sinks, numbers[it.tokens],
+                    layer.queries[it.tokens], layer.halves, it.blocks, it.reads, layer.number, it.kv_head,
+                    layer.scale, layer.softcap, layer.sinks, layer.output[it.tokens],
                 )  # fmt: skip
 
-        calls: list[Callable[[], None]] = [partial(attend, share) for share in chunks.shares]
-        self._threads.run(calls)
-        if attended is not output:
-            for share in chunks.shares:
-                for piece in share:
-                    output[piece.tokens] = attended[piece.tokens].to(output.dtype)
+        self._threads.run([partial(attend, share) for share in chunks.shares])
 
 
 def _pieces(part: Segment, num_layers: int, num_kv_heads: int) -> list[Piece]:

@@ -2,7 +2,7 @@
 
 Keys are taken so many at a time, for all queries that read them, and the sums of those before are rescaled where a
 greater score comes (online softmax, as flash attention has it). Products are made in registers, which Numba has no
-words for: `_tile` writes them in LLVM's.
+words for: `_tile` writes them in LLVM's. It is compiled as `row_kernel` is, in four seconds.
 """
 
 import math

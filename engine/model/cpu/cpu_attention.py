@@ -7,6 +7,7 @@ import torch
 
 from kvtier.engine.model.cpu.chunk_attention import ChunkAttention, Chunks
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.cpu.layer import layer_of
 from kvtier.engine.model.cpu.row_attention import RowAttention, Rows
 from kvtier.engine.model.paged_gather import Scoring
 from kvtier.engine.model.paged_segment import Segment
@@ -16,6 +17,7 @@ from kvtier.engine.model.paged_segment import Segment
 class CpuPlan:
     """Segments of one step; serves every layer of the group."""
 
+    tokens: torch.Tensor  # [num_planned] int64: their places in the packed batch
     rows: Rows | None
     chunks: Chunks | None
 
@@ -38,6 +40,7 @@ class CpuAttention:
         rows = [part for part in parts if part.num_queries == 1]
         chunks = [part for part in parts if part.num_queries > 1]
         return CpuPlan(
+            torch.cat([torch.arange(part.rows.start, part.rows.stop) for part in parts]),
             self._rows.plan(rows, num_layers, num_heads, head_dim) if rows else None,
             self._chunks.plan(chunks, num_layers, num_heads, num_kv_heads, head_dim) if chunks else None,
         )
@@ -52,7 +55,11 @@ class CpuAttention:
         output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     ) -> None:
         """Attend the plan's segments and write their rows of *output*."""
+        floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        of_layer = layer_of(query, slab, layer, scoring, floats)
         if plan.chunks is not None:
-            self._chunks.attend(query, slab, layer, plan.chunks, scoring, output)
+            self._chunks.attend(of_layer, plan.chunks)
         if plan.rows is not None:
-            self._rows.attend(query, slab, layer, plan.rows, scoring, output)
+            self._rows.attend(of_layer, plan.rows)
+        if floats is not output:
+            output[plan.tokens] = floats[plan.tokens].to(output.dtype)

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
-from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of
+from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of, is_plain
 
 WORTH_A_THREAD = 1 << 18  # numbers: 0.1 ms
 TOLERANCE = 1e-5
@@ -20,10 +20,10 @@ class FusedNorm(StandIn):
         self._weight = weight.detach().contiguous().numpy()
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The norm's output for *hidden_states*, [..., size]; what is not float32 in a row it leaves to the norm."""
+        """The norm's output for *hidden_states*, [..., size]; what a kernel does not read it leaves to the norm."""
         from kvtier.engine.model.cpu.fused_kernel import normalize
 
-        if hidden_states.dtype != torch.float32 or not hidden_states.is_contiguous():
+        if not is_plain(hidden_states) or not hidden_states.is_contiguous():
             own: torch.Tensor = type(self._norm).forward(self._norm, hidden_states)
             return own
         output = torch.empty_like(hidden_states)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.model.cpu.fused_norms import WORTH_A_THREAD
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
-from kvtier.engine.model.cpu.stand_ins import Place, StandIn
+from kvtier.engine.model.cpu.stand_ins import Place, StandIn, is_plain
 
 NAME = "apply_rotary_pos_emb"  # of the function, in the code of each family
 Rotated = tuple[torch.Tensor, torch.Tensor]
@@ -66,13 +66,13 @@ def _names_of(layer: torch.nn.Module) -> dict[str, Any]:
 
 
 def _are_whole(heads: torch.Tensor, angles: Rotated) -> bool:
-    """Whether each head is rotated as a whole, all tokens lie one after the other, and nothing is to be converted."""
+    """Whether each head is rotated as a whole, all tokens lie one after the other, and a kernel can read it."""
     wanted = (1, heads.shape[2], heads.shape[3]) if heads.ndim == 4 else ()
     return (
         len(heads) == 1
-        and heads.dtype == torch.float32
+        and is_plain(heads)
         and heads[0].transpose(0, 1).is_contiguous()
-        and all(angle.shape == wanted and angle.dtype == torch.float32 and angle.is_contiguous() for angle in angles)
+        and all(is_plain(angle) and angle.shape == wanted and angle.is_contiguous() for angle in angles)
     )
 
 

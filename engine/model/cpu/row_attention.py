@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
-from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.cpu.layer import Layer
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
 DTYPES = (torch.float32, torch.bfloat16)  # float16 has no arithmetic in Numba on a CPU
@@ -31,8 +31,8 @@ class Piece:
 class Rows:
     """A step's rows, as the kernel reads them; serves every layer of the group."""
 
-    tokens: torch.Tensor  # [num_rows] int64: their places in the packed batch
-    spans: np.ndarray  # [num_rows, 3] int64: where a row's blocks begin, its first key's place there, its keys
+    # [num_rows, 4] int64: a row's token in the batch, where its blocks begin, its first key's place there, its keys
+    spans: np.ndarray
     blocks: np.ndarray  # int64: where each block's first layer has its keys, in halves of a layer
     pieces: tuple[Piece, ...]
 
@@ -54,51 +54,23 @@ class RowAttention:
         begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         slots = np.concatenate([np.asarray(part.table, np.int64) for part in parts])
         pieces = _pieces(np.array(num_keys), num_heads, self._threads_for(sum(num_keys) * num_heads * head_dim))
-        tokens = torch.tensor([part.rows.start for part in parts])
-        return Rows(tokens, np.stack([begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
+        tokens = [part.rows.start for part in parts]
+        return Rows(np.stack([tokens, begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
 
-    def attend(
-        self,
-        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
-        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
-        layer: int,
-        rows: Rows,
-        scoring: Scoring,
-        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    ) -> None:
-        """Attend *rows* and write their rows of *output*."""
+    def attend(self, layer: Layer, rows: Rows) -> None:
+        """Attend *rows* and write their tokens of the layer's output."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
 
-        queries = (query[0].transpose(0, 1)[rows.tokens].float() * scoring.scale).contiguous().numpy()
-        halves, sinks = as_halves(slab), sinks_of(scoring)
-        attended = np.empty_like(queries)
-
         def attend(piece: Piece) -> None:
-            some, spans = piece.rows, rows.spans[piece.rows]
-            softcap = scoring.softcap or 0.0
             attend_rows(
-                queries[some], halves, spans, rows.blocks, layer, piece.heads, softcap, sinks, attended[some]
+                layer.queries, layer.halves, rows.spans[piece.rows], rows.blocks, layer.number, piece.heads,
+                layer.scale, layer.softcap, layer.sinks, layer.output,
             )  # fmt: skip
 
         self._threads.run([partial(attend, piece) for piece in rows.pieces])
-        output[rows.tokens] = torch.from_numpy(attended).to(output.dtype)
 
     def _threads_for(self, work: int) -> int:
         return max(1, min(self._threads.num_threads, work // WORTH_A_THREAD))
-
-
-def as_halves(slab: torch.Tensor) -> np.ndarray:
-    """The slab as kernels read it: [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim], bfloat16 as
-    uint16."""
-    bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)
-    halves: np.ndarray = bits.view(-1, *slab.shape[3:]).numpy()
-    return halves
-
-
-def sinks_of(scoring: Scoring) -> np.ndarray:
-    """The sinks as kernels read them: [num_heads] float32, or empty."""
-    sinks = scoring.sinks
-    return np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
 
 
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:

@@ -32,29 +32,31 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 @compiled
 def attend_rows(
-    queries: Array,  # [num_rows, num_heads, head_dim] float32, times the scale
+    queries: Array,  # [num_tokens, num_heads, head_dim] float32, of the whole batch
     halves: Array,  # [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim] float32, or uint16: bfloat16
-    rows: Array,  # [num_rows, 3] int64: where its blocks begin in `blocks`, its first key's place there, its keys
+    # [num_rows, 4] int64: a row's token; where its blocks begin in `blocks`, its first key's place there, its keys
+    rows: Array,
     blocks: Array,  # int64: the half of each block that has its first layer's keys
     layer: int,
     heads: tuple[int, int],  # the first query head to attend, and the one after the last
+    scale: float,
     softcap: float,  # 0: none
     sinks: Array,  # [num_heads] float32; empty: none
-    output: Array,  # [num_rows, num_heads, head_dim] float32
+    output: Array,  # [num_tokens, num_heads, head_dim] float32
 ) -> None:
     """Attend *heads* of all rows and write them to *output*."""
     first, end = heads
     num_kv_heads, head_dim = halves.shape[2:]
     kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
-    scores = np.empty((rows[:, 2].max(), end - first), np.float32)  # by key, as keys are read: their heads in a row
+    scores = np.empty((rows[:, 3].max(), end - first), np.float32)  # by key, as keys are read: their heads in a row
     totals = np.empty(end - first, np.float32)
     floats = np.empty((num_kv_heads, head_dim), np.float32)
     for row in range(len(rows)):
-        first_block, place, num_keys = rows[row]
+        token, first_block, place, num_keys = rows[row]
         num_blocks = (place + num_keys - 1) // halves.shape[1] + 1
         keys = blocks[first_block : first_block + num_blocks] + 2 * layer
-        of_row, attended = scores[:num_keys], output[row, first:end]
-        _score(queries[row, first:end], halves, keys, place, kv_heads, floats, of_row)
+        of_row, attended = scores[:num_keys], output[token, first:end]
+        _score(queries[token, first:end], scale, halves, keys, place, kv_heads, floats, of_row)
         _weigh(of_row, softcap, sinks[first:end], totals)
         _add_up(of_row, halves, keys + 1, place, kv_heads, floats, attended)
         for head in range(len(totals)):
@@ -64,10 +66,10 @@ def attend_rows(
 
 @compiled
 def _score(
-    query: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
+    query: Array, scale: float, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
 ) -> None:
-    """Write the products of a row's query and its keys, of which the first is at *place* in the first block."""
-    block = 0
+    """Write the products of a row's query and its keys, times *scale*; the first is at *place* in the first block."""
+    block, factor = 0, np.float32(scale)
     for key in range(len(scores)):
         if place == halves.shape[1]:
             place, block = 0, block + 1
@@ -77,7 +79,7 @@ def _score(
             score = np.float32(0)
             for d in range(len(keys)):
                 score += wanted[d] * keys[d]
-            of_key[head] = score
+            of_key[head] = factor * score
         place += 1
 
 

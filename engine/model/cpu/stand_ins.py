@@ -53,3 +53,14 @@ class StandIns:
 def forward_of(layer: torch.nn.Module, stand_in: StandIn) -> Place:
     """The place of a layer's `forward`, which its class has."""
     return Place(vars(layer), "forward", stand_in)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read it: float32 on a CPU, and nobody wants its gradient. A model's code may be at work
+    elsewhere in the process, on another device or in training, while stand-ins are in its place."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and not tensor.requires_grad
+    )

@@ -8,6 +8,7 @@ import torch
 
 from kvtier.engine.model.cpu import chunk_attention
 from kvtier.engine.model.cpu.chunk_attention import ChunkAttention
+from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
@@ -45,7 +46,7 @@ def attended(
     segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int = 1
 ) -> torch.Tensor:
     kernel_threads = KernelThreads(threads)
-    attention = ChunkAttention(kernel_threads)
+    attention = CpuAttention(kernel_threads)
     output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
     plan = attention.plan(segments, NUM_LAYERS, query.shape[1], NUM_KV_HEADS, HEAD_DIM)
     attention.attend(query, slab, layer, plan, scoring, output)

@@ -79,6 +79,19 @@ def test_what_a_kernel_does_not_read_is_left_to_the_models_own() -> None:
         assert torch.equal(ours, own)
 
 
+def test_in_a_training_elsewhere_in_the_process_gradients_are_the_models_own() -> None:
+    model = build("llama")
+    places = [*fused_norms(model, THREADS), *fused_rotations(model, THREADS)]
+    model(TOKENS).logits.sum().backward()
+    expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+
+    with StandIns(places).on():
+        model(TOKENS).logits.sum().backward()
+
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight.grad, expected)
+
+
 class CenteredRMSNorm(LlamaRMSNorm):
     """Computes something else under the name of a norm."""
 

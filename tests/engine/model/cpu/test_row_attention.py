@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.row_attention import WORTH_A_THREAD, RowAttention
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
@@ -43,9 +44,9 @@ def attended(
     segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int
 ) -> torch.Tensor:
     kernel_threads = KernelThreads(threads)
-    attention = RowAttention(kernel_threads)
+    attention = CpuAttention(kernel_threads)
     output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
-    plan = attention.plan(segments, NUM_LAYERS, query.shape[1], HEAD_DIM)
+    plan = attention.plan(segments, NUM_LAYERS, query.shape[1], NUM_KV_HEADS, HEAD_DIM)
     attention.attend(query, slab, layer, plan, scoring, output)
     kernel_threads.close()
     return output
@@ -92,12 +93,13 @@ def test_threads_share_rows_or_the_heads_of_few_and_change_no_number(num_rows: i
     outputs = []
     for threads in (1, num_threads):
         kernel_threads = KernelThreads(threads)
-        attention = RowAttention(kernel_threads)
-        plan = attention.plan(segments, 1, num_heads, head_dim)
+        attention = CpuAttention(kernel_threads)
+        plan = attention.plan(segments, 1, num_heads, num_kv_heads, head_dim)
         outputs.append(torch.full((num_rows, num_heads, head_dim), float("nan")))
         attention.attend(query, slab, 0, plan, Scoring(0.1), outputs[-1])
         kernel_threads.close()
-        assert len(plan.pieces) >= threads
+        assert plan.rows is not None
+        assert len(plan.rows.pieces) >= threads
 
     assert torch.equal(*outputs)
 
