@@ -12,6 +12,8 @@ from kvtier.engine.doors.transformers_cache.prompt_cache import PromptCache
 # What a forward pass may be given that a block's name need not say.
 _HARMLESS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels"})
 
+_CACHES = ("cache", "past_key_values")  # what forward passes call it: from transformers 5.24 on, and before
+
 
 class WatchedPasses:
     """A model's forward passes with one cache, while entered. Each is looked at before it runs: ValueError, and with it
@@ -46,7 +48,7 @@ class WatchedPasses:
     def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        if given.get("past_key_values") is not self._cache:
+        if not any(given.get(name) is self._cache for name in _CACHES):
             return
         token_ids = given.get("input_ids")
         if token_ids is None or token_ids.shape[0] != 1:
