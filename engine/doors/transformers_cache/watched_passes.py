@@ -45,7 +45,9 @@ class WatchedPasses:
         if self._handle is not None:
             self._handle.remove()
 
-    def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None:  # another thread's pass, between torch's entering a hook and noting that it wants keywords
+            return
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if not any(given.get(name) is self._cache for name in _CACHES):
