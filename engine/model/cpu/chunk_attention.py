@@ -58,7 +58,7 @@ class ChunkAttention:
         """The pieces of *parts*, which have several tokens each, in a slab of *num_layers*."""
         pieces = [piece for part in parts for piece in _pieces(part, num_layers, num_kv_heads)]
         work = sum(piece.num_scores for piece in pieces) * (num_heads // num_kv_heads) * head_dim
-        num_threads = max(1, min(self._threads.num_threads, work // WORTH_A_THREAD))
+        num_threads = self._threads.worth(work, WORTH_A_THREAD)
         shares: list[list[Piece]] = [[] for _ in range(num_threads)]
         loads = [0] * num_threads
         for piece in sorted(pieces, key=lambda piece: -piece.num_scores):

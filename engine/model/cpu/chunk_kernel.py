@@ -17,7 +17,7 @@ from kvtier.engine.model.cpu.row_kernel import _as_floats, compiled
 
 Array = np.ndarray
 
-KEYS = 128  # at a time: theirs and the values' copies of one head fit into the first cache, with the scores
+KEYS = 128  # at a time: theirs and the values' copies of one head fit into the second cache, with the scores
 TOKENS = 48  # at a time
 ROWS, COLUMNS, LANES = 8, 16, 16  # of a tile: eight sums, a row of numbers and a factor, in registers
 LEAST = np.float32(-126)  # of the powers of two that are told apart

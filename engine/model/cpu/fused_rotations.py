@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,18 +36,20 @@ class FusedRotation(StandIn):
         by_token = heads[0].transpose(0, 1)
         output = torch.empty_like(by_token)
         cosines, sines = (angle[0].numpy() for angle in angles)
-        read, written, num_tokens = by_token.numpy(), output.numpy(), len(by_token)
-        num_pieces = max(1, min(self._threads.num_threads, heads.numel() // WORTH_A_THREAD))
-        cuts = [slice(i * num_tokens // num_pieces, (i + 1) * num_tokens // num_pieces) for i in range(num_pieces)]
-        self._threads.run([partial(rotate, read[cut], cosines[cut], sines[cut], written[cut]) for cut in cuts])
+        read, written = by_token.numpy(), output.numpy()
+
+        def share(some: slice) -> None:
+            rotate(read[some], cosines[some], sines[some], written[some])
+
+        self._threads.run_rows(share, len(read), self._threads.worth(read.size, WORTH_A_THREAD))
         return output.transpose(0, 1).unsqueeze(0)
 
 
 def fused_rotations(model: PreTrainedModel, threads: KernelThreads) -> list[Place]:
     """The functions that the model's attention calls, if they rotate the first half of a head with the second."""
-    code = {id(names): names for names in (_names_of(layer) for layer in model.modules()) if NAME in names}
     if model.device.type != "cpu":
         return []
+    code = {id(names): names for names in (_names_of(layer) for layer in model.modules()) if NAME in names}
     places = []
     for names in code.values():
         own = names[NAME]

@@ -53,7 +53,8 @@ class RowAttention:
         num_keys = [part.num_keys - first for part, first in zip(parts, firsts, strict=True)]
         begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         slots = np.concatenate([np.asarray(part.table, np.int64) for part in parts])
-        pieces = _pieces(np.array(num_keys), num_heads, self._threads_for(sum(num_keys) * num_heads * head_dim))
+        num_threads = self._threads.worth(sum(num_keys) * num_heads * head_dim, WORTH_A_THREAD)
+        pieces = _pieces(np.array(num_keys), num_heads, num_threads)
         tokens = [part.rows.start for part in parts]
         return Rows(np.stack([tokens, begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
 
@@ -68,9 +69,6 @@ class RowAttention:
             )  # fmt: skip
 
         self._threads.run([partial(attend, piece) for piece in rows.pieces])
-
-    def _threads_for(self, work: int) -> int:
-        return max(1, min(self._threads.num_threads, work // WORTH_A_THREAD))
 
 
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:

@@ -253,6 +253,16 @@ def test_what_is_cleared_is_computed(tmp_path: Path, model: PreTrainedModel) -> 
         assert ask(cache, model, prompt_of(1)).num_loaded == 0
 
 
+def test_a_pass_of_another_thread_that_meets_half_a_hook_is_left_alone(tmp_path: Path, model: PreTrainedModel) -> None:
+    """torch enters a hook before it notes that the hook wants keywords: what a pass sees that begins between."""
+    with opened(tmp_path, model) as cache, cache.prompt(prompt_of(1)):
+        model._forward_pre_hooks_with_kwargs.clear()
+
+        logits = model(input_ids=prompt_of(2)).logits
+
+    assert torch.equal(logits, model(input_ids=prompt_of(2)).logits)
+
+
 def test_threads_with_a_prompt_each_get_their_own_answers(tmp_path: Path, model: PreTrainedModel) -> None:
     prompts = [prompt_of(seed % 3, 200 + 16 * seed) for seed in range(6)]
     expected = [plain(model, prompt) for prompt in prompts]

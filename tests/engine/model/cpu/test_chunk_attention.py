@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from paged_batches import attended, slab_of
 
 from kvtier.engine.model.cpu import chunk_attention
 from kvtier.engine.model.cpu.chunk_attention import ChunkAttention
-from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
@@ -17,6 +17,7 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttenti
 CPU = torch.device("cpu")
 NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM, NUM_HEADS = 160, 3, 8, 2, 32, 6
 SPANS = [(0, 2), (0, 50), (13, 64), (130, 3), (120, 200), (255, 130)]  # tokens before each chunk, and its own
+SLAB = (NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM)
 KINDS = [FullAttention(SIZE), SlidingWindow(SIZE, 19), SlidingWindow(SIZE, 150), ChunkedLocal(SIZE, 72)]
 SCORINGS = [Scoring(0.3), Scoring(0.3, 5.0), Scoring(0.3, None, torch.linspace(-2, 2, NUM_HEADS))]
 
@@ -32,28 +33,6 @@ def chunks(group: AttentionGroup, spans: Sequence[tuple[int, int]] = SPANS) -> l
     return segments
 
 
-def slab_of(segments: Sequence[Segment], dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values where the requests have them, and no numbers anywhere else."""
-    slab = torch.full((NUM_SLOTS, NUM_LAYERS, 2, SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"), dtype=dtype)
-    for part in segments:
-        for position in range(part.first_key, part.end):
-            slot = part.table[(position - part.first_key) // SIZE]
-            slab[slot, :, :, position % SIZE] = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_DIM, dtype=dtype)
-    return slab
-
-
-def attended(
-    segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int = 1
-) -> torch.Tensor:
-    kernel_threads = KernelThreads(threads)
-    attention = CpuAttention(kernel_threads)
-    output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
-    plan = attention.plan(segments, NUM_LAYERS, query.shape[1], NUM_KV_HEADS, HEAD_DIM)
-    attention.attend(query, slab, layer, plan, scoring, output)
-    kernel_threads.close()
-    return output
-
-
 def queries_of(segments: Sequence[Segment], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(1, segments[-1].rows.stop, NUM_HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
 
@@ -65,7 +44,7 @@ def test_chunks_read_what_a_gather_would_copy(
     group: AttentionGroup, scoring: Scoring, dtype: torch.dtype, off: float
 ) -> None:
     segments = chunks(group)
-    slab, query = slab_of(segments, dtype), queries_of(segments, dtype)
+    slab, query = slab_of(segments, SLAB, dtype), queries_of(segments, dtype)
     expected = torch.empty(query.shape[2], NUM_HEADS, HEAD_DIM)
     for layer in range(NUM_LAYERS):
         attend_gathered(query.float(), slab.float(), layer, segments, scoring, expected, Scratch())
@@ -75,7 +54,7 @@ def test_chunks_read_what_a_gather_would_copy(
 
 def test_scores_beyond_what_an_exponential_can_hold_are_weighed_as_by_a_gather() -> None:
     segments = chunks(FullAttention(SIZE))
-    slab, query = slab_of(segments, torch.float32), 40 * queries_of(segments)
+    slab, query = slab_of(segments, SLAB, torch.float32), 40 * queries_of(segments)
     expected = torch.empty(query.shape[2], NUM_HEADS, HEAD_DIM)
     attend_gathered(query, slab, 0, segments, Scoring(3.0), expected, Scratch())
 
@@ -84,7 +63,7 @@ def test_scores_beyond_what_an_exponential_can_hold_are_weighed_as_by_a_gather()
 
 def test_no_number_among_the_keys_that_are_read_is_none_in_the_answer() -> None:
     segments = chunks(FullAttention(SIZE), [(0, 50)])
-    slab, query = slab_of(segments, torch.float32), queries_of(segments)
+    slab, query = slab_of(segments, SLAB, torch.float32), queries_of(segments)
     slab[segments[0].table[20 // SIZE], 1, 0, 20 % SIZE] = float("nan")
 
     output = attended(segments, query, slab, 1, Scoring(0.3))
@@ -99,7 +78,7 @@ def test_a_token_is_the_same_number_for_number_alone_in_smaller_chunks_and_on_an
 ) -> None:
     group = FullAttention(SIZE)
     segments = chunks(group)
-    slab, query = slab_of(segments, torch.float32), queries_of(segments)
+    slab, query = slab_of(segments, SLAB, torch.float32), queries_of(segments)
     together = attended(segments, query, slab, 1, scoring)
 
     for part in segments:
@@ -113,7 +92,7 @@ def test_a_token_is_the_same_number_for_number_alone_in_smaller_chunks_and_on_an
 
     monkeypatch.setattr(chunk_attention, "WORTH_A_THREAD", 1000)
     monkeypatch.setattr(chunk_attention, "MOST_TOKENS", 50)
-    assert torch.equal(attended(segments, query, slab, 1, scoring, threads=3), together)
+    assert torch.equal(attended(segments, query, slab, 1, scoring, 3), together)
 
 
 def test_work_is_shared_evenly_and_little_work_is_not_shared() -> None:

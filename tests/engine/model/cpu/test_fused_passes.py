@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 from small_models import build
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kvtier.engine.model.cpu import fused_norms as norms
@@ -100,15 +99,24 @@ class CenteredRMSNorm(LlamaRMSNorm):
         return result
 
 
+class GatedRMSNorm(LlamaRMSNorm):
+    """Takes something else."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(hidden_states * gate)
+        return result
+
+
 def test_a_norm_that_computes_something_else_stays() -> None:
     model = build("llama")
     model.model.norm = CenteredRMSNorm(model.config.hidden_size, 1e-6)
-    model.model.layers[0].input_layernorm = nn.LayerNorm(model.config.hidden_size)
+    model.model.layers[0].input_layernorm = GatedRMSNorm(model.config.hidden_size, 1e-6)
 
     places = [place.names for place in fused_norms(model, THREADS)]
 
     assert places
-    assert all(names is not vars(norm) for names in places for norm in (model.model.norm, model.model.layers[0]))
+    for norm in (model.model.norm, model.model.layers[0].input_layernorm):
+        assert all(names is not vars(norm) for names in places)
 
 
 @pytest.mark.parametrize(("family", "is_fused"), [("qwen3", True), ("cohere", False), ("glm", False), ("gptj", False)])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from paged_batches import attended, slab_of
 
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
@@ -16,6 +17,7 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttenti
 CPU = torch.device("cpu")
 NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM, NUM_HEADS = 120, 3, 4, 2, 8, 6
 STARTS = [0, 1, 3, 9, 26, 30, 77]  # tokens before each row's own
+SLAB = (NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM)
 KINDS = [FullAttention(SIZE), SlidingWindow(SIZE, 9), ChunkedLocal(SIZE, 12)]
 SCORINGS = [Scoring(0.3), Scoring(0.3, 5.0), Scoring(0.3, None, torch.linspace(-2, 2, NUM_HEADS))]
 
@@ -30,28 +32,6 @@ def rows(group: AttentionGroup, starts: Sequence[int] = STARTS) -> list[Segment]
     ]
 
 
-def slab_of(segments: Sequence[Segment], dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values where the rows' requests have them, and no numbers anywhere else."""
-    slab = torch.full((NUM_SLOTS, NUM_LAYERS, 2, SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"), dtype=dtype)
-    for part in segments:
-        for position in range(part.first_key, part.end):
-            slot = part.table[(position - part.first_key) // SIZE]
-            slab[slot, :, :, position % SIZE] = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_DIM, dtype=dtype)
-    return slab
-
-
-def attended(
-    segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int
-) -> torch.Tensor:
-    kernel_threads = KernelThreads(threads)
-    attention = CpuAttention(kernel_threads)
-    output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
-    plan = attention.plan(segments, NUM_LAYERS, query.shape[1], NUM_KV_HEADS, HEAD_DIM)
-    attention.attend(query, slab, layer, plan, scoring, output)
-    kernel_threads.close()
-    return output
-
-
 @pytest.mark.parametrize("group", KINDS, ids=["full", "sliding", "chunked"])
 @pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "softcap", "sinks"])
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"])
@@ -59,7 +39,7 @@ def test_rows_read_what_a_gather_would_copy(
     group: AttentionGroup, scoring: Scoring, dtype: torch.dtype, off: float
 ) -> None:
     segments = rows(group)
-    slab = slab_of(segments, dtype)
+    slab = slab_of(segments, SLAB, dtype)
     query = torch.randn(1, NUM_HEADS, len(segments), HEAD_DIM, dtype=dtype)
     for layer in range(NUM_LAYERS):
         expected = torch.empty(len(segments), NUM_HEADS, HEAD_DIM, dtype=dtype)
@@ -72,7 +52,7 @@ def test_rows_read_what_a_gather_would_copy(
 def test_a_row_is_the_same_number_for_number_alone_in_a_batch_and_on_any_threads(scoring: Scoring) -> None:
     group = FullAttention(SIZE)
     segments = rows(group)
-    slab = slab_of(segments, torch.float32)
+    slab = slab_of(segments, SLAB, torch.float32)
     query = torch.randn(1, NUM_HEADS, len(segments), HEAD_DIM)
     together = attended(segments, query, slab, 1, scoring, 1)
 
