@@ -1,0 +1,1 @@
+"""Stores that machines share, behind the protocol `RemoteStore`."""

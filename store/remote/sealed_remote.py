@@ -1,0 +1,53 @@
+"""`SealedRemote`: blocks in a remote store: sealed as they go, opened and verified as they come."""
+
+from collections.abc import Sequence
+
+from kvtier.store.blob_store import Blob
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import NO_CODEC, Codec
+from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.codec.seal import open_record, seal
+from kvtier.store.record import HEADER_BYTES, Fault
+from kvtier.store.remote_store import RemoteRecord, RemoteStore
+
+
+class SealedRemote:
+    """A `RemoteStore` of which nothing is believed: what it gives for a key is that key's block, or a fault.
+
+    Records are those of a disk, byte for byte: header with a checksum over header and key, payload by codec and cipher,
+    digest. So a value under another's key, half of one, or one that was encrypted with another key is refused. Any
+    thread may call everything. The store stays its caller's.
+    """
+
+    def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:
+        self.store = store
+        self._codec = codec
+        self._cipher = cipher
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        """Copy each block into its *out*, verify it there, and return for each key its digest or a fault.
+
+        *out* has exactly the block's raw length and holds arbitrary bytes after a fault. Raises `RemoteUnavailable`.
+        """
+        values = self.store.get_many(keys)
+        return [self._open(key, value, out) for key, value, out in zip(keys, values, outs, strict=True)]
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
+        """Seal the blobs and put them, those of one chain in its order; for each whether that was done.
+
+        Raises `RemoteUnavailable`, and ValueError for a block that the codec cannot encode.
+        """
+        return self.store.put_many([self._sealed(blob) for blob in blobs])
+
+    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether there seems to be a record. Raises `RemoteUnavailable`."""
+        return self.store.ask_many(keys)
+
+    def _sealed(self, blob: Blob) -> RemoteRecord:
+        sealed = seal(blob, self._codec, self._cipher)
+        return RemoteRecord(sealed.key, sealed.header, sealed.payload, blob.parent)
+
+    def _open(self, key: bytes, value: memoryview | Fault, out: memoryview) -> bytes | Fault:
+        if isinstance(value, Fault):
+            return value
+        return open_record(key, bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], out, self._cipher)
