@@ -26,6 +26,7 @@ from kvtier.engine.model.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvtier.engine.records.request_accounts import RequestAccounts
 from kvtier.engine.records.request_log import RequestLog, open_request_log
 from kvtier.engine.records.trail import Trails
+from kvtier.engine.remote_store import OpenRemote, open_remote
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -37,6 +38,7 @@ from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
@@ -101,7 +103,10 @@ def build_core(
         if traces is not None:
             undo.callback(traces.close)
         finished: Finished = Finished()
-        transfers = _transfers(runner, memories[0].num_copiers, finished)
+        remote = None if config.remote is None else open_remote(config.remote, finished, namespace.dtype)
+        if remote is not None:
+            undo.callback(remote.close)
+        transfers = _transfers(runner, memories[0].num_copiers, finished, remote)
         undo.callback(transfers.close)
         sidecar = None
         if config.sidecar_path is not None:
@@ -110,7 +115,9 @@ def build_core(
             sidecar = _attach(config.sidecar_path, runner, namespace, shared, transfers, answers, events, traces)
             undo.callback(sidecar.close)
         spills = None if traces is None else traces.spills
-        lower = sidecar or _own_tiers(config, runner, memories, transfers, disk, events, spills)
+        lower = sidecar or _own_tiers(
+            config, runner, memories, transfers, disk, None if remote is None else remote.tier_of(namespace), events, spills
+        )
         if config.device.poison:
             memories = runner.poisoned(memories)
         prefill = PrefillSpeed()
@@ -155,6 +162,7 @@ def build_core(
                 publisher,
                 store,
                 sidecar,
+                remote,
                 sampling_defaults,
             ),
         )
@@ -251,12 +259,16 @@ def _name_of(model: PreTrainedModel) -> str:
     return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]
 
 
-def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished) -> TransferEngine:
+def _transfers(
+    runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None
+) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
     lanes: dict[Route, Lane] = {
         Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
     }
+    if remote is not None:
+        lanes |= remote.lanes()
     for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):
         if runner.device.type == "cuda":
             from kvtier.transfer.cuda.lane import CudaLane
@@ -294,7 +306,7 @@ def _cache(
             by_layers=config.scheduler.by_layers,
             # A copy started after one step is taken in after the next, and both steps take slots of clean blocks.
             least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
-            copies_all_down=config.sidecar is not None,
+            copies_all_down=config.sidecar is not None or config.remote is not None,
         ),
         events=events,
         planner=None if config.scheduler.load == "always" else planner,
@@ -308,11 +320,14 @@ def _own_tiers(
     memories: Sequence[BlockMemory],
     transfers: TransferEngine,
     disk: DiskTier | None,
+    remote: RemoteTier | None,
     events: EventLog | None,
     spills: SpillLog | None,
 ) -> LowerTiers:
     quotas = {tenant_of(salt): tenant.host for salt, tenant in config.tenants.items() if tenant.host is not None}
-    return lower_tiers(runner.groups, memories, transfers, disk, quotas=quotas, events=events, spills=spills)
+    return lower_tiers(
+        runner.groups, memories, transfers, disk, remote=remote, quotas=quotas, events=events, spills=spills
+    )
 
 
 def _wait_prepared(
@@ -334,7 +349,7 @@ def _wait_prepared(
 
 def _look_ahead(config: Config, cache: TieredCache, pins: TimedPins) -> LookAhead | None:
     settings = config.scheduler
-    if not settings.look_ahead or (config.disk is None and config.sidecar is None):
+    if not settings.look_ahead or not (config.disk or config.remote or config.sidecar):
         return None
     share = settings.look_ahead
     return LookAhead(cache, pins, lambda: int(share * cache.lower.host_bytes), settings.look_ahead_s)

@@ -136,6 +136,52 @@ class DiskConfig(Table, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
+_REDIS = ("redis", "rediss", "valkey", "valkeys")
+_OBJECTS = ("s3", "gs", "az", "file")
+
+
+class RemoteConfig(Table, frozen=True, kw_only=True):
+    """`[remote]`: a store that machines share, beyond host memory and disk; without this table there is none.
+
+    *url* says which: `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
+    `s3://BUCKET/PREFIX`, `gs://`, `az://ACCOUNT/CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey: the password is
+    in *password_file*, the server's certificate is signed by *ca_file*, and a record stays *ttl_s* seconds; 0: until
+    the server evicts it. Object stores: *endpoint* and *region*, where they are not the cloud's own; credentials are
+    the environment's. Who does not answer within *timeout_s* is left alone for a while. Records are sealed as on disk:
+    *codec* and the encryption key are as those of [disk], and other machines that share it need the same key.
+    """
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+    password_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    ca_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 7 * 24 * 3600
+    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
+    region: str | None = None
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=300)] | None = None
+    codec: Literal["none", "zstd", "auto"] = "none"
+    encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    encryption_key_command: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        scheme = self.url.partition("://")[0].removesuffix("+cluster")
+        if scheme not in (*_REDIS, *_OBJECTS):
+            raise ValueError(
+                "url: no such kind of store; write redis://HOST:6379/0, redis+cluster://HOST:6379,HOST:6379, "
+                "s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
+            )
+        if self.encryption_key_file is not None and self.encryption_key_command is not None:
+            raise ValueError("encryption_key_file and encryption_key_command: give one of them")
+        of_others = ("endpoint", "region") if self.is_redis else ("password_file", "ca_file")
+        for name in of_others:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: {scheme} has none; leave it out")
+
+    @property
+    def is_redis(self) -> bool:
+        """Whether the store is a Redis or Valkey, and no object store."""
+        return self.url.partition("://")[0].removesuffix("+cluster") in _REDIS
+
+
 class TenantConfig(Table, frozen=True, kw_only=True):
     """`[tenants."SALT"]`: byte quotas of the requests with that cache_salt; without one a tier is not limited.
 
@@ -344,7 +390,7 @@ class DashboardConfig(FileTable, frozen=True, kw_only=True):
 
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
-_OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
+_OF_A_SIDECAR = {"host": "host memory", "disk": "disk", "remote": "remote tier"}
 _MOST_SOCKET_BYTES = 107  # of a Unix socket's path, as Linux has it
 
 
@@ -360,6 +406,7 @@ class Config(Table, frozen=True, kw_only=True):
     sidecar: str | None = None
     host: HostConfig | None = _HOST_BY_DEFAULT
     disk: DiskConfig | None = None
+    remote: RemoteConfig | None = None
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     events: EventsConfig | None = None
@@ -395,6 +442,10 @@ class Config(Table, frozen=True, kw_only=True):
             raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")
         if self.disk is not None and self.host is None:
             raise ValueError("disk needs host, where its blocks are read into; raise host.capacity or remove [disk]")
+        if self.remote is not None and self.host is None:
+            raise ValueError(
+                "remote needs host, where its blocks are read into; raise host.capacity or remove [remote]"
+            )
 
     @property
     def sidecar_path(self) -> str | None:
@@ -402,7 +453,7 @@ class Config(Table, frozen=True, kw_only=True):
         return None if self.sidecar is None else self.sidecar.removeprefix(_SOCKET)
 
     def _check_beside_sidecar(self) -> None:
-        for tier, table in (("host", self.host), ("disk", self.disk)):
+        for tier, table in (("host", self.host), ("disk", self.disk), ("remote", self.remote)):
             if table is not None:
                 raise ValueError(
                     f"sidecar: it has the {_OF_A_SIDECAR[tier]}; remove [{tier}], or sidecar to have your own"

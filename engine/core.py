@@ -28,6 +28,7 @@ from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.records.trail import Trail
+from kvtier.engine.remote_store import OpenRemote
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import FinishReason, Request
@@ -99,6 +100,7 @@ class Parts:
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
     sidecar: SidecarTiers | None  # the tiers below the device; None if they are this process's own
+    remote: OpenRemote | None  # None without a remote tier
     sampling_defaults: SamplingDefaults
 
 
@@ -127,6 +129,7 @@ class EngineCore:
         self._memories = parts.memories
         self._store = parts.store
         self._sidecar = parts.sidecar
+        self._remote = parts.remote
         self._events = parts.events
         self._step_times = parts.step_times
         self._stall = Stall(parts.load_timeout_s)
@@ -350,6 +353,8 @@ class EngineCore:
         self._closed = True
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end
+            if self._remote is not None:
+                ends.callback(self._remote.close)
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
             if self.publisher is not None:
@@ -470,7 +475,7 @@ class EngineCore:
         self.statistics = self._snapshot()
         self._snapshot_at = time.monotonic()
         now = self.statistics
-        self._fault_log.look(now.store, now.cache.disk, now.cache.tiers, now.sidecar)
+        self._fault_log.look(now.store, now.cache.disk, now.cache.tiers, now.sidecar, now.cache.remote)
 
     def _snapshot(self) -> EngineStatistics:
         scheduler, cache = self.scheduler, self.cache.statistics()

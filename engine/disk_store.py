@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from kvtier.engine.config import DiskConfig, TenantConfig
+from kvtier.engine.config import DiskConfig, RemoteConfig, TenantConfig
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
@@ -35,7 +35,7 @@ def open_store(
     """
     block_bytes = sum(memory.block_bytes for memory in memories)
     refuse_small(config, block_bytes)
-    settings = store_settings(config, _codec(config, dtype), tenants)
+    settings = store_settings(config, codec_of(config, dtype), tenants)
     return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
 
 
@@ -63,7 +63,7 @@ def store_settings(
     )
 
 
-def codec_of_others(config: DiskConfig) -> Codec | CodecChoice:
+def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
     """The codec for blocks of other engines, whose KV mostly has elements of two bytes; others get smaller by less.
     ValueError for one that changes bytes."""
     if config.codec == "none":
@@ -93,7 +93,7 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
     return tier
 
 
-def cipher_of(config: DiskConfig) -> Cipher | None:
+def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
     """The configured encryption. ValueError if its key cannot be read, ImportError without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())
@@ -102,7 +102,8 @@ def cipher_of(config: DiskConfig) -> Cipher | None:
     return None
 
 
-def _codec(config: DiskConfig, dtype: str) -> Codec | CodecChoice:
+def codec_of(config: DiskConfig | RemoteConfig, dtype: str) -> Codec | CodecChoice:
+    """The codec for blocks whose elements are of *dtype*."""
     if config.codec == "none":
         return NO_CODEC
     if config.codec == "fp8":

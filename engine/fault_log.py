@@ -8,6 +8,7 @@ from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
 
@@ -38,8 +39,10 @@ class FaultLog:
         disk: DiskStatistics | None,
         tiers: Mapping[Tier, TierStatistics],
         sidecar: SidecarStanding | None = None,
+        remote: RemoteStatistics | None = None,
     ) -> None:
-        """Log what is new in these; *standing* and *disk* are None without a disk, *sidecar* is without one."""
+        """Log what is new in these; *standing* and *disk* are None without a disk, *sidecar* and *remote* are without
+        one."""
         if sidecar is not None:
             self._look_at_sidecar(sidecar)
         if standing is not None:
@@ -47,6 +50,8 @@ class FaultLog:
         if disk is not None:
             for side in disk.breakers:
                 self._look_at_side(side, disk)
+        if remote is not None:
+            self._look_at_remote(remote)
         for tier, found in tiers.items():
             self._look_at_damage(tier, found.corrupt)
 
@@ -94,6 +99,16 @@ class FaultLog:
                 log.warning("disk: %s has failed%s and is left alone for a while (%s)", doing, times, why)
             if not rests:
                 log.warning("disk: %s works again", doing)
+
+    def _look_at_remote(self, remote: RemoteStatistics) -> None:
+        """One line for all that can be wrong with it: who is told that it is away need not hear what cannot be done."""
+        failing = [side for side, state in remote.breakers.items() if state is not BreakerState.CLOSED]
+        for were_failing in self._take_change("remote", bool(failing), False):
+            if failing:
+                why = next((why for side in failing if (why := remote.why_failed[side])), "") or "no answer in time"
+                log.warning("remote: %s is left alone for a while (%s); serving without it", remote.where, why)
+            elif were_failing:
+                log.warning("remote: %s answers again; it is used from now on", remote.where)
 
     def _look_at_damage(self, tier: str, counts: Mapping[str, int]) -> None:
         damaged = {cause: number for cause, number in counts.items() if cause not in _NO_DAMAGE}

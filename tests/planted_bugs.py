@@ -331,16 +331,15 @@ BUGS = [
     ),
     Bug(
         "a block whose read hangs is waited for again",
-        "tiers/lower/disk_reads.py",
-        "                self._index.remove_from_disk_index("
-        "disk_read.group_id, disk_read.name, EvictionCause.UNREADABLE)\n"
-        "                self._end(disk_read, Reason.DEADLINE)\n",
+        "tiers/lower/reads.py",
+        "                self._source.on_hung(block_read.group_id, block_read.name)\n"
+        "                self._end(block_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
     Bug(
         "loads wait for host slots behind a write that hangs",
-        "tiers/lower/disk_reads.py",
+        "tiers/lower/reads.py",
         "and not self._is_host_cleaned():",
         "and not self._transfers.num_pending(Route.HOST_TO_DISK):",
         "tests/engine/scheduling/test_liveness.py",
@@ -473,8 +472,8 @@ BUGS = [
     ),
     Bug(
         "a probe that its lane refused is never tried again",
-        "tiers/lower/disk_probe.py",
-        "            del self._under_way[block]\n            disk.reading.withdraw(attempt)",
+        "tiers/lower/read_probe.py",
+        "            del self._under_way[block]\n            source.reading.withdraw(attempt)",
         "            pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -515,8 +514,8 @@ BUGS = [
     ),
     Bug(
         "a device block whose record was found bad is thought to have one still",
-        "tiers/lower/disk_reads.py",
-        "self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)",
+        "tiers/lower/reads.py",
+        "source.on_failed(block_read.group_id, block_read.name, outcome)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -726,7 +725,7 @@ BUGS = [
     Bug(
         "a fetch that is let go of before it is answered keeps its reads",
         "tiers/lower/local_fetch.py",
-        "self._disk_reads.leave(disk_read, self)",
+        "self._cold_reads.leave(block_read, self)",
         "pass",
         "tests/tiers",
     ),

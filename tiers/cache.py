@@ -1,4 +1,4 @@
-"""TieredCache: device, host and disk as one prefix cache. Start here."""
+"""TieredCache: device, host, disk and remote as one prefix cache. Start here."""
 
 import time
 from array import array
@@ -15,6 +15,7 @@ from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, AllOf, Inquiry
 from kvtier.tiers.lower.local_purge import most_of_each
 from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
 from kvtier.tiers.lower.purge import PurgeOrder
@@ -103,6 +104,19 @@ class TieredCache:
         self._copies_all_down = options.copies_all_down
         self._nothing = [0 for _ in groups]
         self._demand = self._nothing  # of the promotion that wants room: device blocks that it reaches, by group
+
+    def inquire(self, chain: BlockChain, num_tokens: int) -> Inquiry:
+        """Have tiers asked that cannot tell at once what they have of the prompt, as far as nothing nearer has it and
+        computing it would take longer than to ask. Once it is done a `lookup` finds what they have."""
+        if not self.lower.can_ask:
+            return NOTHING_TO_ASK
+        limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
+        for group in self._group_tiers:
+            names = group.names_in(chain, range(limit // group.block_size))
+            start = 0 if group.attention.forgets else self.residency.locate(group, names).num_found
+            if start < len(names) and self._is_worth_asking(start * group.block_size, num_tokens):
+                inquiries.append(self.lower.inquire(group.id, names[start:]))
+        return AllOf(inquiries)
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -538,6 +552,7 @@ class TieredCache:
             self._promoter.num_waiting,
             self._window.num_blocks,
             lower.disk,
+            lower.remote,
             lower.admission,
             lower.host_tenants,
         )
@@ -552,6 +567,13 @@ class TieredCache:
         for group in self._group_tiers:
             group.memory.close()
         return True
+
+    def _is_worth_asking(self, num_found: int, num_tokens: int) -> bool:
+        """Whether the rest of a prompt takes longer to compute than a remote tier takes to say what it has of it."""
+        if self._planner is None or not self._planner.prefill.is_known:
+            return True
+        compute_s = self._planner.compute_seconds(num_found, num_tokens - num_found)
+        return compute_s > self.lower.read_speed(Tier.REMOTE).latency_s
 
     def _planned(
         self,
@@ -624,7 +646,11 @@ class TieredCache:
 
     @property
     def _speeds(self) -> LoadSpeeds:
-        return LoadSpeeds(self.lower.read_speed(), self._transfers.speed(Route.HOST_TO_DEVICE))
+        return {
+            Route.DISK_TO_HOST: self.lower.read_speed(Tier.DISK),
+            Route.REMOTE_TO_HOST: self.lower.read_speed(Tier.REMOTE),
+            Route.HOST_TO_DEVICE: self._transfers.speed(Route.HOST_TO_DEVICE),
+        }
 
     def _hangs_since(self, began_at: float, below: SpillProgress) -> bool:
         """Whether copies down are under way and hang: none has ended for `HUNG_S`, nor since *began_at*."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, LowerTiers, Places, are_kept
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
@@ -21,6 +21,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route
 
+TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}  # else a host slot
 SLOTS_AT_ONCE = 256  # of the device that are looked through in one call: 0.1 ms of the owner's thread
 
 
@@ -91,7 +92,7 @@ class Residency:
         if group.pool.find(name) is not None:
             return Tier.DEVICE
         place = self.lower.find(group.id, [name]).item()
-        return None if place == NOWHERE else Tier.DISK if place == ON_DISK else Tier.HOST
+        return TIER_OF.get(place, Tier.HOST)
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: which tier dropped its last copy, if that is remembered."""
@@ -138,7 +139,7 @@ class Residency:
             for place in places:
                 one = slice(place, place + 1)
                 self._record_arrival(group, ids[one], names[one], tenants[place], chain, start + place)
-        is_below = self.lower.find(group.id, names) != NOWHERE  # what has left meanwhile is the last copy
+        is_below = are_kept(self.lower.find(group.id, names))  # what has left meanwhile is the last copy
         if not is_below.all():
             group.slots.on_copies_lost([slots[place] for place in places if not is_below[place]])
         return used
@@ -215,7 +216,7 @@ class Residency:
         if not group.slots.is_spilled:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
         elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
-            gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
+            gone = list(compress(names, (~are_kept(self.lower.find(group.id, names))).tolist()))
             if were_dirty and cause is not EvictionCause.CLEARED:
                 dropped = [name for name in gone if name in were_dirty]
                 group.slots.dropped_spills += len(dropped)
@@ -235,8 +236,8 @@ class Residency:
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
                 slots = range(first, min(first + SLOTS_AT_ONCE, pool.num_slots))
                 there = [(slot, name) for slot in slots if (name := pool.name(slot)) is not None]
-                found = self.lower.find(group.id, [name for _, name in there])
-                uncopied = [each for each, place in zip(there, found.tolist(), strict=True) if place == NOWHERE]
+                is_kept = are_kept(self.lower.find(group.id, [name for _, name in there]))
+                uncopied = list(compress(there, (~is_kept).tolist()))
                 group.slots.on_copies_lost([slot for slot, name in uncopied if name not in group.tails])
                 yield
 

@@ -17,6 +17,7 @@ class LaneSpeed:
         self._num_bytes = 0.0
         self._seconds = 0.0
         self._until = float("-inf")  # up to when the lane's time has been counted
+        self.latency_s = 0.0  # before the first byte comes, where that has been measured
 
     @property
     def measured_at(self) -> float:
@@ -38,6 +39,10 @@ class LaneSpeed:
         self._num_bytes = self._num_bytes * fading + transfer.num_bytes
         self._seconds = self._seconds * fading + seconds
         self._until = max(self._until, transfer.finished_at)
+
+    def learn_latency(self, seconds: float) -> None:
+        """Take into the latency how long a question without an answer of any size took."""
+        self.latency_s = 0.8 * self.latency_s + 0.2 * seconds if self.latency_s else seconds
 
     def take_over(self, bytes_per_s: float, measured_at: float) -> None:
         """Take the speed that another process has measured in place of what was learned here."""

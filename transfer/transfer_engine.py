@@ -1,4 +1,4 @@
-"""TransferEngine: hands transfers to the lanes of the four routes between tiers, and measures them."""
+"""TransferEngine: hands transfers to the lanes of the routes between tiers, and measures them."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ class Route(StrEnum):
     HOST_TO_DEVICE = "host_to_device"
     HOST_TO_DISK = "host_to_disk"
     DISK_TO_HOST = "disk_to_host"
+    HOST_TO_REMOTE = "host_to_remote"
+    REMOTE_TO_HOST = "remote_to_host"
 
 
 @dataclass(frozen=True, slots=True)

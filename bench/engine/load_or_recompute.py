@@ -14,7 +14,7 @@ from pathlib import Path
 from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, TOKENS_EACH, WAYS, Arriving, Machine, SimulatedEngine, documents
 
 from bench.report import Row, arguments, publish
-from kvtier.tiers.lower import disk_reads
+from kvtier.tiers.lower import reads
 from kvtier.tiers.up import uploads
 
 SPEEDS = {"1 GB/s": 1e9, "3 GB/s": 3e9, "6 GB/s": 6e9, "50 GB/s": 50e9}
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a file of prompts in Mooncake's format")
     parser.add_argument("--prompts", type=int, default=1500, help="of the trace (1500)")
     options = parser.parse_args()
-    uploads.BATCH_BYTES = disk_reads.BATCH_BYTES = BLOCK_BYTES  # a block of 512 tokens is a batch: 64 MiB of the model
+    uploads.BATCH_BYTES = reads.BATCH_BYTES = BLOCK_BYTES  # a block of 512 tokens is a batch: 64 MiB of the model
     rows = rows_of("documents, one at a time", documents(300, per_s=0.03), 256)
     rows += rows_of("documents, device idle half the time", documents(300, per_s=0.3), 256)
     rows += rows_of("documents, device saturated", documents(300, per_s=1.0), 256)

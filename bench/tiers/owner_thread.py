@@ -34,7 +34,8 @@ from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
+from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
+from kvtier.tiers.lower.disk_tier import PAGE_KEYS, DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog

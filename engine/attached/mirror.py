@@ -1,14 +1,15 @@
 """Mirror: what an engine knows of where blocks are in its sidecar."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.device.slot_index import SlotIndex
 from kvtier.tiers.lower.disk_index import DiskIndex
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
+from kvtier.tiers.lower.remote.presence import Presence
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -24,8 +25,9 @@ class Mirror:
     after the last `find` that found it. Owned by the tiers' thread.
     """
 
-    def __init__(self, block_sizes: Sequence[int], events: EventLog | None) -> None:
+    def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
         """*block_sizes* by group, in tokens."""
+        self.remote = Presence(clock)  # what the sidecar's remote tier was last said to have
         self.num_changes = 0
         self._block_sizes = block_sizes
         self._events = events
@@ -46,6 +48,9 @@ class Mirror:
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and is_readable:
             places[absent[self._disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
+            absent = np.flatnonzero(places == NOWHERE)
+        if len(absent) and self.remote.num_blocks:
+            places[absent[self.remote.are_held(group_id, _picked(names, absent))]] = ON_REMOTE
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
@@ -54,6 +59,10 @@ class Mirror:
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
             return places
+        if self.remote.num_blocks:
+            places = self.find(group_id, names, is_readable)
+            is_nowhere = places == NOWHERE
+            return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places
         num_held = self._disk.num_held(group_id, _picked(names, absent)) if is_readable else 0
         places[absent[:num_held]] = ON_DISK
         return places if num_held == len(absent) else places[: int(absent[num_held])]
@@ -96,6 +105,7 @@ class Mirror:
         self._hosts = [SlotIndex(0) for _ in self._hosts]
         self._disk.begin_again()
         self._disk.finish_loading()
+        self.remote.clear()
         self._lost.clear()
         self.num_changes += 1
 

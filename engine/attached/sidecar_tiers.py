@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.engine.attached.attached_fetch import AttachedFetch
+from kvtier.engine.attached.attached_inquiries import AttachedInquiries
 from kvtier.engine.attached.attachment import AttachableMemory, Attachment
 from kvtier.engine.attached.mirror import Mirror
 from kvtier.engine.attached.session import Session
@@ -25,12 +26,14 @@ from kvtier.engine.attached.wire import (
     FromEngine,
     FromSidecar,
     InHost,
+    Inquired,
     LeftDisk,
     LeftHost,
     Malformed,
     OnDisk,
     Ping,
     Publish,
+    ReadState,
     Refresh,
     Release,
     Reserve,
@@ -49,6 +52,7 @@ from kvtier.engine.attached.wire import (
 )
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.lower.statistics import TierStatistics
@@ -67,7 +71,8 @@ log = logging.getLogger(__name__)
 TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
 WAKE_S = 0.25  # for which a wait for the sidecar's answer lasts at most; then it is begun anew
 CLEAR_S = 30.0  # a million blocks on disk are told of as gone in eight
-NO_STATE = State(True, True, False, None, 0, {}, None, [])
+NO_STATE = State(True, True, False, {}, {}, None, None, [])
+NO_READS = ReadState()
 NOTHING_THERE = LowerStatistics({Tier.HOST: TierStatistics()})
 
 
@@ -106,7 +111,7 @@ class SidecarTiers:
         self._answers = answers
         self._clock = clock
         self._find_traced = find_traced
-        self._mirror = Mirror([group.block_size for group in groups], events)
+        self._mirror = Mirror([group.block_size for group in groups], events, clock)
         self._session: Session | None = None
         self._boot: bytes | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
@@ -115,6 +120,7 @@ class SidecarTiers:
         self._stocks = [SlotStock(0, lambda num: None, clock) for _ in groups]
         self._fetches: dict[int, AttachedFetch] = {}  # of this session that are not over
         self._left: set[AttachedFetch] = set()  # of the session before, that still lease
+        self._inquiries = AttachedInquiries(self._mirror.remote, self._send, clock)
         self._next_number = 0
         self._dead: list[AttachedFetch] = []  # asked without a sidecar, and not told so yet
         self._come: list[FromSidecar] = []  # heard, and not taken in yet
@@ -123,7 +129,7 @@ class SidecarTiers:
         self._is_cleared = False
         self._is_waking = False
         self._state = NO_STATE
-        self._read_speed = LaneSpeed()
+        self._read_speeds = {tier: LaneSpeed() for tier in Tier}
         self._num_published = 0
         self._epoch = 0
 
@@ -186,6 +192,15 @@ class SidecarTiers:
         if not self.is_attached:
             return np.empty(0, np.int32)
         return self._mirror.find_run(group_id, names, self._state.is_readable)
+
+    @property
+    def can_ask(self) -> bool:
+        return self.is_attached and self._state.remote is not None
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        inquiry = self._inquiries.begin(group_id, names) if self.can_ask else NOTHING_TO_ASK
+        self._wake_when_heard()
+        return inquiry
 
     def fetch(
         self,
@@ -272,6 +287,7 @@ class SidecarTiers:
             if self.is_attached:
                 stock.fill()
         self._mirror.go_on()
+        self._inquiries.go_on()
         dead, self._dead = self._dead, []
         for fetch in dead:
             fetch.fail(Reason.FAILED)
@@ -280,11 +296,11 @@ class SidecarTiers:
     def take_lost(self) -> Sequence[Lost]:
         return self._mirror.take_lost()
 
-    def read_speed(self) -> LaneSpeed:
-        return self._read_speed
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        return self._read_speeds[tier]
 
-    def queued_read_bytes(self) -> int:
-        return self._state.queued_read_bytes if self.is_attached else 0
+    def queued_read_bytes(self, tier: Tier) -> int:
+        return self._state.reads.get(tier, NO_READS).queued_bytes if self.is_attached else 0
 
     def spill_progress(self) -> SpillProgress:
         """See `LowerTiers.spill_progress`. The sidecar's host memory outlives this process, and so is target enough."""
@@ -295,7 +311,7 @@ class SidecarTiers:
         if self._session is None or not self._state.tiers:
             return NOTHING_THERE
         state = self._state
-        return LowerStatistics(state.tiers, state.disk, None, dict(state.host_tenants))
+        return LowerStatistics(state.tiers, state.disk, state.remote, host_tenants=dict(state.host_tenants))
 
     def check(self) -> None:
         for number, fetch in self._fetches.items():
@@ -354,7 +370,8 @@ class SidecarTiers:
         session = self._session
         if self._is_waking or session is None:
             return
-        if not any(stock.is_short for stock in self._stocks) and not self._is_any_fetch_waiting():
+        is_asking = bool(self._inquiries) or self._is_any_fetch_waiting()
+        if not is_asking and not any(stock.is_short for stock in self._stocks):
             return
 
         def on_heard(transfer: Transfer) -> None:
@@ -417,11 +434,7 @@ class SidecarTiers:
     def _on_message(self, message: FromSidecar) -> None:
         match message:
             case InHost():
-                group_id, names = self._group(message.group), names_in(message.names)
-                slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
-                if len(slots) != len(names):
-                    raise Malformed(f"{len(names)} blocks in {len(slots)} slots")
-                self._mirror.on_in_host(group_id, names, slots)
+                self._on_in_host(message)
             case LeftHost():
                 self._mirror.on_left_host(self._group(message.group), names_in(message.names), message.cause)
             case OnDisk():
@@ -437,15 +450,29 @@ class SidecarTiers:
                 group_id = self._group(message.group)
                 slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
                 self._stocks[group_id].on_reserved(message.num_asked, slots)
+            case Inquired():
+                self._inquiries.on_answered(message)
             case State():
-                speed, before = message.read_bytes_per_s, self._state.read_bytes_per_s
-                self._state = message
-                if speed is not None and speed != before:  # else nothing was read since: it is no newer
-                    self._read_speed.take_over(speed, self._clock())
+                self._on_state(message)
             case Cleared():
                 self._is_cleared = True
             case _:  # that it lives
                 pass
+
+    def _on_in_host(self, message: InHost) -> None:
+        group_id, names = self._group(message.group), names_in(message.names)
+        slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
+        if len(slots) != len(names):
+            raise Malformed(f"{len(names)} blocks in {len(slots)} slots")
+        self._mirror.on_in_host(group_id, names, slots)
+
+    def _on_state(self, message: State) -> None:
+        before, self._state = self._state.reads, message
+        for tier, read in message.reads.items():
+            speed = self._read_speeds[tier]
+            speed.latency_s = read.latency_s
+            if read.bytes_per_s is not None and read.bytes_per_s != before.get(tier, NO_READS).bytes_per_s:
+                speed.take_over(read.bytes_per_s, self._clock())  # else nothing was read since: it is no newer
 
     def _on_fetched(self, message: Fetched) -> None:
         fetch = self._fetches.get(message.number)
@@ -461,6 +488,8 @@ class SidecarTiers:
         fetch.on_come(places, slots, message.digests, owners)
         for place, reason in message.failures:
             fetch.on_failed(place, reason)
+        if any(reason is Reason.EVICTED_FROM_REMOTE for _, reason in message.failures):
+            self._mirror.remote.clear()  # what was said of it is out of date
         if fetch.is_over:
             self._fetches.pop(fetch.number, None)
 
@@ -485,6 +514,7 @@ class SidecarTiers:
         self._is_detaching = True
         self._is_told = False
         self._mirror.end()
+        self._inquiries.end()
         self._epoch += 1
         fetches = list(self._fetches.values())
         self._fetches.clear()

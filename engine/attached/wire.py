@@ -19,12 +19,13 @@ import numpy.typing as npt
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.name_set import NAME_BYTES
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 
-VERSION = 1
+VERSION = 2
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
 MOST_BLOCKS = 1 << 17  # in one message
@@ -96,6 +97,15 @@ class Fetch(_Message, frozen=True):
     starts: list[Start]
     tenant: bytes
     is_for_later: bool
+
+
+class Inquire(_Message, frozen=True):
+    """Find out which of these blocks a remote tier has, a prefix's from the first on that the engine does not know to
+    be below; see `LowerTiers.inquire`. Answered by `Inquired`. *number* is the engine's."""
+
+    number: int
+    group: int
+    names: bytes
 
 
 class Release(_Message, frozen=True):
@@ -231,6 +241,13 @@ class Fetched(_Message, frozen=True):
     failures: list[tuple[int, Reason]]
 
 
+class Inquired(_Message, frozen=True):
+    """Of an inquiry, the blocks that a remote tier is believed to have, and nothing nearer; see `Presence`."""
+
+    number: int
+    names: bytes
+
+
 class Reserved(_Message, frozen=True):
     """Of *num_asked* slots that were asked for these are leased."""
 
@@ -247,22 +264,42 @@ class Pong(_Message, frozen=True):
     """The sidecar lives."""
 
 
+class ReadState(msgspec.Struct, frozen=True, array_like=True):
+    """How reads from one tier are: see `LowerTiers.read_speed` and `queued_read_bytes`."""
+
+    bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    queued_bytes: int = 0
+
+
 class State(_Message, frozen=True):
     """How the tiers of this namespace are, see `LowerTiers`; sent when it changes, and about twice a second."""
 
     is_indexed: bool
     is_readable: bool
     is_making_room: bool
-    read_bytes_per_s: float | None
-    queued_read_bytes: int
+    reads: dict[Tier, ReadState]  # of tiers that are read from
     tiers: dict[Tier, TierStatistics]
     disk: DiskStatistics | None
+    remote: RemoteStatistics | None
     host_tenants: list[tuple[bytes, int]]
 
 
-FromEngine = Hello | Fetch | Release | TimeOut | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
+FromEngine = Hello | Fetch | Inquire | Release | TimeOut | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
 FromSidecar = (
-    Refused | Welcome | InHost | LeftHost | OnDisk | LeftDisk | Told | Fetched | Reserved | Cleared | Pong | State
+    Refused
+    | Welcome
+    | InHost
+    | LeftHost
+    | OnDisk
+    | LeftDisk
+    | Told
+    | Fetched
+    | Inquired
+    | Reserved
+    | Cleared
+    | Pong
+    | State
 )
 
 _encoder = msgspec.msgpack.Encoder()

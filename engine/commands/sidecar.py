@@ -154,7 +154,7 @@ def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], N
     fault_log = FaultLog(time.monotonic)
 
     def look(statistics: SidecarStatistics) -> None:
-        fault_log.look(statistics.store, statistics.disk, statistics.tiers)
+        fault_log.look(statistics.store, statistics.disk, statistics.tiers, remote=statistics.remote)
         if not sidecar.why_not_ready:
             systemd.ready()
         systemd.alive()

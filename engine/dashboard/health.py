@@ -7,6 +7,7 @@ from enum import StrEnum
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
 
@@ -43,6 +44,15 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
         yield Condition("writes", State.WATCH, text)
     if disk.life is not None:
         yield _life(disk.life.used, disk.life.years_left)
+
+
+def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
+    """How the remote tier is; nothing without one."""
+    if remote is None:
+        return
+    doing = {"ask": "asking", "read": "reading", "write": "writing"}
+    for side, state in remote.breakers.items():
+        yield _side(f"remote: {doing[side]}", state, remote.why_failed[side])
 
 
 def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]:

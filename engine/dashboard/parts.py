@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 from kvtier.engine.dashboard.recent_values import RecentValues, quantile
+from kvtier.engine.metrics.tiers import WITH_SLOTS
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.reopening_store import StoreStanding
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.reuse.what_if import SIZES, HitRatios
@@ -46,12 +48,10 @@ def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
     """What is in the tier now."""
-    levels: Numbers = {
-        f"tier.{tier}.bytes": statistics.num_bytes,
-        f"tier.{tier}.capacity": statistics.capacity_bytes,
-        f"tier.{tier}.blocks": statistics.num_blocks,
-    }
-    if tier is not Tier.DISK:
+    levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks}
+    if tier is not Tier.REMOTE:  # whose size is others' affair
+        levels |= {f"tier.{tier}.bytes": statistics.num_bytes, f"tier.{tier}.capacity": statistics.capacity_bytes}
+    if tier in WITH_SLOTS:
         levels |= {f"tier.{tier}.leased": statistics.num_leased, f"tier.{tier}.dirty": statistics.num_dirty}
     return levels
 
@@ -120,6 +120,13 @@ def corrupt_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object
     ]
 
 
+def _breaker_facts(store: DiskStatistics | RemoteStatistics) -> list[dict[str, object]]:
+    return [
+        {"side": side, "state": state, "opened": store.num_opened[side], "why": store.why_failed[side]}
+        for side, state in store.breakers.items()
+    ]
+
+
 def disk_facts(disk: DiskStatistics) -> dict[str, object]:
     """What only a disk has."""
     life = None
@@ -132,11 +139,26 @@ def disk_facts(disk: DiskStatistics) -> dict[str, object]:
         "file_bytes": disk.file_bytes,
         "written_bytes": disk.written_bytes_total,
         "budget_left_bytes": disk.budget_left_bytes,
-        "breakers": [
-            {"side": side, "state": state, "opened": disk.num_opened[side], "why": disk.why_failed[side]}
-            for side, state in disk.breakers.items()
-        ],
+        "breakers": _breaker_facts(disk),
         "life": life,
+    }
+
+
+def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
+    """What only a remote tier has."""
+    return {
+        "where": remote.where,
+        "known_blocks": remote.known_blocks,
+        "wanted_blocks": remote.num_wanted,
+        "stored_blocks": remote.num_stored,
+        "refused_blocks": remote.num_refused,
+        "asked": remote.num_asked,
+        "late": remote.num_late,
+        "ask_s": remote.ask_s,
+        "requests": remote.usage.num_reads + remote.usage.num_writes + remote.usage.num_questions,
+        "read_bytes": remote.usage.read_bytes,
+        "written_bytes": remote.usage.written_bytes,
+        "breakers": _breaker_facts(remote),
     }
 
 

@@ -12,9 +12,10 @@ from kvtier.engine.disk_below.loads import Loads
 from kvtier.engine.disk_below.row import Row
 from kvtier.engine.disk_below.row_index import RowIndex
 from kvtier.engine.disk_below.writes import Refusal, Writes
-from kvtier.tiers.lower.disk_probe import DiskProbe
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.index_load import IndexLoad
+from kvtier.tiers.lower.read_probe import ReadProbe
+from kvtier.tiers.lower.read_source import ReadableDisk
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
@@ -69,7 +70,7 @@ class DiskBelow:
         self._end_store = end_store
         self._index = RowIndex(disk)
         self._index_load = IndexLoad(self._index, self._transfers, clock)
-        self._probe = DiskProbe(self._index, row_bytes, self._transfers, clock)
+        self._probe = ReadProbe(ReadableDisk(self._index), row_bytes, self._transfers, clock)
         self._loads = Loads(self._index, self._transfers, num_readers)
         self._writes = Writes(self._index, self._transfers, most_queued_bytes)
         self._jobs: set[Job] = set()  # that have not ended

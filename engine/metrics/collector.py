@@ -11,6 +11,7 @@ from kvtier.engine.metrics import names
 from kvtier.engine.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
+from kvtier.engine.metrics.remote import remote_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
 from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics, sources_of
 
@@ -38,6 +39,8 @@ class EngineCollector(Collector):
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)
+        if statistics.cache.remote is not None:
+            yield from remote_metrics(statistics.cache.remote)
         if statistics.cache.disk is not None:
             yield from disk_metrics(statistics.cache.disk)
         if statistics.cache.admission is not None:

@@ -114,6 +114,26 @@ DISK_BUDGET_LEFT_BYTES = gauge(
 SSD_LIFE_USED = gauge("kvtier_ssd_life_used_ratio", "Share of the drive's endurance that this store has written")
 SSD_YEARS_LEFT = gauge("kvtier_ssd_years_left", "Years until the endurance is used up, at the rate since the start")
 
+# The remote tier.
+REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes that the remote tier was asked about")
+REMOTE_LATE = counter("kvtier_remote_late", "Of these, those whose request went on without the answer")
+REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Seconds that a question to the remote tier takes, lately")
+REMOTE_BLOCKS = counter(
+    "kvtier_remote_blocks", "Blocks that were to be put there: stored, there already, refused", "outcome"
+)
+REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks that are to be put in the remote tier")
+REMOTE_KNOWN_BLOCKS = gauge("kvtier_remote_known_blocks", "Blocks that the remote tier has said lately that it has")
+REMOTE_REQUESTS = counter(
+    "kvtier_remote_requests", "Requests that the remote store was sent: what an operator may pay for", "kind"
+)
+REMOTE_BYTES = counter("kvtier_remote_bytes", "Bytes read from the remote store and written to it", "direction")
+REMOTE_BREAKER = gauge(
+    "kvtier_remote_breaker", "1 for the state of the circuit breaker of each side: ask, read, write", "side", "state"
+)
+REMOTE_BREAKER_OPENED = counter(
+    "kvtier_remote_breaker_opened", "Times that the circuit breaker of the side has opened", "side"
+)
+
 # An engine on a sidecar.
 SIDECAR_ATTACHED = gauge(
     "kvtier_sidecar_attached",

@@ -11,6 +11,7 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
+WITH_SLOTS = (Tier.DEVICE, Tier.HOST)
 _FAULTS = tuple(fault for fault in Fault if fault is not Fault.MISSING)
 
 
@@ -23,8 +24,8 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
         {(tier, cause): number for tier, each in tiers.items() for cause, number in each.evicted.items()}
     )
     yield names.DROPPED_SPILLS.by({tier: each.dropped_spills for tier, each in tiers.items()})
-    yield names.LEASED_SLOTS.by({tier: each.num_leased for tier, each in tiers.items() if tier is not Tier.DISK})
-    yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier is not Tier.DISK})
+    yield names.LEASED_SLOTS.by({tier: each.num_leased for tier, each in tiers.items() if tier in WITH_SLOTS})
+    yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier in WITH_SLOTS})
     yield names.EVICTION_AGE.by_histogram({tier: each.eviction_ages for tier, each in tiers.items()})
     yield names.CORRUPT_BLOCKS.by(
         {(tier, cause): n for tier, each in tiers.items() for cause, n in corrupt_by_cause(tier, each).items()}
@@ -33,7 +34,7 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
 
 def corrupt_by_cause(tier: Tier, statistics: TierStatistics) -> dict[str, int]:
     """The corrupt blocks by each cause that the tier can have: Prometheus sees no growth of what was not there at 0."""
-    causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS}[tier]
+    causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS, Tier.REMOTE: _FAULTS}[tier]
     return {**dict.fromkeys((cause.value for cause in causes), 0), **statistics.corrupt}
 
 

@@ -10,6 +10,7 @@ from kvtier.engine.scheduling.slot_demand import num_leased
 from kvtier.engine.scheduling.timeline import Stage
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Hit, Promotion, Tables
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.engine.scheduling.request import Request
 
 MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
-CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
+CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK, Reason.EVICTED_FROM_REMOTE})
 ARRIVAL_POLL_S = 0.01
 # To wait for the blocks that an early step was computed with: verifying ends when copying does, or hangs. Meanwhile no
 # request computes.
@@ -53,7 +54,11 @@ NEXT_STATES = {
     State.LOADED: set(),
     State.GIVEN_UP: set(),
 }
-PROMOTE = {Tier.HOST: Stage.PROMOTE_HOST, Tier.DISK: Stage.PROMOTE_DISK}
+PROMOTE = {
+    Tier.HOST: Stage.PROMOTE_HOST,
+    Tier.DISK: Stage.PROMOTE_DISK,
+    Tier.REMOTE: Stage.PROMOTE_REMOTE,
+}
 WAITING = frozenset({State.QUEUED, State.FOUND, State.ROOM})
 COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
 
@@ -104,6 +109,7 @@ class Loading:
         self._request = request
         self._around = around
         self._cache = around.cache
+        self._inquiry: Inquiry = NOTHING_TO_ASK
         self._found: _Found | None = None
         self._asked_at = 0.0  # when room was asked for first
         self._is_room_made = False  # since then copies down make room for the hit
@@ -119,6 +125,11 @@ class Loading:
     def last_hit(self) -> Hit | None:
         """The hit as it was when it was looked up last; None if nothing is known of it."""
         return None if self._found is None else self._found.hit
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a tier that has been asked has still to answer: a look-up would find more in a moment."""
+        return not self._inquiry.is_done
 
     @property
     def has_come(self) -> bool:
@@ -172,6 +183,13 @@ class Loading:
         )
 
     # --- events while the request waits
+
+    def inquire(self) -> None:
+        """Have tiers asked that cannot tell at once what they have of the prompt; see `is_asking`."""
+        self._expect({State.QUEUED})
+        request = self._request
+        if request.options.reads_cache:
+            self._inquiry = self._cache.inquire(request.chain, len(request.token_ids))
 
     def look_up(self) -> Hit:
         """Look the request's hit up, unless that was done less than `HIT_LASTS_S` ago."""

@@ -106,6 +106,7 @@ class Scheduler:
         if len(self.waiting) >= self._config.max_waiting:
             raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
         request.loading = Loading(request, self._around)
+        request.loading.inquire()
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
@@ -210,9 +211,12 @@ class Scheduler:
         return budget
 
     def _next_request(self) -> Request | None:
-        """The first waiting request that need not wait for another one's prefill; those before it stand back."""
+        """The first waiting request that need not wait for another one's prefill, nor for a tier that was asked; those
+        that wait for a prefill stand back."""
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
+            if _loading_of(request).is_asking:
+                continue
             if not self._shared_prefill.has_to_wait(request, prefilling):
                 return request
             _loading_of(request).stand_back()

@@ -27,6 +27,7 @@ class Stage(StrEnum):
     SPILL = "spill"  # blocks are copied down to make room for it
     PROMOTE_HOST = "promote.host"  # blocks that were in host memory come up
     PROMOTE_DISK = "promote.disk"
+    PROMOTE_REMOTE = "promote.remote"
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -6,7 +6,13 @@ from importlib.metadata import version
 from kvtier.engine.core import EngineStatistics
 from kvtier.engine.dashboard import parts
 from kvtier.engine.dashboard.dashboard import NoSample
-from kvtier.engine.dashboard.health import as_facts, disk_conditions, sidecar_condition, tier_conditions
+from kvtier.engine.dashboard.health import (
+    as_facts,
+    disk_conditions,
+    remote_conditions,
+    sidecar_condition,
+    tier_conditions,
+)
 from kvtier.engine.dashboard.recent_values import RecentValues, quantile
 from kvtier.engine.dashboard.sample import Sample
 from kvtier.engine.metrics.tokens import sources_of
@@ -109,7 +115,11 @@ class EngineSource:
 
     def _facts(self, statistics: EngineStatistics) -> dict[str, object]:
         cache = statistics.cache
-        conditions = [*disk_conditions(statistics.store, cache.disk), *tier_conditions(cache.tiers)]
+        conditions = [
+            *disk_conditions(statistics.store, cache.disk),
+            *remote_conditions(cache.remote),
+            *tier_conditions(cache.tiers),
+        ]
         if statistics.sidecar is not None:
             conditions.append(sidecar_condition(statistics.sidecar))
         return {
@@ -119,6 +129,7 @@ class EngineSource:
             "corrupt": parts.corrupt_facts(cache.tiers),
             "evicted": parts.evicted_facts(cache.tiers),
             "disk": None if cache.disk is None else parts.disk_facts(cache.disk),
+            "remote": None if cache.remote is None else parts.remote_facts(cache.remote),
             "store": None if statistics.store is None else parts.store_facts(statistics.store),
             "tenants": _tenants(statistics),
         }

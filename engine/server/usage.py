@@ -55,5 +55,6 @@ class Usage:
             "device": tokens.device,
             "host": tokens.host,
             "disk": tokens.disk,
+            "remote": tokens.remote,
             "recomputed": tokens.recomputed,
         }

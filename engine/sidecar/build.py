@@ -11,6 +11,7 @@ from kvtier.engine.config import DiskConfig
 from kvtier.engine.disk_store import codec_of_others, store_settings
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_log import open_request_log
+from kvtier.engine.remote_store import open_remote
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
@@ -63,7 +64,10 @@ def build_sidecar(
             undo.callback(store.close)
             store.wait_opened(OPENING_WAIT_S)
         finished = FinishedTransfers()
-        transfers = TransferEngine(_lanes(finished), finished)
+        remote = None if config.remote is None else open_remote(config.remote, finished)
+        if remote is not None:
+            undo.callback(remote.close)
+        transfers = TransferEngine(_lanes(finished) | ({} if remote is None else remote.lanes()), finished)
         undo.callback(transfers.close)
         request_log = open_request_log(config.request_log)
         if request_log is not None:
@@ -81,6 +85,7 @@ def build_sidecar(
             quotas={tenant_of(salt): each.host for salt, each in config.tenants.items() if each.host is not None},
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
+            make_remote=(lambda namespace: None) if remote is None else remote.tier,
             ledger=ledger,
             seen=None if config.disk is None else _beside(Path(config.disk.path)),
             records=RecentRecords(
@@ -92,7 +97,16 @@ def build_sidecar(
         if store is not None and config.disk is not None and config.disk.endurance is not None:
             life = DriveLife(config.disk.endurance, store)
         sidecar = Sidecar(
-            segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life, request_log, tracer
+            segment,
+            finished,
+            transfers,
+            layouts,
+            make_doors(layouts, transfers),
+            store,
+            life,
+            request_log,
+            tracer,
+            remote=remote,
         )
         undo.pop_all()
     return sidecar

@@ -14,6 +14,7 @@ from kvtier.engine.config import (
     DiskConfig,
     HostConfig,
     OperatorsConfig,
+    RemoteConfig,
     RequestLogConfig,
     Seconds,
     Table,
@@ -131,6 +132,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
     host: HostConfig = HostConfig()
     disk: DiskConfig | None = None
+    remote: RemoteConfig | None = None
     socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()

@@ -13,7 +13,7 @@ from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched, Places
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -93,7 +93,7 @@ class LayoutTiers:
         pool = self.tiers.index.host[group_id].pool
         return min(len(places), pool.num_free + pool.num_leased(in_host))
 
-    def fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
+    def fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
         """See `LowerTiers.fetch`; for the first chunks that `find_run` has just found."""
         places = self.tiers.find(group_id, blocks.names)
         self.touch(group_id, places[places >= 0].astype(np.intp))
@@ -109,7 +109,7 @@ class LayoutTiers:
         if len(in_host) == len(places):
             return self.tiers.fetch(group_id, blocks, on_fetched, places)
         # One slot at least: a block of which nothing is known is looked for on disk too.
-        self._get_room(group_id, max(1, int(np.count_nonzero(places == ON_DISK))))
+        self._get_room(group_id, max(1, int(np.count_nonzero(are_cold(places)))))
         begin = self.tiers.fetch if now else self.tiers.fetch_later
         return begin(group_id, blocks, on_fetched)
 

@@ -23,6 +23,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_purge import LocalPurge
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.purge import CachePurge
@@ -51,12 +52,14 @@ class Layouts:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         written_bytes_per_day: int | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
+        make_remote: Callable[[bytes], RemoteTier | None] = lambda namespace: None,
         ledger: LeaseLedger | None = None,
         records: RecentRecords | None = None,
         seen: Path | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
+        *make_remote* gives the remote tier of a layout, by its namespace, if there is one.
         *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
         told what they load and what is written to disk; *seen* is a file by which the next process knows what was
         looked up."""
@@ -77,6 +80,7 @@ class Layouts:
         self._quotas = quotas
         self._written_bytes_per_day = written_bytes_per_day
         self._read_timeout_s = read_timeout_s
+        self._make_remote = make_remote
         self._layouts: dict[Layout, LayoutTiers] = {}
 
     def __iter__(self) -> Iterator[LayoutTiers]:
@@ -105,6 +109,7 @@ class Layouts:
             self._transfers,
             disk,
             self._clock,
+            remote=self._make_remote(layout.digest),
             quotas=self._quotas,
             events=events,
             spills=None if traces is None else traces.log,

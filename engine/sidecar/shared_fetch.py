@@ -8,10 +8,10 @@ import numpy as np
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.shares import Share, Wanted
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, Places
+from kvtier.tiers.lower.lower_tiers import Fetch, Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 
 
 class SharedFetch:
@@ -48,6 +48,10 @@ class SharedFetch:
     def digest(self, place: int) -> bytes:
         """The digest of a leased chunk's bytes."""
         return self._fetch.digest(place)
+
+    def tier(self, place: int) -> Tier:
+        """From which tier a leased chunk came."""
+        return self._fetch.tier(place)
 
     def release(self, places: Ids) -> None:
         """End the leases on these chunks, none of which has been released; the tail of the prefix comes first."""
@@ -93,5 +97,5 @@ def within_share(tiers: LayoutTiers, ranks: Sequence[int], names: Sequence[Block
     return WithinShare(
         names if num_affordable == num_there else names[:num_affordable],
         num_there - num_affordable,
-        any(bool((own[:num_affordable] == ON_DISK).any()) for own in places),
+        any(bool(are_cold(own[:num_affordable]).any()) for own in places),
     )

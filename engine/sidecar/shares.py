@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Places
+from kvtier.tiers.lower.lower_tiers import Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 
 TIMES_FREE = 7
@@ -140,7 +140,7 @@ class Share:
     def _are_new(self, wanted: Wanted) -> npt.NDArray[np.bool_]:
         are_new = self._leased.are_new(wanted.memory, wanted.places)
         if self._coming:
-            for place in np.flatnonzero(wanted.places == ON_DISK).tolist():
+            for place in np.flatnonzero(are_cold(wanted.places)).tolist():
                 are_new[place] = (wanted.memory, wanted.names[place]) not in self._coming
         return are_new
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_log import RequestLog
+from kvtier.engine.remote_store import OpenRemote
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.drive_life import DriveLife
@@ -59,6 +60,8 @@ class Sidecar:
         request_log: RequestLog | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        remote: OpenRemote | None = None,
     ) -> None:
         self.layouts = layouts
         self.doors = doors
@@ -70,6 +73,7 @@ class Sidecar:
         self._life = life
         self._request_log = request_log
         self._tracer = tracer
+        self._remote = remote
         self._clock = clock
         self.started_at = clock()
         self._is_stopping = False
@@ -210,6 +214,8 @@ class Sidecar:
         if self._store is not None:
             self._store.stop_opening()
         is_closed = self._transfers.close()
+        if self._remote is not None:
+            self._remote.close()
         if self._store is not None:
             self._store.close() if is_closed else self._store.kill()
         if self._request_log is not None:

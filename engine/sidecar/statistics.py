@@ -17,6 +17,7 @@ from kvtier.tiers.device.eviction_ages import NO_AGES
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import evicted_by_cause
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics, remote_of_all
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -49,6 +50,7 @@ class SidecarStatistics:
     layouts: tuple[LayoutStatistics, ...]
     tiers: Mapping[Tier, TierStatistics]  # of all layouts together
     disk: DiskStatistics | None  # as all layouts together have met it; None before any, and without a disk
+    remote: RemoteStatistics | None  # the same
     routes: Mapping[Route, RouteStatistics]
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
@@ -73,7 +75,7 @@ def statistics_of(
     request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
-    found, disks, disk_tiers = [], [], []
+    found, disks, disk_tiers, remotes = [], [], [], []
     for tiers in layouts:
         lower = tiers.tiers.statistics()
         progress = tiers.tiers.spill_progress()
@@ -89,9 +91,13 @@ def statistics_of(
         if lower.disk is not None:
             disks.append(lower.disk)
             disk_tiers.append(lower.tiers[Tier.DISK])
+        if lower.remote is not None:
+            remotes.append(lower.remote)
     all_tiers = {Tier.HOST: replace(_sum(each.host for each in found), capacity_bytes=segment.num_bytes)}
     if store is not None:
         all_tiers[Tier.DISK] = _disk_tier(store[1], disk_tiers)
+    if (remote := remote_of_all(remotes)) is not None:
+        all_tiers[Tier.REMOTE] = TierStatistics(remote.known_blocks, corrupt=remote.faults)
     return SidecarStatistics(
         segment.name,
         segment.num_bytes,
@@ -99,6 +105,7 @@ def statistics_of(
         tuple(found),
         all_tiers,
         None if store is None or not disks else disk_of_all(store[1], disks, life),
+        remote,
         transfers.statistics(),
         None if store is None else store[0],
         doors,

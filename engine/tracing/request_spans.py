@@ -54,6 +54,7 @@ def _tokens_of(stage: Stage, record: RequestRecord) -> dict[str, Attribute]:
         Stage.LOOKUP: tokens.num_tokens,
         Stage.PROMOTE_HOST: tokens.host,
         Stage.PROMOTE_DISK: tokens.disk,
+        Stage.PROMOTE_REMOTE: tokens.remote,
         Stage.PREFILL: tokens.recomputed,
         Stage.DECODE: record.num_generated or 0,
     }

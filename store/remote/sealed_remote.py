@@ -8,7 +8,7 @@ from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import open_record, seal
 from kvtier.store.record import HEADER_BYTES, Fault
-from kvtier.store.remote_store import RemoteRecord, RemoteStore
+from kvtier.store.remote_store import RemoteRecord, RemoteStore, RemoteUsage
 
 
 class SealedRemote:
@@ -20,16 +20,21 @@ class SealedRemote:
     """
 
     def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:
-        self.store = store
+        self._store = store
         self._codec = codec
         self._cipher = cipher
+        self.where = store.where
+
+    def usage(self) -> RemoteUsage:
+        """What has been asked of the store, by value."""
+        return self._store.usage()
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         """Copy each block into its *out*, verify it there, and return for each key its digest or a fault.
 
         *out* has exactly the block's raw length and holds arbitrary bytes after a fault. Raises `RemoteUnavailable`.
         """
-        values = self.store.get_many(keys)
+        values = self._store.get_many(keys)
         return [self._open(key, value, out) for key, value, out in zip(keys, values, outs, strict=True)]
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
@@ -37,11 +42,11 @@ class SealedRemote:
 
         Raises `RemoteUnavailable`, and ValueError for a block that the codec cannot encode.
         """
-        return self.store.put_many([self._sealed(blob) for blob in blobs])
+        return self._store.put_many([self._sealed(blob) for blob in blobs])
 
     def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether there seems to be a record. Raises `RemoteUnavailable`."""
-        return self.store.ask_many(keys)
+        return self._store.ask_many(keys)
 
     def _sealed(self, blob: Blob) -> RemoteRecord:
         sealed = seal(blob, self._codec, self._cipher)

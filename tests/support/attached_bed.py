@@ -25,6 +25,7 @@ from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.transfer.attached_memory import AttachedMemory, PreparedHost
@@ -61,8 +62,10 @@ class SidecarBed:
         clock: Callable[[], float],
         make_transfers: Callable[[], TransferEngine],
         quotas: Mapping[bytes, int] = MappingProxyType({}),
+        make_remote: Callable[[bytes], RemoteTier | None] = lambda namespace: None,
     ) -> None:
-        """*make_transfers*: lanes between host memory and disk, made anew for each life."""
+        """*make_transfers*: lanes between host memory and disk, made anew for each life; *make_remote*: see
+        `Layouts`."""
         self.shapes = tuple(shapes)
         self._num_bytes = num_bytes
         self._extent_bytes = extent_bytes
@@ -70,6 +73,7 @@ class SidecarBed:
         self._clock = clock
         self._make_transfers = make_transfers
         self._quotas = quotas
+        self._make_remote = make_remote
         self._temporary = TemporaryDirectory(prefix="kvt-")  # sockets' paths are short
         self._folder = Path(self._temporary.name)
         self.path = str(self._folder / f"{secrets.token_hex(4)}.sock")
@@ -90,6 +94,7 @@ class SidecarBed:
             clock=self._clock,
             extent_bytes=self._extent_bytes,
             quotas=self._quotas,
+            make_remote=self._make_remote,
         )
         self.layouts.shares = Shares(lambda: 1 << 40, self.layouts.ledger)  # one engine may have all
         refusals = Refusals(self._clock, "engine")

@@ -19,6 +19,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.remote.remote_tier import RemoteRecords, RemoteTier
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -101,9 +102,11 @@ class World:
         is_unreliable: bool = False,
         is_apart: bool = False,
         clock: FakeClock | None = None,
+        remote: RemoteRecords | None = None,
         **options: Any,
     ) -> None:
-        """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`; *is_apart*:
+        """*opening*: the store's, see `DiskTier`. *remote*: a store beyond the disk.
+        *is_unreliable*: the tiers below are `UnreliableTiers`; *is_apart*:
         they are in a sidecar, which is late and may die. *options* are `CacheOptions`, the cache's *planner*, and
         *quotas* and *events* of the tiers below, and *spills*, of all."""
         self.rng = rng
@@ -114,6 +117,8 @@ class World:
         self.failing = failing
         self.open_lanes(failing)
         self.transfers = TransferEngine(self.lanes, self.finished)
+        self.remote = remote
+        self.asks: list[ChaosLane] = []  # the lane of the tiers that ask the remote store
         below = {name: options.pop(name) for name in ("quotas", "events", "spills") if name in options}
         self.sidecar: SidecarBed | None = None
         if is_apart:
@@ -121,7 +126,9 @@ class World:
         else:
             self.memories += [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
             disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
-            self.lower = self.here = lower_tiers(groups, self.memories, self.transfers, disk, self.clock, **below)
+            self.lower = self.here = lower_tiers(
+                groups, self.memories, self.transfers, disk, self.clock, remote=self._remote_tier(), **below
+            )
         if is_unreliable:
             assert isinstance(self.here, LocalTiers), "nothing below that could be unreliable"
             self.lower = UnreliableTiers(self.here, rng)
@@ -198,10 +205,23 @@ class World:
         """Lanes of a sidecar, between host memory and disk; the ones before have ended."""
         finished = Finished()
         lanes = {
-            route: ChaosLane(finished, self.rng, self.failing) for route in (Route.HOST_TO_DISK, Route.DISK_TO_HOST)
+            route: ChaosLane(finished, self.rng, self.failing)
+            for route in Route
+            if route not in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE)
         }
         self.lanes.update(lanes)
+        if self.remote is not None:
+            self.asks = [ChaosLane(finished, self.rng, self.failing)]
         return TransferEngine(lanes, finished)
+
+    @property
+    def all_lanes(self) -> list[ChaosLane]:
+        """Every lane that there is now."""
+        return [*self.lanes.values(), *self.asks]
+
+    def make_remote(self, namespace: bytes) -> RemoteTier | None:
+        """The remote tier of a sidecar's layout, whose lanes have just been made."""
+        return None if self.remote is None else RemoteTier(self.remote, namespace, self.asks[0], self.clock)
 
     def chain(self, salt: str, num_tokens: int) -> BlockChain:
         """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""
@@ -244,11 +264,11 @@ class World:
         if isinstance(self.lower, SteppedTiers):
             self.lower.stir()
         for _ in range(1000):
-            for lane in self.lanes.values():
+            for lane in self.all_lanes:
                 lane.stir(1.0)
             self.cache.poll()
             is_quiet = not isinstance(self.lower, UnreliableTiers | SteppedTiers) or self.lower.is_quiet
-            if is_quiet and not any(lane.num_pending for lane in self.lanes.values()):
+            if is_quiet and not any(lane.num_pending for lane in self.all_lanes):
                 return
         raise AssertionError("copies never end")
 
@@ -297,6 +317,12 @@ class World:
                     block = np.frombuffer(self.memories[group_id].host_block(slot), dtype=np.uint8)
                     assert (block == self.bytes_of(group_id, name)).all(), f"wrong bytes in host slot {slot}"
 
+    def _remote_tier(self) -> RemoteTier | None:
+        if self.remote is None:
+            return None
+        self.asks = [ChaosLane(self.finished, self.rng, self.failing)]
+        return RemoteTier(self.remote, NAMESPACE, self.asks[0], self.clock)
+
     def _apart(
         self,
         groups: Sequence[AttentionGroup],
@@ -321,5 +347,6 @@ class World:
             self.clock,
             self.new_sidecar_lanes,
             quotas,
+            self.make_remote,
         )
         return SteppedTiers(self.sidecar, groups, memories, self.transfers, self.clock, events, self.rng)

@@ -9,13 +9,14 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.lane_speed import LaneSpeed
 
 STALE = 0.1  # of all questions are answered by what was known some time ago
@@ -149,6 +150,13 @@ class UnreliableTiers:
         nowhere = np.flatnonzero(places == NOWHERE)
         return places[: nowhere[0]] if len(nowhere) else places
 
+    @property
+    def can_ask(self) -> bool:
+        return self.is_alive and self.inner.can_ask
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        return self.inner.inquire(group_id, names) if self.is_alive else NOTHING_TO_ASK
+
     def fetch(
         self,
         group_id: int,
@@ -249,11 +257,11 @@ class UnreliableTiers:
         lost, self._lost = self._lost, []
         return lost
 
-    def read_speed(self) -> LaneSpeed:
-        return self.inner.read_speed()
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        return self.inner.read_speed(tier)
 
-    def queued_read_bytes(self) -> int:
-        return self.inner.queued_read_bytes()
+    def queued_read_bytes(self, tier: Tier) -> int:
+        return self.inner.queued_read_bytes(tier)
 
     def spill_progress(self) -> SpillProgress:
         return self.inner.spill_progress() if self.is_alive else SpillProgress(has_target=True)

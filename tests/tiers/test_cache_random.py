@@ -3,21 +3,28 @@
 import os
 import random
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from chaos import World
+from chaos import NAMESPACE, World
+from lying_remote import LyingRemote, Vices
 from store_cases import rot
 
-from kvtier.store.blob_store import BlobStore
+from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import digest
+from kvtier.store.remote.memory_remote import MemoryRemote
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.store.remote_store import RemoteUnavailable
 from kvtier.tiers import pins, purge
 from kvtier.tiers.device import slot_purge
-from kvtier.tiers.lower import disk_purge, disk_reads
+from kvtier.tiers.lower import disk_purge, reads
+from kvtier.tiers.lower.block_key import block_key
 from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.lower.remote.remote_tier import RemoteRecords
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
@@ -62,6 +69,7 @@ class Simulation:
         self.hits = 0
         self.copies = 0
         self.splits = 0
+        self.from_remote = 0  # tokens
         self.purges: list[CachePurge] = []
         self.whole = 0  # pins that were whole
 
@@ -97,6 +105,9 @@ class Simulation:
             return
         num_tokens = self.rng.randrange(1, 60)
         chain = self.world.chain(self.rng.choice(DOCUMENTS), num_tokens)
+        inquiry = self.cache.inquire(chain, num_tokens)
+        if not inquiry.is_done and self.rng.random() < 0.8:  # it comes again
+            return
         hit = self.cache.lookup(chain, num_tokens)
         if self.rng.random() < 0.5 and not self.cache.make_room(hit):
             return
@@ -122,6 +133,7 @@ class Simulation:
         reader.num_computed = promotion.num_tokens + promotion.num_copied
         balance = promotion.balance(reader.num_tokens)
         assert balance.num_tokens == reader.num_tokens
+        self.from_remote += balance.remote
         assert sum(balance.reasons.values()) == balance.recomputed
         assert promotion.num_tokens + promotion.num_copied < reader.num_tokens
         for group_id, (group, table) in enumerate(zip(self.groups, reader.tables, strict=True)):
@@ -199,7 +211,7 @@ class Simulation:
         self.purges.append(self.cache.purge(PurgeOrder(tiers, tenant, most_blocks=self.rng.choice([None, 1, 7]))))
 
     def stir(self) -> None:
-        for lane in self.world.lanes.values():
+        for lane in self.world.all_lanes:
             if self.rng.random() < 0.7:
                 lane.stir(self.rng.choice([0.3, 1.0]))
 
@@ -207,7 +219,7 @@ class Simulation:
         self.world.die_below()
 
     def let_time_pass(self) -> None:
-        self.world.clock.now += self.rng.choice([0.1, 1.0, 3.0])
+        self.world.clock.now += self.rng.choice([0.01, 0.1, 1.0, 3.0])
 
     def rot_the_store(self) -> None:
         store = self.world.store
@@ -253,7 +265,7 @@ PARTS = [  # what is done at once, and how much is under way at most
     (promoter, "MOST_UNDER_WAY", [1, 4, 512]),
     (pins, "PART", [1, 3, 128]),
     (pins, "MOST_UNDER_WAY", [1, 4, 512]),
-    (disk_reads, "BATCH_BLOCKS", [1, 2, 64]),
+    (reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (refreshes, "PART", [1, 3, 128]),
     (purge, "PARTS_S", [0, 1]),
@@ -270,6 +282,7 @@ def run(
     num_steps: int,
     is_unreliable: bool = False,
     is_apart: bool = False,
+    remote: RemoteRecords | None = None,
 ) -> Simulation:
     rng = random.Random(seed)
     sizes = [rng.choice([48, 64, 96]) for _ in groups]
@@ -287,11 +300,14 @@ def run(
         budget,
         is_unreliable=is_unreliable,
         is_apart=is_apart,
+        remote=remote,
         quotas=quotas,
         by_layers=by_layers,
         copies_all_down=seed % 3 == 0,
     )
     simulation = Simulation(world, groups)
+    if remote is not None:
+        fill(remote, world)
     with closing(world), pytest.MonkeyPatch.context() as patch:
         for module, name, sizes in PARTS:
             patch.setattr(module, name, rng.choice(sizes))
@@ -323,6 +339,50 @@ def test_a_few_runs_over_a_rotting_store_see_all_that_may_happen(kind: str) -> N
     assert sum(run.whole for run in runs) > 0, "nothing was ever held"
     assert (sum(run.splits for run in runs) > 0) == (kind == "full")
     assert (sum(run.copies for run in runs) > 0) == (kind not in ("sizes", "states"))
+
+
+def fill(remote: RemoteRecords, world: World) -> None:
+    """Another machine has put half of the documents there."""
+    namespace = NAMESPACE if world.sidecar is None else world.sidecar.tiers.layout.digest
+    for document in DOCUMENTS[::2]:
+        for group_id, group in enumerate(world.cache.groups):
+            chain = world.chain(document, 64)
+            for name in chain.names_of(group.block_size, range(64 // group.block_size)):
+                raw = world.bytes_of(group_id, name)
+                blob = Blob(block_key(namespace, group_id, name), digest(raw), memoryview(raw))
+                with suppress(RemoteUnavailable):
+                    remote.put_many([blob])
+
+
+def lying_remote(seed: int) -> SealedRemote:
+    rng = random.Random(seed)
+    vices = Vices(*(rng.choice([0.0, 0.05, 0.3]) for _ in range(4)))
+    return SealedRemote(LyingRemote(MemoryRemote(), rng, vices))
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["here", "apart"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_wrong_byte_and_no_leaked_slot_over_a_remote_store_that_lies(kind: str, is_apart: bool) -> None:
+    (seed,) = seeds(1)
+    print(f"KVTIER_SEED={seed}")
+
+    store = MemoryStore(8 * 4096 * 2)
+    run(GROUPS[kind], store, seed, 300, is_apart=is_apart, remote=lying_remote(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_apart", [False, True], ids=["here", "apart"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_few_runs_over_a_remote_store_find_blocks_there(kind: str, is_apart: bool) -> None:
+    runs = []
+    for seed in seeds(30):
+        print(f"KVTIER_SEED={seed}")
+        remote = SealedRemote(MemoryRemote())
+        runs.append(run(GROUPS[kind], MemoryStore(4096 * 2), seed, 400, is_apart=is_apart, remote=remote))
+        if len(runs) >= 2 and any(run.from_remote for run in runs):
+            break
+
+    assert any(run.from_remote for run in runs), "nothing ever came from there: it shows nothing"
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])

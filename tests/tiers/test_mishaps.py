@@ -12,7 +12,7 @@ from store_cases import rot
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down.host_spill import BACK_OFF_S
-from kvtier.tiers.lower import disk_reads
+from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
@@ -402,7 +402,7 @@ def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.Monk
 
 
 def test_queued_reads_fail_as_soon_as_the_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(reads, "BATCH_BYTES", BLOCK_BYTES)
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
     w.lanes[Route.DISK_TO_HOST].capacity = 1
@@ -417,7 +417,7 @@ def test_queued_reads_fail_as_soon_as_the_disk_is_left_alone(monkeypatch: pytest
 
 
 def test_what_may_come_later_keeps_one_reader_busy_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(reads, "BATCH_BYTES", BLOCK_BYTES)
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
 

@@ -11,7 +11,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers import cache, pins
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower import disk_reads
+from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
@@ -334,7 +334,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
 ) -> None:
     monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
     monkeypatch.setattr(promoter, "MOST_UNDER_WAY", NUM_BLOCKS)
-    monkeypatch.setattr(disk_reads, "BATCH_BLOCKS", 10)
+    monkeypatch.setattr(reads, "BATCH_BLOCKS", 10)
     monkeypatch.setattr(uploads, "BATCH_BLOCKS", 10)
     w = world()
     on_disk(w, "a")
@@ -396,8 +396,9 @@ def test_what_is_to_come_is_counted_by_who_asks_for_slots_and_by_who_plans_a_loa
     assert w.cache.free_slots() == [NUM_BLOCKS]
     assert demand is not None
     assert again is not None
-    assert (demand.disk_bytes[-1], demand.queued_disk_bytes) == (NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS * BLOCK_BYTES)
-    assert again.disk_bytes[-1] == NUM_BLOCKS  # waits for the other's, which counts as queued
+    num_bytes, queued_bytes = demand.moves[Route.DISK_TO_HOST]
+    assert (num_bytes[-1], queued_bytes) == (NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS * BLOCK_BYTES)
+    assert again.moves[Route.DISK_TO_HOST].num_bytes[-1] == NUM_BLOCKS  # waits for the other's, which counts as queued
     w.cache.cancel(first)
     w.check()
 

@@ -11,7 +11,7 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
-from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.lower.lower_tiers import are_kept
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.residency import Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -211,7 +211,7 @@ class HostSpill:
         """The device slots whose blocks have no copy below, and their blocks. The other slots are marked clean."""
         rows = group.pool.rows(slots)
         names = [name for row in rows for name in row.names]
-        have = self._lower.find(group.id, names) != NOWHERE
+        have = are_kept(self._lower.find(group.id, names))
         if not have.any():
             return slots, rows
         group.slots.dirty.remove(slots[have])

@@ -1,4 +1,4 @@
-"""CircuitBreaker: leaves a disk that fails or hangs alone for a while, then tries it once to see whether it is back."""
+"""CircuitBreaker: leaves a store that fails or hangs alone for a while, then tries it once: is it back?"""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -29,13 +29,16 @@ class CircuitBreaker:
     lengthen its rest, nor spoil the time after. Touched by the owner's thread only; starts nothing, waits for nothing.
     """
 
-    def __init__(self, clock: Callable[[], float], max_failures: int = MAX_FAILURES) -> None:
-        """*max_failures* in a row open it. ValueError if that is not at least one."""
+    def __init__(
+        self, clock: Callable[[], float], max_failures: int = MAX_FAILURES, max_rest_s: float = MAX_REST_S
+    ) -> None:
+        """*max_failures* in a row open it; ValueError if that is not at least one. It rests *max_rest_s* at most."""
         if max_failures < 1:
             raise ValueError(f"a breaker that opens after {max_failures} failures; need at least 1")
         self.num_opened = 0
         self._clock = clock
         self._max_failures = max_failures
+        self._max_rest_s = max_rest_s
         self._num_failed = 0  # in a row, in this period
         self._period = 1
         self._next_rest_s = REST_S
@@ -96,20 +99,20 @@ class CircuitBreaker:
     def check(self) -> None:
         """Raise AssertionError if the books disagree."""
         assert 0 <= self._num_failed < self._max_failures, f"{self._num_failed} failures, and it has not opened"
-        assert REST_S <= self._next_rest_s <= MAX_REST_S, f"the next rest would take {self._next_rest_s} s"
+        assert REST_S <= self._next_rest_s <= self._max_rest_s, f"the next rest would take {self._next_rest_s} s"
         if self._rests_until is None:
             assert not self._is_probing, "a probe of a disk that is in use"
             assert self._next_rest_s == REST_S, "closed, and the next rest is not the shortest"
             return
         assert self.num_opened > 0, "open, and never opened"
         assert self._num_failed == 0, "failures are counted while the disk is not in use"
-        assert self._rests_until - self._clock() <= MAX_REST_S, "it rests longer than it may"
+        assert self._rests_until - self._clock() <= self._max_rest_s, "it rests longer than it may"
         assert not self._is_probing or self._clock() >= self._rests_until, "a probe while the disk rests"
 
     def _open(self) -> None:
         self._new_period()
         self._rests_until = self._clock() + self._next_rest_s
-        self._next_rest_s = min(2 * self._next_rest_s, MAX_REST_S)
+        self._next_rest_s = min(2 * self._next_rest_s, self._max_rest_s)
         self.num_opened += 1
 
     def _new_period(self) -> None:

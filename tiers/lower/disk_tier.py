@@ -15,19 +15,16 @@ import numpy.typing as npt
 from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
+from kvtier.tiers.lower.block_key import GROUP_BYTES, KEY_BYTES, NAMESPACE_BYTES, block_key
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.disk_ages import DiskAges
 from kvtier.tiers.lower.disk_index import DiskIndex
-from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
-NAMESPACE_BYTES = 16
-GROUP_BYTES = 4
-KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
 WORD_BYTES = 4
 PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
 
@@ -136,7 +133,7 @@ class DiskTier:
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """The store's key of a block."""
-        return self._namespace + name + group_id.to_bytes(GROUP_BYTES, "big")
+        return block_key(self._namespace, group_id, name)
 
     def block_of(self, key: bytes) -> tuple[int, BlockName] | None:
         """Group and name of a key; None if the key is another namespace's."""

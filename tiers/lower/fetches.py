@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.disk_reads import DiskReads
+from kvtier.tiers.lower.cold_reads import ColdReads
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places
@@ -16,9 +14,9 @@ from kvtier.tiers.naming.tier import Reason
 class Fetches:
     """The fetches that lease a block or wait for one; a fetch that does neither is over. Owned by the tiers' thread."""
 
-    def __init__(self, index: LowerIndex, disk_reads: DiskReads) -> None:
+    def __init__(self, index: LowerIndex, cold_reads: ColdReads) -> None:
         self._index = index
-        self._disk_reads = disk_reads
+        self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
         self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
@@ -35,17 +33,13 @@ class Fetches:
         self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
     ) -> LocalFetch:
         """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
-        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, on_fetched, self._on_come, self._on_ended)
+        fetch = LocalFetch(group_id, blocks, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended)
         fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
         if fetch.num_leased < len(fetch.slots):
-            if self._index.disk.is_there:
-                if now:
-                    self._reading.add(fetch)
-                fetch.read(now)
-                self._disk_reads.pump()
-            else:
-                for place in np.flatnonzero(fetch.slots == ABSENT).tolist():
-                    fetch.fail(place, Reason.EVICTED_FROM_HOST)
+            if now:
+                self._reading.add(fetch)
+            fetch.read(now)
+            self._cold_reads.pump()
         if fetch.num_leased or fetch.is_reading:
             self._fetches.add(fetch)
         return fetch

@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.disk_reads import DiskRead, DiskReads
+from kvtier.tiers.lower.cold_reads import ColdReads
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places
+from kvtier.tiers.lower.reads import BlockRead
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 
 
 class LocalFetch:
@@ -22,7 +23,7 @@ class LocalFetch:
         group_id: int,
         blocks: NamedBlocks,
         index: LowerIndex,
-        disk_reads: DiskReads,
+        cold_reads: ColdReads,
         on_fetched: OnFetched,
         on_come: Callable[["LocalFetch", int, Reason | None], None],
         on_ended: Callable[["LocalFetch"], None],
@@ -36,11 +37,11 @@ class LocalFetch:
         self._blocks = blocks
         self._index = index
         self._pool = index.host[group_id].pool
-        self._disk_reads = disk_reads
+        self._cold_reads = cold_reads
         self._on_come = on_come
         self._on_ended = on_ended
-        self._reads: dict[int, DiskRead] = {}  # under way, by place
-        self._were_read: dict[int, DiskRead] = {}  # leased, by place
+        self._reads: dict[int, BlockRead] = {}  # under way, by place
+        self._were_read: dict[int, BlockRead] = {}  # leased, by place
         self._num_leased = 0
 
     @property
@@ -62,16 +63,20 @@ class LocalFetch:
 
     def read(self, now: bool) -> None:
         """Have the blocks that are not leased read; *now*: before those of all that may come later."""
-        places = np.flatnonzero(self.slots == ABSENT).tolist()
-        self._reads = self._disk_reads.join(self.group_id, self._blocks, places, self, now)
+        places = np.flatnonzero(self.slots == ABSENT)
+        self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
+        if len(self._reads) < len(places):
+            for place in places.tolist():
+                if place not in self._reads:
+                    self.fail(place, Reason.EVICTED_FROM_HOST)
 
-    def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+    def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
         """Lease a block that has been read, or note why it never will be."""
         del self._reads[place]
-        if failure is None and disk_read.host_slot is not None:
-            self._pool.lease([disk_read.host_slot])
-            self.slots[place] = disk_read.host_slot
-            self._were_read[place] = disk_read
+        if failure is None and block_read.host_slot is not None:
+            self._pool.lease([block_read.host_slot])
+            self.slots[place] = block_read.host_slot
+            self._were_read[place] = block_read
             self._num_leased += 1
             self._on_come(self, place, None)
         else:
@@ -94,6 +99,11 @@ class LocalFetch:
             return was_read.origin.tenant
         return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
 
+    def tier(self, place: int) -> Tier:
+        """From which tier a leased block came."""
+        was_read = self._were_read.get(place)
+        return Tier.HOST if was_read is None else was_read.tier
+
     def digests(self, places: Ids) -> bytes:
         """The digests of these leased blocks, joined."""
         if self._were_read:
@@ -113,8 +123,8 @@ class LocalFetch:
         tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.has_any else ()
         if len(there) < len(slots) and self._reads:
             for place in ids[slots == ABSENT].tolist():
-                if (disk_read := self._reads.pop(place, None)) is not None:
-                    self._disk_reads.leave(disk_read, self)
+                if (block_read := self._reads.pop(place, None)) is not None:
+                    self._cold_reads.leave(block_read, self)
         self.slots[ids] = ABSENT
         self._pool.release(there)
         self._num_leased -= len(there)
@@ -124,5 +134,5 @@ class LocalFetch:
             self._on_ended(self)
 
     def time_out(self) -> None:
-        if self._reads:
-            self._disk_reads.time_out()
+        for tier in {block_read.tier for block_read in self._reads.values()}:
+            self._cold_reads.time_out(tier)

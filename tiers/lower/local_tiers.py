@@ -14,21 +14,26 @@ from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.clearing import Clearing
-from kvtier.tiers.lower.disk_probe import DiskProbe
+from kvtier.tiers.lower.cold_reads import ColdReads
 from kvtier.tiers.lower.disk_purge import DiskPurge
-from kvtier.tiers.lower.disk_reads import DiskReads
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
 from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
+from kvtier.tiers.lower.inquiry import Inquiry
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_purge import LocalPurge, most_of_each
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.lower.read_probe import ReadProbe
+from kvtier.tiers.lower.read_source import DiskSource
+from kvtier.tiers.lower.reads import Reads
+from kvtier.tiers.lower.remote.remote_link import Link, NoLink, RemoteLink
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
-from kvtier.tiers.lower.statistics import slot_statistics
+from kvtier.tiers.lower.statistics import TierStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -40,6 +45,7 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
+READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
 LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
 
 
@@ -50,18 +56,23 @@ def lower_tiers(
     disk: DiskTier | None = None,
     clock: Callable[[], float] = time.monotonic,
     *,
+    remote: RemoteTier | None = None,
     quotas: Mapping[bytes, int] = MappingProxyType({}),
     events: EventLog | None = None,
     spills: SpillLog | None = None,
 ) -> LowerTiers:
     """The tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
 
-    ValueError for a disk without host memory: blocks are read into that.
+    ValueError for a disk or a remote tier without host memory: blocks are read into that.
     """
     if all(memory.num_host_slots for memory in memories):
-        return LocalTiers(groups, memories, transfers, disk, clock, quotas=quotas, events=events, spills=spills)
-    if disk is not None:
-        raise ValueError("disk tier: needs a host tier to read into; give the host some capacity or leave out the disk")
+        return LocalTiers(
+            groups, memories, transfers, disk, clock, remote=remote, quotas=quotas, events=events, spills=spills
+        )
+    for tier in [Tier.DISK] * (disk is not None) + [Tier.REMOTE] * (remote is not None):
+        raise ValueError(
+            f"{tier} tier: needs a host tier to read into; give the host some capacity or leave out the {tier}"
+        )
     return NoTiers(len(groups))
 
 
@@ -77,6 +88,7 @@ class LocalTiers:
         disk: DiskTier | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
+        remote: RemoteTier | None = None,
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
         spills: SpillLog | None = None,
@@ -87,19 +99,28 @@ class LocalTiers:
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
         self.index = LowerIndex(
-            groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), quotas, events, spills
+            groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), remote, quotas, events, spills
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         self._clock = clock
         self._windows = [CleanAhead(LEAST_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
-        self._disk_reads = DiskReads(
-            self.index, memories, transfers, self._windows, lambda: self._disk_spill.is_moving, clock
-        )
-        self._disk_probe = DiskProbe(self.index, self._block_bytes.__getitem__, transfers, clock)
+        source, windows = DiskSource(self.index), self._windows
+        reads: dict[Tier, Reads] = {}
+        if disk is not None:
+            reads[Tier.DISK] = Reads(
+                self.index, source, memories, transfers, windows, lambda: self._disk_spill.is_moving, clock
+            )
+        self._remote: Link = NoLink()
+        if remote is not None:
+            self._remote = RemoteLink(
+                remote, self.index, memories, transfers, windows, lambda: self._disk_spill.is_moving, clock
+            )
+        self._cold_reads = ColdReads(self.index, reads | self._remote.reads)
+        self._disk_probe = ReadProbe(source, self._block_bytes.__getitem__, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._clearing = Clearing(self.index.disk, transfers, clock)
-        self._fetches = Fetches(self.index, self._disk_reads)
+        self._fetches = Fetches(self.index, self._cold_reads)
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not give since the last `spill`
         self._index_load.go_on()
@@ -130,6 +151,10 @@ class LocalTiers:
         return self.index.disk.is_readable
 
     @property
+    def can_ask(self) -> bool:
+        return bool(self._remote.reads)
+
+    @property
     def is_making_room(self) -> bool:
         return self._disk_spill.is_moving
 
@@ -138,6 +163,9 @@ class LocalTiers:
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return self.index.find_run(group_id, names)
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        return self._remote.inquire(group_id, names)
 
     def fetch(
         self,
@@ -197,6 +225,7 @@ class LocalTiers:
         in_host = slots[slots != ABSENT]
         pool.refresh(in_host)
         self.index.offer_to_disk(group_id, in_host.tolist())
+        self._remote.want(group_id, list(compress(names, (slots != ABSENT).tolist()))[::-1])
         disk = self.index.disk
         assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
         keys = [disk.key(group_id, name) for name in compress(names, were_read)]
@@ -213,8 +242,8 @@ class LocalTiers:
         host.evict(slots[slots != ABSENT], EvictionCause.CORRUPT)
 
     def clear(self) -> bool:
-        num_read = sum(self._disk_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
-        if num_read or any(self._reserved) or self._disk_spill.copies.batches:
+        num_read = sum(self._cold_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
+        if num_read or any(self._reserved) or self._disk_spill.copies.batches or self._remote.is_writing:
             return False
         if self.index.disk.is_there and not self.index.disk.clear():
             return False
@@ -222,6 +251,7 @@ class LocalTiers:
         self.index.lose_disk()
         self.index.disk.index.clear()
         self.index.clear()
+        self._remote.clear()
         return True
 
     def forget_all(self) -> None:
@@ -235,6 +265,7 @@ class LocalTiers:
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
         self._clearing.begin()
+        self._remote.clear()
 
     def purge(self, order: PurgeOrder) -> LocalPurge:
         disk, host = None, []
@@ -261,6 +292,7 @@ class LocalTiers:
             self.make_room()
         else:
             self._disk_spill.spill()
+            self._remote.spill()
             self._unmet = [0 for _ in self._unmet]
 
     def make_room(self) -> None:
@@ -271,6 +303,8 @@ class LocalTiers:
     def poll(self) -> None:
         if self.index.disk.is_there:
             self._go_on_with_disk()
+        self._remote.go_on()
+        self._cold_reads.pump()
         self.index.quotas.go_on()
         self._fetches.deliver()
         now = self._clock()
@@ -280,16 +314,16 @@ class LocalTiers:
     def time_out_reads(self, timeout_s: float) -> None:
         """Give up all reads if one of them has been under way for *timeout_s*, see `Fetch.time_out`. For callers that
         may wait for a fetch for less long than for the disk: a long queue is no disk that hangs."""
-        self._disk_reads.time_out_late(timeout_s)
+        self._cold_reads.time_out_late(timeout_s)
 
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
 
-    def read_speed(self) -> LaneSpeed:
-        return self._transfers.speed(Route.DISK_TO_HOST)
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        return self._transfers.speed(READS[tier])
 
-    def queued_read_bytes(self) -> int:
-        return self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
+    def queued_read_bytes(self, tier: Tier) -> int:
+        return self._cold_reads.queued_bytes(tier) + self._transfers.pending_bytes(READS[tier])
 
     def spill_progress(self) -> SpillProgress:
         spill = self._disk_spill
@@ -305,22 +339,22 @@ class LocalTiers:
     def statistics(self) -> LowerStatistics:
         host = slot_statistics(self.index.host, self._block_bytes, self.index.corrupt)
         host_tenants = self.index.quotas.num_bytes
-        if not self.index.disk.is_there:
-            return LowerStatistics({Tier.HOST: host}, host_tenants=host_tenants)
-        return LowerStatistics(
-            {Tier.HOST: host, Tier.DISK: self.index.disk.statistics()},
-            self.index.disk.details(),
-            self.index.admission.statistics(),
-            host_tenants,
-        )
+        tiers, disk, admission = {Tier.HOST: host}, None, None
+        if self.index.disk.is_there:
+            tiers[Tier.DISK] = self.index.disk.statistics()
+            disk, admission = self.index.disk.details(), self.index.admission.statistics()
+        if (remote := self._remote.statistics()) is not None:
+            tiers[Tier.REMOTE] = TierStatistics(remote.known_blocks, corrupt=remote.faults)
+        return LowerStatistics(tiers, disk, remote, admission, host_tenants)
 
     def check(self) -> None:
         self.index.check()
-        self._disk_reads.check()
+        self._cold_reads.check()
         self._fetches.check()
         for group_id, host in enumerate(self.index.host):
             fetched = self._fetches.num_leased(group_id)
-            written, read = self._disk_spill.copies.num_leases(host.pool), self._disk_reads.num_leases(group_id)
+            written = self._disk_spill.copies.num_leases(host.pool) + self._remote.num_leases(host.pool)
+            read = self._cold_reads.num_leases(group_id)
             expected = fetched + written + read + self._reserved[group_id]
             assert host.pool.num_leases == expected, (
                 f"host slots of group {group_id}: {host.pool.num_leases} leases, {expected} accounted for"
@@ -347,7 +381,6 @@ class LocalTiers:
         else:
             self.index.forget_some_of_disk()
         self._disk_probe.go_on()
-        self._disk_reads.pump()
 
     def _is_roomy(self) -> bool:
         """Whether each pool could give a window of slots, and those that it did not give, and lose no last copy."""

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES, Fault
 from kvtier.tiers.device.ghosts import NUM_GHOSTS
@@ -15,7 +16,8 @@ from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.host_blocks import HostBlocks
 from kvtier.tiers.lower.host_quotas import HostQuotas
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
@@ -39,6 +41,7 @@ class LowerIndex:
         num_slots: Sequence[int],
         block_bytes: Sequence[int],
         disk: DiskTier,
+        remote: RemoteTier | None,
         quotas: Mapping[bytes, int],
         events: EventLog | None,
         spills: SpillLog | None,
@@ -50,13 +53,14 @@ class LowerIndex:
         ]
         self.corrupt: Counter[str] = Counter()  # blocks of host memory whose bytes were wrong, by cause
         self.disk = disk
+        self.remote = remote
         self.host_blocks = [HostBlocks(num) for num in num_slots]  # [group]
         self.quotas = HostQuotas(quotas, self.host, self.host_blocks, block_bytes)
         num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
         self.epoch = 0  # see `LowerTiers`
         self._block_sizes = [group.block_size for group in groups]
-        self._forgets = [group.forgets for group in groups]
+        self.forgets = [group.forgets for group in groups]
         self._block_bytes = block_bytes
         self._events = events
         self.spills = spills  # None: nobody wants to know of them
@@ -65,11 +69,12 @@ class LowerIndex:
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Where the blocks are, see `LowerTiers.find`."""
         places = self.host[group_id].pool.find_all(names)
-        if not self.disk.is_there:
-            return places
         absent = np.flatnonzero(places == ABSENT)
-        if len(absent):
+        if len(absent) and self.disk.is_there:
             places[absent[self.disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
+            absent = np.flatnonzero(places == NOWHERE)
+        if len(absent) and self.remote is not None:
+            places[absent[self.remote.are_held(group_id, _picked(names, absent))]] = ON_REMOTE
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
@@ -78,9 +83,17 @@ class LowerIndex:
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
             return places
+        if self.remote is not None:
+            return _run(self.find(group_id, names))
         num_held = self.disk.num_held(group_id, _picked(names, absent))
         places[absent[:num_held]] = ON_DISK
         return places if num_held == len(absent) else places[: int(absent[num_held])]
+
+    def are_remote(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """For each of the blocks, none of which is in host memory, whether only the remote tier is known to have it."""
+        if self.remote is None:
+            return np.zeros(len(names), np.bool_)
+        return self.remote.are_held(group_id, names) & ~self.disk.are_held(group_id, names)
 
     def has(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is in host memory or on disk."""
@@ -144,7 +157,7 @@ class LowerIndex:
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
         """Parent and tenant of the block in the host slot. Where a group forgets there is no parent: the block is of
         use without it."""
-        parent = None if self._forgets[group_id] else self.host[group_id].pool.parent(slot)
+        parent = None if self.forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
@@ -160,7 +173,7 @@ class LowerIndex:
         rows = pool.rows(ids)
         names = [name for row in rows for name in row.names]
         parents: list[BlockName | None] = [None] * len(names)
-        if not self._forgets[group_id]:
+        if not self.forgets[group_id]:
             parents = [parent for row in rows for parent in (*row.names[1:], row.parent)]
         is_asking = ~self.disk.are_held(group_id, names)
         if not is_asking.all():
@@ -342,6 +355,12 @@ def _cause_of(fault: Fault) -> EvictionCause:
             return EvictionCause.UNREADABLE
         case _:
             return EvictionCause.CORRUPT
+
+
+def _run(places: Places) -> Places:
+    """The places before the first that is nowhere."""
+    is_nowhere = places == NOWHERE
+    return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:

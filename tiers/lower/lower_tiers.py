@@ -1,4 +1,4 @@
-"""LowerTiers: the contract between a device pool and the tiers below it (host memory, disk), and its values."""
+"""LowerTiers: the contract between a device pool and the tiers below it (host memory, disk, remote), and its values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,9 @@ import numpy.typing as npt
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
+from kvtier.tiers.lower.inquiry import Inquiry
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -21,8 +23,22 @@ from kvtier.transfer.lane_speed import LaneSpeed
 
 NOWHERE = ABSENT  # -1
 ON_DISK = -2
+ON_REMOTE = -3
 Places = npt.NDArray[np.int32]
-"""Where each of some blocks is: the number of its host slot, ON_DISK, or NOWHERE."""
+"""Where each of some blocks is: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE."""
+
+
+def are_kept(places: Places) -> npt.NDArray[np.bool_]:
+    """For each of the places whether the tiers below keep the block themselves. What is on a remote store alone is
+    others' to evict: a copy above is the last one that is sure."""
+    kept: npt.NDArray[np.bool_] = (places >= 0) | (places == ON_DISK)
+    return kept
+
+
+def are_cold(places: Places) -> npt.NDArray[np.bool_]:
+    """For each of the places whether the block has to be read before it is in host memory."""
+    cold: npt.NDArray[np.bool_] = (places == ON_DISK) | (places == ON_REMOTE)
+    return cold
 
 
 class Lost(NamedTuple):
@@ -101,6 +117,7 @@ class LowerStatistics:
 
     tiers: Mapping[Tier, TierStatistics] = field(default_factory=dict)
     disk: DiskStatistics | None = None
+    remote: RemoteStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk
     host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of host memory of each tenant with a quota
 
@@ -154,6 +171,10 @@ class LowerTiers(Protocol):
         """Whether every tier below can be read from, as far as is known; if not, what only it has is not found."""
 
     @property
+    def can_ask(self) -> bool:
+        """Whether there is a tier that cannot tell at once what it has, so that `inquire` may find more."""
+
+    @property
     def is_making_room(self) -> bool:
         """Whether copies further down are under way that will leave host slots, and are not suspiciously late."""
 
@@ -166,6 +187,10 @@ class LowerTiers(Protocol):
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """As `find`, up to the first block that is NOWHERE: as many places as blocks before it."""
 
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        """Have tiers asked that cannot tell at once about *names*, a prefix's blocks from the first on that `find` does
+        not know. The inquiry is done in a later poll, within a few hundredths of a second, or at once."""
+
     def fetch(
         self,
         group_id: int,
@@ -173,7 +198,8 @@ class LowerTiers(Protocol):
         on_fetched: OnFetched,
         found: Places | None = None,
     ) -> Fetch:
-        """Lease these blocks in host memory, and have those read from disk that are only there; the caller releases.
+        """Lease these blocks in host memory, and have those read from colder tiers that are only there; the caller
+        releases.
 
         What is in host memory may be leased before this returns (`Fetch.slots`); of everything else *on_fetched* is
         told. A block that is nowhere is a failure with its reason.
@@ -263,11 +289,11 @@ class LowerTiers(Protocol):
         A copy of such a block above is the last one now.
         """
 
-    def read_speed(self) -> LaneSpeed:
-        """How fast blocks were read from disk lately."""
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        """How fast blocks were read from that tier lately."""
 
-    def queued_read_bytes(self) -> int:
-        """Bytes of the blocks that are being read from disk, or are to be read now."""
+    def queued_read_bytes(self, tier: Tier) -> int:
+        """Bytes of the blocks that are being read from that tier, or are to be read now."""
 
     def spill_progress(self) -> SpillProgress:
         """How far `spill` has come."""

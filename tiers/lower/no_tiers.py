@@ -7,12 +7,13 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import NO_TENANT, OwnerNumbers
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.lane_speed import LaneSpeed
 
 
@@ -46,6 +47,7 @@ class NoTiers:
     is_indexed = True
     is_readable = True
     is_making_room = False
+    can_ask = False
 
     def __init__(self, num_groups: int) -> None:
         self.num_slots = [0] * num_groups
@@ -57,6 +59,9 @@ class NoTiers:
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return _nowhere(())
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        return NOTHING_TO_ASK
 
     def fetch(
         self,
@@ -113,10 +118,10 @@ class NoTiers:
     def take_lost(self) -> Sequence[Lost]:
         return ()
 
-    def read_speed(self) -> LaneSpeed:
+    def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._speed
 
-    def queued_read_bytes(self) -> int:
+    def queued_read_bytes(self, tier: Tier) -> int:
         return 0
 
     def spill_progress(self) -> SpillProgress:

@@ -11,6 +11,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -19,11 +20,12 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 @dataclass(frozen=True, slots=True)
 class TokenBalance:
-    """Where a prompt's tokens came from. `device + host + disk + recomputed` is the prompt, always."""
+    """Where a prompt's tokens came from. `device + host + disk + remote + recomputed` is the prompt, always."""
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
     recomputed: int = 0
     reasons: Mapping[Reason, int] = field(default_factory=dict)  # adds up to `recomputed`
     copied: int = 0  # of the device's: out of a block that shares only its first tokens with the prompt
@@ -31,7 +33,7 @@ class TokenBalance:
     @property
     def num_tokens(self) -> int:
         """The prompt's length."""
-        return self.device + self.host + self.disk + self.recomputed
+        return self.device + self.host + self.disk + self.remote + self.recomputed
 
     def plus(self, other: "TokenBalance") -> "TokenBalance":
         """The sum of this balance and another."""
@@ -42,6 +44,7 @@ class TokenBalance:
             self.device + other.device,
             self.host + other.host,
             self.disk + other.disk,
+            self.remote + other.remote,
             self.recomputed + other.recomputed,
             reasons,
             self.copied + other.copied,
@@ -146,5 +149,6 @@ class CacheStatistics:
     promotions_waiting: int
     clean_ahead_blocks: int
     disk: DiskStatistics | None = None
+    remote: RemoteStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk
     host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each with a quota

@@ -9,6 +9,7 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+    REMOTE = "remote"  # a store that machines share
 
     @property
     def depth(self) -> int:
@@ -23,6 +24,7 @@ class Reason(StrEnum):
     EVICTED_FROM_DEVICE = "evicted_from_device"
     EVICTED_FROM_HOST = "evicted_from_host"
     EVICTED_FROM_DISK = "evicted_from_disk"
+    EVICTED_FROM_REMOTE = "evicted_from_remote"
     CAPACITY = "capacity"  # no slots to promote into
     CORRUPT = "corrupt"  # found, but its bytes were not what had been stored
     FAILED = "failed"  # found, but the copy failed

@@ -12,6 +12,7 @@ from kvtier.tiers.reuse.reuse_distances import ReuseDistances
 SIZES = (0.5, 1.0, 2.0, 4.0)  # of a tier, where 1 is what it has
 HALF_LIFE_S = 3600.0
 _TIERS = tuple(Tier)
+_SIZED = (Tier.DEVICE, Tier.HOST, Tier.DISK)  # how large a remote tier is is others' affair
 
 # By tier: the share of prompt tokens that are found there or in a warmer tier, by the tier's size.
 HitRatios: TypeAlias = Mapping[Tier, Mapping[float, float]]
@@ -44,7 +45,7 @@ class WhatIf:
         num_tokens = float(seen[-1])
         if not num_tokens:
             return {}
-        there = [tier for tier in _TIERS if tier in tiers]
+        there = [tier for tier in _SIZED if tier in tiers]
         sizes = [_unlike_above(tiers, tier) + _holds(tiers, tier) * size for tier in there for size in SIZES]
         within = self._distances.tokens_within(sizes).reshape(len(there), len(SIZES))
         ratios: dict[Tier, Mapping[float, float]] = {}

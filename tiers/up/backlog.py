@@ -7,11 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, OnFetched, Places
+from kvtier.tiers.lower.lower_tiers import ON_REMOTE, Fetch, LowerTiers, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.promotion import Promotion
+from kvtier.transfer.transfer_engine import Route
 
 NO_PLACE = -1
 Source = tuple[Fetch, int, Tier]  # the fetch that leases a block in host memory, its place there, where it was found
@@ -20,8 +21,10 @@ Source = tuple[Fetch, int, Tier]  # the fetch that leases a block in host memory
 class Backlog:
     """One promotion's blocks of one group, and the fetch that leases the ones that were found in host memory."""
 
-    def __init__(self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds) -> None:
-        """*fetch* leases the blocks *fetched*."""
+    def __init__(
+        self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds, remote: BlockIds
+    ) -> None:
+        """*fetch* leases the blocks *fetched*; those of *remote* are on the remote tier only, the others on disk."""
         num_blocks = int(ids[-1]) + 1 if len(ids) else 0
         self.group = group
         self.num_left = len(ids)
@@ -30,6 +33,8 @@ class Backlog:
         self._is_left[ids] = True
         self._places = np.full(num_blocks, NO_PLACE, np.int64)  # [block id] in the fetch, or NO_PLACE
         self._places[fetched] = np.arange(len(fetched))
+        self._is_remote = np.zeros(num_blocks, np.bool_)  # [block id]
+        self._is_remote[remote] = True
 
     @property
     def blocks(self) -> BlockIds:
@@ -47,6 +52,15 @@ class Backlog:
     def num_fetched(self) -> int:
         """How many of the blocks that are left were in host memory."""
         return int(np.count_nonzero(self._places[self._is_left] != NO_PLACE))
+
+    @property
+    def num_remote(self) -> int:
+        """How many of the blocks that are left were on the remote tier only."""
+        return int(np.count_nonzero(self._is_left & self._is_remote))
+
+    def tier(self, block_id: int) -> Tier:
+        """Where a block is to be read from that was not in host memory."""
+        return Tier.REMOTE if self._is_remote[block_id] else Tier.DISK
 
     def sources(self, ids: BlockIds) -> list[Source | None]:
         """Where the blocks come from that were found in host memory; None for the others, which are not fetched yet."""
@@ -102,7 +116,7 @@ class Backlogs:
             if len(fetched):
                 wanted, found = group.blocks_of(promotion.chain, fetched), places[is_in_host]
                 fetch = self._lower.fetch(group.id, wanted, self._on_fetched, found)
-            backlogs.append(Backlog(group, ids, fetch, fetched))
+            backlogs.append(Backlog(group, ids, fetch, fetched, ids[places == ON_REMOTE]))
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
 
@@ -127,13 +141,14 @@ class Backlogs:
         Their sources, leased for the caller, and the promotions that wanted them, each with a mask of the blocks it
         wanted. Blocks that were not in host memory are fetched.
         """
-        found = self._backlogs[promotion][group.id].sources(ids)
+        backlog = self._backlogs[promotion][group.id]
+        found = backlog.sources(ids)
         lacking = [place for place, source in enumerate(found) if source is None]
         if lacking:
             wanted_blocks = group.blocks_of(promotion.chain, ids[lacking])
             fetch = self._lower.fetch(group.id, wanted_blocks, self._on_fetched)
             for number, place in enumerate(lacking):
-                found[place] = fetch, number, Tier.DISK
+                found[place] = fetch, number, backlog.tier(int(ids[place]))
         wanted = self._leave(promotion, group, ids)
         return [source for source in found if source is not None], wanted
 
@@ -166,11 +181,17 @@ class Backlogs:
         backlogs = self._backlogs.get(promotion)
         return [0 for _ in self._groups] if backlogs is None else [backlog.num_left for backlog in backlogs]
 
-    def num_queued(self, group: GroupTiers) -> tuple[int, int]:
-        """How many blocks of the group are to be read from disk, and how many to be copied to the device."""
+    def num_queued(self, group: GroupTiers) -> dict[Route, int]:
+        """How many blocks of the group are to be moved by each route."""
         backlogs = [backlogs[group.id] for backlogs in self._backlogs.values()]
         num_copied = sum(backlog.num_left for backlog in backlogs)
-        return num_copied - sum(backlog.num_fetched for backlog in backlogs), num_copied
+        num_remote = sum(backlog.num_remote for backlog in backlogs)
+        num_fetched = sum(backlog.num_fetched for backlog in backlogs)
+        return {
+            Route.DISK_TO_HOST: num_copied - num_fetched - num_remote,
+            Route.REMOTE_TO_HOST: num_remote,
+            Route.HOST_TO_DEVICE: num_copied,
+        }
 
     def check(self) -> None:
         """Raise AssertionError if the device does not keep a slot for each block, or a backlog is empty."""

@@ -8,16 +8,18 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import Places
+from kvtier.tiers.lower.lower_tiers import ON_REMOTE, Places
 from kvtier.tiers.naming.groups import alignment, longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Backlogs
-from kvtier.tiers.up.load_planner import Demand
+from kvtier.tiers.up.load_planner import Demand, Moves
 from kvtier.tiers.up.promotion import Hit
 from kvtier.tiers.up.uploads import Uploads
 from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
 
 
 class Hits:
@@ -142,7 +144,7 @@ class Hits:
             return None
         start = min(firsts)
         ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
-        moved = np.zeros((2, len(ends)))  # from disk, to the device
+        moved = np.zeros((len(LOADS), len(ends)))
         for group, ids, below in zip(self._groups, absent, self.below(hit, absent), strict=True):
             if len(ids):
                 # The first prefix that needs each block.
@@ -150,14 +152,23 @@ class Hits:
                 places = np.ones_like(places) if group.attention.forgets else places
                 for row, num_bytes in enumerate(self._to_move(hit, group, ids, below)):
                     moved[row] += np.bincount(places, num_bytes, len(ends))
-        disk_bytes, device_bytes = moved.cumsum(axis=1)
-        queued_disk_bytes = self._residency.lower.queued_read_bytes()
-        queued_device_bytes = self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
+        queued = self._queued_bytes()
+        return Demand(
+            ends, {route: Moves(row, queued[route]) for route, row in zip(LOADS, moved.cumsum(axis=1), strict=True)}
+        )
+
+    def _queued_bytes(self) -> dict[Route, int]:
+        """Bytes that are to be moved by each route for promotions that have begun."""
+        lower = self._residency.lower
+        queued = {
+            Route.DISK_TO_HOST: lower.queued_read_bytes(Tier.DISK),
+            Route.REMOTE_TO_HOST: lower.queued_read_bytes(Tier.REMOTE),
+            Route.HOST_TO_DEVICE: self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE),
+        }
         for group in self._groups:
-            num_read, num_copied = self._backlogs.num_queued(group)
-            queued_disk_bytes += num_read * group.memory.block_bytes
-            queued_device_bytes += num_copied * group.memory.block_bytes
-        return Demand(ends, disk_bytes, device_bytes, queued_disk_bytes, queued_device_bytes)
+            for route, num_blocks in self._backlogs.num_queued(group).items():
+                queued[route] += num_blocks * group.memory.block_bytes
+        return queued
 
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
         """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
@@ -178,16 +189,13 @@ class Hits:
             coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
         return coming
 
-    def _to_move(
-        self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each of the blocks, none on the device, the bytes to read from disk and the bytes to copy up."""
-        disk_bytes = np.where(below < 0, group.memory.block_bytes, 0)
-        device_bytes = np.full(len(ids), group.memory.block_bytes)
+    def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
+        """For each of the blocks, none on the device, the bytes to move by each of `LOADS`."""
+        is_remote = below == ON_REMOTE
+        are_moved = [(below < 0) & ~is_remote, is_remote, np.ones(len(ids), np.bool_)]
         coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for
-        disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
-        device_bytes[coming] = 1
-        return disk_bytes, device_bytes
+        num_bytes = np.where(coming, 1, group.memory.block_bytes)
+        return [np.where(is_moved, num_bytes, 0) for is_moved in are_moved]
 
 
 def absent_blocks(found: npt.NDArray[np.int32], needed: range) -> BlockIds:

@@ -1,7 +1,7 @@
 """LoadPlanner: how much of a hit to load, and how much to compute anew because that is faster."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvtier.tiers.lower.statistics import PlanStatistics
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.transfer_engine import Route
 
 # A lane that was slow is tried again some time. Its measured speed is believed for _PATIENCE_S, then thought twice as
 # fast every _OPTIMISM_S: a disk that is slow for good costs one request in that time.
@@ -28,22 +29,23 @@ class Plan(NamedTuple):
     end: int
 
 
-class LoadSpeeds(NamedTuple):
-    """How fast blocks were lately read from disk, and copied to the device."""
+LoadSpeeds = Mapping[Route, LaneSpeed]
+"""How fast blocks have come lately, by each route by which they come."""
 
-    reads: LaneSpeed
-    uploads: LaneSpeed
+
+class Moves(NamedTuple):
+    """Bytes that each prefix of a hit has to move by one route, beside the bytes queued there already."""
+
+    num_bytes: npt.NDArray[np.float64]  # [num_prefixes]
+    queued_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes that each prefix of a hit has to move, beside the bytes queued already. The first one moves nothing."""
+    """What each prefix of a hit has to move. The first one moves nothing."""
 
     ends: npt.NDArray[np.float64]  # [num_prefixes] tokens, ascending
-    disk_bytes: npt.NDArray[np.float64]  # [num_prefixes] to read from disk
-    device_bytes: npt.NDArray[np.float64]  # [num_prefixes] to copy to the device
-    queued_disk_bytes: int
-    queued_device_bytes: int
+    moves: Mapping[Route, Moves]
 
 
 class LoadPlanner:
@@ -75,13 +77,12 @@ class LoadPlanner:
         """What to do with the hit of a prompt of *num_tokens*; *busy_s*: seconds of computing that go first."""
         if not self.prefill.is_known:
             return Plan(0, int(demand.ends[-1]))
-        loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)
+        loads = self._load_seconds(demand, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
         place = len(totals) - 1 - int(np.argmin(totals[::-1]))  # of equals the longest: the device is left to others
         if self._with_splits:
-            from_disk, to_device = demand.disk_bytes, demand.device_bytes
-            loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, speeds)
+            loads = self._load_seconds(_rests(demand), speeds)
             fronts = self.prefill.seconds_of_rest(demand.ends[:1], demand.ends, self._chunk)
             splits = np.maximum(loads, busy_s + fronts) + computes[-1]
             start = int(np.argmin(splits))
@@ -100,32 +101,31 @@ class LoadPlanner:
 
     def load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> float | None:
         """Seconds to move all of it; None if it needs a lane whose speed was never measured."""
-        ways = zip(speeds, (demand.disk_bytes, demand.device_bytes), strict=True)
-        if any(num_bytes[-1] and speed.bytes_per_s is None for speed, num_bytes in ways):
+        if any(moves.num_bytes[-1] and speeds[route].bytes_per_s is None for route, moves in demand.moves.items()):
             return None
-        return float(self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)[-1])
+        return float(self._load_seconds(demand, speeds)[-1])
 
-    def _load_seconds(
-        self,
-        demand: Demand,
-        disk_bytes: npt.NDArray[np.float64],
-        device_bytes: npt.NDArray[np.float64],
-        speeds: LoadSpeeds,
-    ) -> npt.NDArray[np.float64]:
-        """Seconds to move these bytes after the queued ones. Both lanes work at the same time."""
-        return np.maximum(
-            self._seconds(speeds.reads, disk_bytes, demand.queued_disk_bytes),
-            self._seconds(speeds.uploads, device_bytes, demand.queued_device_bytes),
-        )
+    def _load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> npt.NDArray[np.float64]:
+        """Seconds to move these bytes after the queued ones. All lanes work at the same time."""
+        seconds = np.zeros(len(demand.ends))
+        for route, moves in demand.moves.items():
+            np.maximum(seconds, self._seconds(speeds[route], moves), out=seconds)
+        return seconds
 
-    def _seconds(
-        self, speed: LaneSpeed, num_bytes: npt.NDArray[np.float64], queued_bytes: int
-    ) -> npt.NDArray[np.float64]:
+    def _seconds(self, speed: LaneSpeed, moves: Moves) -> npt.NDArray[np.float64]:
         """Seconds until one lane has moved the queued bytes and these; 0 where these are none."""
+        num_bytes, queued_bytes = moves
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
         hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)
-        return np.where(num_bytes > 0, (num_bytes + queued_bytes) / (speed.bytes_per_s * hope), 0.0)
+        move_s = (num_bytes + queued_bytes) / (speed.bytes_per_s * hope)
+        return np.where(num_bytes > 0, speed.latency_s / hope + move_s, 0.0)
+
+
+def _rests(demand: Demand) -> Demand:
+    """What is left to move of the whole hit after each prefix."""
+    rests = {route: Moves(num_bytes[-1] - num_bytes, queued) for route, (num_bytes, queued) in demand.moves.items()}
+    return Demand(demand.ends, rests)
 
 
 def _outcome(plan: Plan, demand: Demand) -> str:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import Places
+from kvtier.tiers.lower.lower_tiers import ON_REMOTE, Places
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
@@ -295,7 +295,7 @@ class Promoter:
             all_ids = np.concatenate([ids, np.array([block_id for block_id, _ in joined], np.int64)])
             sources = np.concatenate(
                 [
-                    np.where(places_below < 0, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8),
+                    depths_of(places_below),
                     np.array([depth for _, depth in joined], np.uint8),
                 ]
             )
@@ -363,6 +363,14 @@ class Promoter:
                 _refresh_device(promotion, group, range(needed.stop, int(behind[-1]) + 1))
         promotion.misses = promotion.misses.cut(promotion.num_tokens, failure)
         promotion.num_tokens, promotion.num_copied = usable, 0
+
+
+def depths_of(places: Places) -> npt.NDArray[np.uint8]:
+    """The depth of the tier that each of the places below is in."""
+    depths = np.full(len(places), Tier.HOST.depth, np.uint8)
+    depths[places < 0] = Tier.DISK.depth
+    depths[places == ON_REMOTE] = Tier.REMOTE.depth
+    return depths
 
 
 def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:

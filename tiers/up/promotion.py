@@ -133,7 +133,7 @@ class Promotion:
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
         """Where the tokens of the request's prompt came from. A block that no group needs counts with the next one."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
-        device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
+        device, host, disk, remote = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         after = num_prompt_tokens - self.num_tokens - self.num_copied
         missed = self.misses.after(self.num_tokens + self.num_copied)
         reasons = {Reason.LAST_BLOCK: after - sum(missed.values())}
@@ -141,7 +141,9 @@ class Promotion:
             missed[Reason.COST] = missed.get(Reason.COST, 0) + self.num_computed
         for reason, num_tokens in missed.items():
             reasons[reason] = reasons.get(reason, 0) + num_tokens
-        return TokenBalance(device + self.num_copied, host, disk, after + self.num_computed, reasons, self.num_copied)
+        return TokenBalance(
+            device + self.num_copied, host, disk, remote, after + self.num_computed, reasons, self.num_copied
+        )
 
 
 @dataclass(eq=False, slots=True)

@@ -5,16 +5,20 @@ import { make } from "./dom.js";
 import { NONE, bytes, clock, count, moment, percent, perSecond, seconds, short, words, years } from "./format.js";
 import { Table } from "./table.js";
 
-export const SOURCES = ["device", "host", "disk", "recomputed"];
-const LANE_COLOURS = ["device", "host", "disk", "recomputed"];
-const LANE_DASHES = [undefined, [6, 3], undefined, [6, 3]];
+export const SOURCES = ["device", "host", "disk", "remote", "recomputed"];
+const LANE_COLOURS = ["device", "host", "disk", "recomputed", "remote", "remote"];
+const LANE_DASHES = [undefined, [6, 3], undefined, [6, 3], undefined, [6, 3]];
 const LANE_LABELS = {
   device_to_host: "device → host",
   host_to_device: "host → device",
   host_to_disk: "host → disk",
   disk_to_host: "disk → host",
+  host_to_remote: "host → remote",
+  remote_to_host: "remote → host",
   store: "store (host → disk)",
   load: "load (disk → host)",
+  put: "put (host → remote)",
+  get: "get (remote → host)",
   digest: "digests of new chunks",
   verify: "verified before read",
 };
@@ -79,12 +83,13 @@ class TableCard {
 
 export function cards(series) {
   const tiers = ["device", "host", "disk"].filter((tier) => series.has(`tier.${tier}.bytes`));
+  const sourceTiers = series.has("tier.remote.blocks") ? [...tiers, "remote"] : tiers;
   const lanes = series.columns.filter((column) => /^lane\..*\.bytes$/.test(column)).map((column) => column.split(".")[1]);
   const isServe = series.has("requests.running");
   return [
-    sources(tiers),
+    sources(sourceTiers),
     reasons(series),
-    ratios(tiers),
+    ratios(sourceTiers),
     new ChartCard("fill", "How full the tiers are", false, new Chart({
       title: "How full the tiers are",
       format: percent,
@@ -103,6 +108,7 @@ export function cards(series) {
     tenants(),
     health(),
     disk(),
+    remote(),
   ];
 }
 
@@ -388,6 +394,23 @@ function health() {
   const table = new Table("Health", ["state", "of", "what"], "There is no disk to watch, and nothing is damaged");
   const rows = ({ facts }) => facts.conditions.map((each) => [{ text: "", state: each.state }, each.thing, each.text]);
   return new TableCard("health", "Health", false, table, rows);
+}
+
+function remote() {
+  const table = new Table("Remote tier", ["what", number("is")]);
+  const rows = ({ facts }) => [
+    ["store", { text: facts.remote.where, data: { kind: "id" } }],
+    ["blocks known there", count(facts.remote.known_blocks)],
+    ["blocks put there since the start", count(facts.remote.stored_blocks)],
+    ["blocks to be put", count(facts.remote.wanted_blocks)],
+    ["read from there", bytes(facts.remote.read_bytes)],
+    ["written there", bytes(facts.remote.written_bytes)],
+    ["requests", count(facts.remote.requests)],
+    ["an answer takes", seconds(facts.remote.ask_s)],
+    ["prefixes asked about", count(facts.remote.asked)],
+    ["answers that came too late", count(facts.remote.late)],
+  ];
+  return new TableCard("remote", "Remote tier", false, table, rows, { isShown: ({ facts }) => Boolean(facts.remote) });
 }
 
 function disk() {

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.names import RequestNames
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, LowerTiers
+from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -34,7 +34,7 @@ class _Part:
     first: int
     fetch: Fetch
     names: Sequence[BlockName]
-    was_on_disk: npt.NDArray[np.bool_]
+    was_cold: npt.NDArray[np.bool_]
     states: npt.NDArray[np.uint8] = field(init=False)  # of `_State`
     come: list[int] = field(default_factory=list)  # places that are leased and not given to be verified
 
@@ -95,7 +95,7 @@ class Load:
         group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
         part, size = self._parts[group_id], groups[group_id].block_size
         blocks = slice(max(0, start // size - part.first), max(0, end // size - part.first))
-        return int(np.count_nonzero(part.was_on_disk[blocks])) * size
+        return int(np.count_nonzero(part.was_cold[blocks])) * size
 
     def poll(self) -> None:
         """Have what has come verified."""
@@ -116,7 +116,7 @@ class Load:
         wanted = names.of(size, first, self.end // size)
         parent = names.of(size, first - 1, first)[0] if first else None
         parents = [None] * len(wanted) if group.forgets else [parent, *wanted[:-1]][: len(wanted)]
-        was_on_disk = where.tiers.find(group_id, wanted) == ON_DISK
+        was_cold = are_cold(where.tiers.find(group_id, wanted))
         blocks = NamedBlocks(wanted, parents, tenant)
         part: _Part
 
@@ -128,7 +128,7 @@ class Load:
                 part.come.append(place)
 
         fetch = where.tiers.fetch(group_id, blocks, on_fetched)
-        part = _Part(first, fetch, wanted, was_on_disk)
+        part = _Part(first, fetch, wanted, was_cold)
         for place in np.flatnonzero(fetch.slots != ABSENT).tolist():
             on_fetched(fetch, place, None)
         for place, failure in fetch.failures.items():

@@ -13,6 +13,7 @@ from kvtier.engine.doors.vllm_connector.names import NO_ADAPTER, RequestNames
 from kvtier.engine.doors.vllm_connector.step_work import PageCopies, Segment, StepWork, WorkerReport
 from kvtier.engine.doors.vllm_connector.stores import NULL_PAGE, Offer, Stores
 from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest
+from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.host_memory import HostMemory
@@ -33,6 +34,7 @@ class Tracked:
     offer: Offer | None = None
     load: Load | None = None
     num_local: int = 0  # tokens that vLLM had when it asked last
+    inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
     is_settled: bool = False  # it was told what it gets
     offered_at: float = float("-inf")
 
@@ -131,7 +133,7 @@ class SchedulerSide:
         if num_loaded:
             self._plan(tracked, pages, tracked.num_local, end)
         self._drop(tracked)
-        tracked.asked_at, tracked.is_settled = None, False
+        tracked.asked_at, tracked.inquiry, tracked.is_settled = None, None, False
         self._refresh(tracked, end)
 
     def on_not_planned(self, pages: Pages) -> None:
@@ -237,6 +239,8 @@ class SchedulerSide:
             return 0 if tracked.is_settled else None
         if self._waits_for_mapping(is_late):
             return None
+        if not is_late and not self._has_asked(tracked, tracked.names, num_computed):
+            return None
         end = self._num_found(tracked.names, num_computed, tracked.request.num_tokens - 1)
         if end <= num_computed or is_late:
             tracked.is_settled = True
@@ -257,6 +261,19 @@ class SchedulerSide:
         if is_late:
             self._waited_for = boot
         return not is_late
+
+    def _has_asked(self, tracked: Tracked, names: RequestNames, num_computed: int) -> bool:
+        """Whether a remote tier has been asked about what nothing nearer has of the request, and has answered."""
+        if tracked.inquiry is None:
+            inquiries = []
+            for group_id, group in enumerate(self._groups if self._tiers.can_ask else ()):
+                size = group.block_size
+                end = min((tracked.request.num_tokens - 1) // size, names.num_blocks(size))
+                wanted = names.of(size, min(num_computed // size, end), end)
+                start = 0 if group.forgets else len(self._tiers.find_run(group_id, wanted))
+                inquiries.append(self._tiers.inquire(group_id, wanted[start:]))
+            tracked.inquiry = AllOf(inquiries)
+        return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, most: int) -> int:
         """After how many tokens the request could go on with what is known to be below."""

@@ -10,7 +10,7 @@ from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.names import RequestNames
 from kvtier.engine.doors.vllm_connector.step_work import PageCopies
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.lower.lower_tiers import NOWHERE, LowerTiers
+from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tenant import number_of
@@ -112,7 +112,7 @@ class Stores:
         places = self._tiers.find(group_id, names)
         wanted = [
             place
-            for place in np.flatnonzero(places == NOWHERE).tolist()
+            for place in np.flatnonzero(~are_kept(places)).tolist()
             if pages[blocks[place]] != NULL_PAGE and (group_id, names[place]) not in self._under_way
         ]
         slots = self._tiers.reserve(group_id, len(wanted))

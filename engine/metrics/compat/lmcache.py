@@ -60,11 +60,11 @@ def engine_lmcache_metrics(statistics: "EngineStatistics", model_name: str) -> I
 def lmcache_metrics(numbers: LowerNumbers) -> Iterator[Metric]:
     """The numbers of host memory and disk under LMCache's names."""
     tokens, model = numbers.tokens, numbers.model_name
-    below = tokens.host + tokens.disk
+    below = tokens.host + tokens.disk + tokens.remote
     yield names.LOOKUP_REQUESTED.by({model: below + tokens.recomputed})
     yield names.LOOKUP_HIT.by({model: below})
     yield names.LOOKUP_HIT_L1.by({model: tokens.host})
-    yield names.LOOKUP_HIT_L2.by({model: tokens.disk})
+    yield names.LOOKUP_HIT_L2.by({model: tokens.disk + tokens.remote})
     yield names.CHUNKS_LOADED.by({model: numbers.num_loaded})
     if Tier.HOST in numbers.tiers:
         yield from _host_metrics(numbers, numbers.tiers[Tier.HOST])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics
 
 ENGINE = "0"  # vLLM's number of an engine among those of one server: kvtier has one
-NEVER_A_SOURCE = ("p2p", "external_unspecified")  # vLLM shows its other sources with 0
+NEVER_A_SOURCE = ("p2p",)  # vLLM shows its other sources with 0
 _FINISHES = ("stop", "length", "abort", "error", "repetition")
 
 _OWN_PROCESS = ProcessCollector(registry=None)  # process_…, which vLLM's server has too
@@ -50,7 +50,7 @@ class _Labelled:
 
 def _token_metrics(statistics: "EngineStatistics", told: _Labelled) -> Iterator[Metric]:
     tokens, num_queried = statistics.tokens, statistics.prefix.queries
-    below = tokens.host + tokens.disk
+    below = tokens.host + tokens.disk + tokens.remote
     yield told.of(names.PROMPT_TOKENS, tokens.num_tokens)
     yield told.by(
         names.PROMPT_TOKENS_BY_SOURCE,
@@ -59,7 +59,13 @@ def _token_metrics(statistics: "EngineStatistics", told: _Labelled) -> Iterator[
     yield told.of(names.PROMPT_TOKENS_CACHED, tokens.device + below)
     yield told.by(
         names.PROMPT_TOKENS_CACHED_BY_SOURCE,
-        {**{tier.value: getattr(tokens, tier) for tier in Tier}, **dict.fromkeys(NEVER_A_SOURCE, 0)},
+        {
+            "device": tokens.device,
+            "host": tokens.host,
+            "disk": tokens.disk,
+            "external_unspecified": tokens.remote,
+            **dict.fromkeys(NEVER_A_SOURCE, 0),
+        },
     )
     yield told.of(names.PREFIX_CACHE_QUERIES, num_queried)
     yield told.of(names.PREFIX_CACHE_HITS, tokens.device)

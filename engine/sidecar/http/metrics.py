@@ -11,6 +11,7 @@ from kvtier.engine.metrics import names
 from kvtier.engine.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.metrics.http import RequestMetrics
+from kvtier.engine.metrics.remote import remote_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
 from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics
 from kvtier.engine.sidecar.http.views import LANES, Snapshot
@@ -49,6 +50,8 @@ class _SnapshotCollector(Collector):
         yield from what_if_metrics(statistics.what_if)
         yield from route_metrics({route: statistics.routes[route] for route in _COPIES if route in statistics.routes})
         yield names.HOST_PREPARED_BYTES.of(statistics.backed_bytes)
+        if statistics.remote is not None:
+            yield from remote_metrics(statistics.remote)
         if statistics.disk is not None:
             yield from disk_metrics(statistics.disk)
         if statistics.store is not None:

@@ -7,7 +7,7 @@ from itertools import chain
 
 from kvtier.engine.dashboard import parts
 from kvtier.engine.dashboard.dashboard import NoSample
-from kvtier.engine.dashboard.health import as_facts, disk_conditions, tier_conditions
+from kvtier.engine.dashboard.health import as_facts, disk_conditions, remote_conditions, tier_conditions
 from kvtier.engine.dashboard.sample import Sample
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.sidecar.door import DoorCounts
@@ -17,7 +17,7 @@ from kvtier.tiers.naming.tier import Tier
 
 NUM_CLIENTS = 64  # that are shown
 NUM_PINS = 64
-TIERS = (Tier.HOST, Tier.DISK)
+TIERS = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
 _CHUNKS: Mapping[str, Callable[[DoorCounts], int]] = {
     "asked": lambda door: door.num_asked,
@@ -93,13 +93,18 @@ class SidecarSource:
 
     def _facts(self, snapshot: Snapshot) -> dict[str, object]:
         statistics = snapshot.statistics
-        conditions = chain(disk_conditions(statistics.store, statistics.disk), tier_conditions(statistics.tiers))
+        conditions = chain(
+            disk_conditions(statistics.store, statistics.disk),
+            remote_conditions(statistics.remote),
+            tier_conditions(statistics.tiers),
+        )
         return {
             "why_not_ready": snapshot.why_not_ready,
             "conditions": as_facts(conditions),
             "corrupt": parts.corrupt_facts(statistics.tiers),
             "evicted": parts.evicted_facts(statistics.tiers),
             "disk": None if statistics.disk is None else parts.disk_facts(statistics.disk),
+            "remote": None if statistics.remote is None else parts.remote_facts(statistics.remote),
             "store": None if statistics.store is None else parts.store_facts(statistics.store),
             "segment_bytes": statistics.segment_bytes,
             "clients": clients_view(snapshot)[:NUM_CLIENTS],

@@ -23,6 +23,8 @@ Object = dict[str, object]
 LANES = {
     Route.HOST_TO_DISK: "store",
     Route.DISK_TO_HOST: "load",
+    Route.HOST_TO_REMOTE: "put",
+    Route.REMOTE_TO_HOST: "get",
     Route.DEVICE_TO_HOST: "digest",  # of chunks that engines have written
     Route.HOST_TO_DEVICE: "verify",  # chunks before engines read them
 }
@@ -68,6 +70,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "tiers": tiers_view(statistics.tiers),
         "layouts": [_layout_statistics_view(each) for each in statistics.layouts],
         "disk": None if statistics.disk is None else _disk_view(statistics.disk),
+        "remote": None if statistics.remote is None else asdict(statistics.remote),
         "store": None if statistics.store is None else _store_view(statistics.store),
         "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
         "pins": asdict(statistics.pins),

@@ -7,7 +7,7 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason, Tier
 
@@ -44,7 +44,7 @@ def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> E
 
 
 def _coldest(places: list[int]) -> Tier | None:
-    """Of a chunk that all ranks have: the disk if one has it there only."""
+    """Of a chunk that all ranks have: the coldest tier that one needs it from."""
     if NOWHERE in places:
         return None
-    return Tier.DISK if ON_DISK in places else Tier.HOST
+    return Tier.REMOTE if ON_REMOTE in places else Tier.DISK if ON_DISK in places else Tier.HOST

@@ -14,7 +14,7 @@ from kvtier.engine.tracing.span import Attribute
 from kvtier.engine.tracing.tracer import Tracer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.reuse.what_if import WhatIf
 
 RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
@@ -94,14 +94,16 @@ def trail_of(promise: Promise, chunk_tokens: int, now: float) -> Trail:
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int) -> TokenBalance:
     """Where the tokens of a settled promise's prompt come from. Those after its last chunk are computed."""
-    num_disk = promise.num_read
+    depths = promise.depths
+    num_disk, num_remote = depths.count(Tier.DISK.depth), depths.count(Tier.REMOTE.depth)
     num_whole = len(promise.blocks.names)
     reasons = {Reason.LAST_BLOCK: num_tokens - num_whole * chunk_tokens}
     for reason, num_chunks in promise.misses.after(promise.num_chunks).items():
         reasons[reason] = reasons.get(reason, 0) + num_chunks * chunk_tokens
     return TokenBalance(
-        host=(promise.num_chunks - num_disk) * chunk_tokens,
+        host=(promise.num_chunks - num_disk - num_remote) * chunk_tokens,
         disk=num_disk * chunk_tokens,
+        remote=num_remote * chunk_tokens,
         recomputed=num_tokens - promise.num_chunks * chunk_tokens,
         reasons={reason: number for reason, number in reasons.items() if number},
     )

@@ -15,6 +15,7 @@ from kvtier.engine.sidecar.port import Client
 from kvtier.engine.sidecar.shared_fetch import SharedFetch, within_share
 from kvtier.engine.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -75,7 +76,7 @@ class RankChunks:
         self._is_wanted = np.ones(self.end, np.bool_)
         self._is_being_verified = np.zeros(self.end, np.bool_)
         self._is_good = np.zeros(self.end, np.bool_)
-        self._was_read = np.zeros(self.end, np.bool_)  # from disk
+        self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers that they came from
         self._arrived: list[int] = []
         self._fetch = SharedFetch(tiers, rank, blocks, share, self._on_fetched)
         self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
@@ -95,13 +96,9 @@ class RankChunks:
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
 
-    def num_read(self, num_chunks: int) -> int:
-        """How many of the first so many chunks were read from disk."""
-        return int(np.count_nonzero(self._was_read[:num_chunks]))
-
-    def were_read(self, num_chunks: int) -> npt.NDArray[np.bool_]:
-        """For each of the first so many chunks whether it was read from disk."""
-        return self._was_read[:num_chunks]
+    def depths(self, num_chunks: int) -> npt.NDArray[np.uint8]:
+        """For each of the first so many chunks `Tier.depth` of the tier that it came from."""
+        return self._depths[:num_chunks]
 
     def slots(self, chunks: range) -> list[int]:
         """Where they are."""
@@ -155,7 +152,7 @@ class RankChunks:
         self.let_go()
         places = range(reading.chunks.stop - 1, reading.chunks.start - 1, -1)
         names = [self._names[place] for place in places]
-        self._tiers.tiers.refresh(self.rank, names, [bool(self._was_read[place]) for place in places])
+        self._tiers.tiers.refresh(self.rank, names, [bool(self._depths[place] == Tier.DISK.depth) for place in places])
 
     def let_go(self) -> None:
         """End the leases that nothing needs any more."""
@@ -172,7 +169,7 @@ class RankChunks:
 
     def _on_fetched(self, place: int, failure: Reason | None) -> None:
         if failure is None:
-            self._was_read[place] = True
+            self._depths[place] = self._fetch.tier(place).depth
             self._arrived.append(place)
         elif place < self.end:
             self.num_late += self.end - place if failure is Reason.DEADLINE else 0
@@ -213,6 +210,7 @@ class Promise:
     on_settled: "Callable[[Promise], None]"
     misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
     chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
+    inquiry: Inquiry | None = None  # to tiers that cannot tell at once what they have
     is_begun: bool = False
     is_settled: bool = False
     num_chunks: int = 0  # that can be loaded, once it is settled
@@ -224,17 +222,19 @@ class Promise:
         return self.is_ended and all(own.is_over for own in self.chunks)
 
     @property
-    def num_read(self) -> int:
-        """Chunks that were read from disk for any rank, of those that can be loaded."""
-        return max((own.num_read(self.num_chunks) for own in self.chunks), default=0)
-
-    @property
     def depths(self) -> bytes:
         """For each chunk that can be loaded `Tier.depth` of the coldest tier that a rank's part came from."""
-        was_read = np.zeros(self.num_chunks, np.bool_)
+        depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
-            was_read |= own.were_read(self.num_chunks)
-        return np.where(was_read, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8).tobytes()
+            np.maximum(depths, own.depths(self.num_chunks), out=depths)
+        return depths.tobytes()
+
+    def has_asked(self, missing: Sequence[BlockName]) -> bool:
+        """Whether tiers that cannot tell at once have been asked about the chunks that nothing nearer has, and have
+        answered."""
+        if self.inquiry is None:
+            self.inquiry = AllOf([self.tiers.tiers.inquire(rank, missing) for rank in self.ranks])
+        return self.inquiry.is_done
 
     def of_rank(self, rank: int) -> RankChunks | None:
         """The rank's part of it."""
@@ -414,6 +414,8 @@ class Promises:
         if num_there < len(names) and self._clock() < promise.give_up_at:
             missing = names[num_there]
             if tiers.is_being_indexed and self._clock() < promise.begun_at + INDEXING_S:
+                return False
+            if not promise.has_asked(names[num_there:]):
                 return False
             if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):
                 return False

@@ -12,7 +12,7 @@ from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.shares import Shares, Wanted
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.lower.lower_tiers import NOWHERE, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import number_of
@@ -83,7 +83,7 @@ class Stores:
         tiers = instance.tiers
         for same in self._find(instance, rank, request_id, chunks):  # its answer was not waited for
             self._give_up(same)
-        places = np.flatnonzero(tiers.tiers.find(rank, blocks.names) == NOWHERE).tolist()
+        places = np.flatnonzero(~are_kept(tiers.tiers.find(rank, blocks.names))).tolist()
         if not places:
             return None
         memory, share = tiers.memories[rank], self._shares.of(instance.client)

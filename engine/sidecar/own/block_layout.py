@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvtier.engine.sidecar.layout import MOST_SLOTS, LayoutRefused
 from kvtier.engine.sidecar.own.block_slots import BlockSlots
-from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES
+from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
 from kvtier.transfer.segment import Segment
 
 VERSION = 1  # of what the digest is made of

@@ -71,8 +71,10 @@ class EngineDoor:
         self._tell_changes()
         now = self._clock()
         for client, (session, _) in list(self._sessions.items()):
-            for answer in session.take_fetched():
-                self._port.send(client, frame_of(answer))
+            for fetched in session.take_fetched():
+                self._port.send(client, frame_of(fetched))
+            for inquired in session.take_inquired():
+                self._port.send(client, frame_of(inquired))
             if now - max(session.waits_since, self._counts.landed_at) > HUNG_S:
                 session.time_out()
         for feed in self._feeds.values():
@@ -192,20 +194,18 @@ class EngineDoor:
             case wire.Fetch():
                 for fetched in session.fetch(message):
                     self._answer(client, feed, fetched)
+            case wire.Inquire():
+                session.inquire(message)
+                for inquired in session.take_inquired():
+                    self._answer(client, feed, inquired)
             case wire.Release():
                 session.release(message)
             case wire.TimeOut():
                 session.give_up(message)
             case wire.Reserve():
                 self._answer(client, feed, session.reserve(message))
-            case wire.Publish():
-                session.publish(message)
-            case wire.Abandon():
-                session.abandon(message)
-            case wire.Refresh():
-                session.refresh(message)
-            case wire.Forget():
-                session.forget(message)
+            case wire.Publish() | wire.Abandon() | wire.Refresh() | wire.Forget():
+                session.take_in(message)
             case wire.Clear():
                 self.on_clear([feed.tiers.layout])
                 feed.tiers.clear()

@@ -12,6 +12,7 @@ from kvtier.engine.attached.wire import (
     LeftDisk,
     LeftHost,
     OnDisk,
+    ReadState,
     State,
     Told,
     frame_of,
@@ -21,6 +22,7 @@ from kvtier.engine.attached.wire import (
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.port import Client, Port
 from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -102,10 +104,10 @@ class Feed:
             tiers.is_indexed,
             tiers.is_readable,
             tiers.is_making_room,
-            tiers.read_speed().bytes_per_s,
-            tiers.queued_read_bytes(),
+            {tier: _read_state(tiers, tier) for tier in (Tier.DISK, Tier.REMOTE)},
             {**statistics.tiers, Tier.HOST: host},
             statistics.disk,
+            statistics.remote,
             list(statistics.host_tenants.items()),
         )
 
@@ -152,6 +154,11 @@ class Feed:
         for group_id in range(len(index.host)):
             for page in index.disk.index.pages(group_id):
                 yield frame_of(OnDisk(group_id, joined(page))) if page else b""
+
+
+def _read_state(tiers: LowerTiers, tier: Tier) -> ReadState:
+    speed = tiers.read_speed(tier)
+    return ReadState(speed.bytes_per_s, speed.latency_s, tiers.queued_read_bytes(tier))
 
 
 def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:

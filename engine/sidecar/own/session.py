@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,9 @@ from kvtier.engine.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.inquiry import Inquiry
 from kvtier.tiers.lower.local_fetch import LocalFetch
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, LowerTiers, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -23,6 +26,7 @@ from kvtier.tiers.naming.tier import Reason
 
 MOST_BLOCKS = 1 << 20  # that one engine leases or waits for; what it fetches beyond that fails
 MOST_FETCHES = 1 << 16  # of one engine
+MOST_INQUIRIES = 1 << 10  # of one engine
 FREE, RESERVED, VOID = 0, 1, 2  # what a slot is to an engine; void: reserved before its blocks were forgotten
 
 
@@ -55,6 +59,14 @@ class Fetched:
     failed: list[tuple[int, Reason]] = field(default_factory=list)
 
 
+class Asked(NamedTuple):
+    """An inquiry of the engine's that is not answered."""
+
+    inquiry: Inquiry
+    group_id: int
+    names: Sequence[BlockName]
+
+
 class Session:
     """The leases of one engine: they end with it. Every call checks what the engine says before it does anything, and
     raises `Malformed` for what an engine that is whole never says. Owned by the sidecar's thread."""
@@ -68,6 +80,7 @@ class Session:
         self._counts = counts
         self._lower: LowerTiers = tiers.tiers
         self._fetches: dict[int, Fetched] = {}
+        self._inquiries: dict[int, Asked] = {}
         self._num_open = 0  # of all of them
         self._states = [np.zeros(num_slots, np.uint8) for num_slots in self._lower.num_slots]  # [group][slot]
         self._num_reserved = [0 for _ in self._states]
@@ -75,8 +88,10 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for blocks that it wants now."""
-        return any(each.fetch.is_reading and not each.is_for_later for each in self._fetches.values())
+        """Whether it waits for blocks that it wants now, or for an answer."""
+        return bool(self._inquiries) or any(
+            each.fetch.is_reading and not each.is_for_later for each in self._fetches.values()
+        )
 
     @property
     def waits_since(self) -> float:
@@ -128,6 +143,24 @@ class Session:
         self._close(fetched, np.array(list(failures), np.intp))
         yield from self._told(message.number, fetched)
 
+    def inquire(self, message: wire.Inquire) -> None:
+        """Find out which of these blocks a remote tier has."""
+        names = self._names(message.group, message.names)
+        if message.number in self._inquiries:
+            raise Malformed("an inquiry with the number of another")
+        if len(self._inquiries) == MOST_INQUIRIES:
+            return  # the engine goes on without an answer
+        inquiry = self._lower.inquire(message.group, names)
+        self._inquiries[message.number] = Asked(inquiry, message.group, names)
+
+    def take_inquired(self) -> Iterator[wire.Inquired]:
+        """The answers that have come since the last call."""
+        for number, asked in list(self._inquiries.items()):
+            if asked.inquiry.is_done:
+                del self._inquiries[number]
+                is_remote = self._lower.find(asked.group_id, asked.names) == ON_REMOTE
+                yield wire.Inquired(number, wire.joined(list(compress(asked.names, is_remote.tolist()))))
+
     def take_fetched(self) -> Iterator[wire.Fetched]:
         """What the engine is to be told of its fetches since the last call."""
         for number, fetched in list(self._fetches.items()):
@@ -160,6 +193,18 @@ class Session:
         self._num_reserved[message.group] += len(slots)
         self._reserved_at = self._clock()
         return wire.Reserved(message.group, message.num_slots, wire.packed(slots))
+
+    def take_in(self, message: wire.Publish | wire.Abandon | wire.Refresh | wire.Forget) -> None:
+        """What the engine tells, and needs no answer to."""
+        match message:
+            case wire.Publish():
+                self.publish(message)
+            case wire.Abandon():
+                self.abandon(message)
+            case wire.Refresh():
+                self.refresh(message)
+            case wire.Forget():
+                self.forget(message)
 
     def publish(self, message: wire.Publish) -> None:
         """The blocks in these slots can be found from now on, unless all were forgotten since they were reserved."""

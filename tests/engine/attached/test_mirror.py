@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from chaos import FakeClock
 
 from kvtier.engine.attached.mirror import Mirror
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
@@ -16,7 +17,7 @@ NAMES = [BlockName(random.Random(i).randbytes(32)) for i in range(60)]
 
 
 def mirror(events: EventLog | None = None) -> Mirror:
-    made = Mirror([16, 16], events)
+    made = Mirror([16, 16], events, FakeClock())
     made.begin([40, 40])
     return made
 

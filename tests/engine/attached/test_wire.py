@@ -19,8 +19,11 @@ from kvtier.engine.attached.wire import (
     GroupShape,
     Hello,
     InHost,
+    Inquire,
+    Inquired,
     Malformed,
     Publish,
+    ReadState,
     Refused,
     Reserve,
     Start,
@@ -40,7 +43,9 @@ from kvtier.engine.attached.wire import (
     parents_in,
     starts_of,
 )
+from kvtier.store.remote_store import RemoteUsage
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -49,9 +54,26 @@ NAMES = [BlockName(bytes([i]) * 32) for i in range(5)]
 DISK = DiskStatistics(
     1, 2, 3, True, False, {"read": BreakerState.OPEN}, {"read": 1}, {"read": "gone"}, None, None, {b"tenant00": 3}
 )
+REMOTE = RemoteStatistics(
+    "redis://cache:6379",
+    RemoteUsage(1, 2, 3, 4, 5),
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
+    12,
+    0.5,
+    {"ask": BreakerState.CLOSED},
+    {"ask": 0},
+    {"ask": ""},
+    {"corrupt": 1},
+)
 OF_ENGINE: list[FromEngine] = [
     Hello(1, "kvtier 0.1.0", "a model", b"n" * 16, [GroupShape(16, False, 4096)]),
     Fetch(3, 1, joined(NAMES), [Start(0, None)], b"tenant00", False),
+    Inquire(4, 1, joined(NAMES)),
     TimeOut(3),
     Reserve(0, 64),
     Publish(0, packed([3, 1]), joined(NAMES[:2]), [Chain(0, 2, None)], b"d" * 32, bytes(16)),
@@ -61,10 +83,20 @@ OF_ENGINE: list[FromEngine] = [
 ]
 OF_SIDECAR: list[FromSidecar] = [
     Refused("no"),
+    Inquired(4, joined(NAMES[:2])),
     Welcome(1, "kvtier 0.1.0", b"boot", 1 << 30),
     InHost(0, joined(NAMES), packed(range(5))),
     Fetched(3, packed([0]), packed([9]), b"d" * 16, bytes(8), [(1, Reason.CORRUPT)]),
-    State(True, False, True, 1.5, 3, {Tier.HOST: TierStatistics(corrupt={"crc": 2})}, DISK, [(b"tenant00", 5)]),
+    State(
+        True,
+        False,
+        True,
+        {Tier.DISK: ReadState(1.5, 0.1, 3)},
+        {Tier.HOST: TierStatistics(corrupt={"crc": 2})},
+        DISK,
+        REMOTE,
+        [(b"tenant00", 5)],
+    ),
 ]
 
 

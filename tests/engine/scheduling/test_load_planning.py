@@ -8,7 +8,7 @@ from simulated_engine import BLOCK_BYTES, WAYS, Machine, SimulatedEngine, docume
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Work
 from kvtier.engine.scheduling.step_times import StepTimes
-from kvtier.tiers.lower import disk_reads
+from kvtier.tiers.lower import reads
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
@@ -16,7 +16,7 @@ from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 
 @pytest.fixture(autouse=True)
 def one_block_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(reads, "BATCH_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(uploads, "BATCH_BYTES", BLOCK_BYTES)
 
 

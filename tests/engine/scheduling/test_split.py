@@ -30,9 +30,10 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.up.load_planner import Demand, LoadSpeeds, Plan
+from kvtier.tiers.up.load_planner import Demand, Moves, Plan
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.transfer_engine import Route
 
 PROMPT = prompt_of(1, 300)  # 18 whole blocks that may hit
 HIT = 18 * BLOCK_SIZE
@@ -247,9 +248,9 @@ def is_split(core: EngineCore) -> bool:
     for num_tokens in (64, 64, 64):
         core.planner.prefill.on_computed(num_tokens, 0, num_tokens / tokens_per_s)
     ends = np.arange(0, 1024, BLOCK_SIZE, dtype=np.float64)
-    lane = LaneSpeed()
+    demand, lane = Demand(ends, {Route.HOST_TO_DEVICE: Moves(ends, 0)}), LaneSpeed()
     lane.learn_from(Transfer(int, tokens_per_s, lambda transfer: None, seconds=1.0, finished_at=time.monotonic()))
-    return core.planner.best(Demand(ends, ends, ends, 0, 0), 1024, 0.0, LoadSpeeds(lane, lane)).start > 0
+    return core.planner.best(demand, 1024, 0.0, {Route.HOST_TO_DEVICE: lane}).start > 0
 
 
 def test_a_model_with_windows_is_not_split() -> None:

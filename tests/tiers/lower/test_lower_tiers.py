@@ -485,13 +485,13 @@ def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) ->
 
 def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
-    assert with_disk.tiers.read_speed().bytes_per_s is None
+    assert with_disk.tiers.read_speed(Tier.DISK).bytes_per_s is None
 
     with_disk.fetch("a", 3)
     with_disk.settle_and_tell()
 
-    assert with_disk.tiers.read_speed().bytes_per_s is not None
-    assert with_disk.tiers.queued_read_bytes() == 0
+    assert with_disk.tiers.read_speed(Tier.DISK).bytes_per_s is not None
+    assert with_disk.tiers.queued_read_bytes(Tier.DISK) == 0
 
 
 def test_a_fetch_released_before_its_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
@@ -663,12 +663,12 @@ def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(bed: MakeBed) 
     lower.push_to_disk("a", 3)
     lower.fetch("a", 3).release([2, 1, 0])
     lower.settle_and_tell()
-    measured_at = lower.tiers.read_speed().measured_at
+    measured_at = lower.tiers.read_speed(Tier.DISK).measured_at
 
     for _ in range(10):
         lower.settle_and_tell()
 
-    assert lower.tiers.read_speed().measured_at == measured_at
+    assert lower.tiers.read_speed(Tier.DISK).measured_at == measured_at
 
 
 def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(bed: MakeBed) -> None:

@@ -6,7 +6,7 @@ from small_cache import CHARGE, DOCUMENT, compute_and_leave, read, world
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TAKING_IN_S
-from kvtier.tiers.lower import disk_reads, disk_spill
+from kvtier.tiers.lower import disk_spill, reads
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.transfer.transfer_engine import Route
 
@@ -14,7 +14,7 @@ from kvtier.transfer.transfer_engine import Route
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_spill, "MOST_IN_BATCH", 1)
-    monkeypatch.setattr(disk_reads, "BATCH_BLOCKS", 1)
+    monkeypatch.setattr(reads, "BATCH_BLOCKS", 1)
 
 
 def go_away(w: World) -> None:

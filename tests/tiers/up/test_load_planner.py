@@ -9,7 +9,7 @@ from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Moves, Plan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.up.promotion import Misses
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
@@ -108,9 +108,12 @@ class Case:
     def plan(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> Plan:
         """For a hit of 8,000 tokens on disk, 1,000 bytes a token."""
         ends = np.arange(0, 8001, 100, dtype=np.float64)
-        demand = Demand(ends, ends * 1000, ends * 1000, queued_disk_bytes, 0)
-        speeds = LoadSpeeds(self.transfers.speed(Route.DISK_TO_HOST), self.transfers.speed(Route.HOST_TO_DEVICE))
-        return self.planner.choose(demand, num_tokens, busy_s, speeds)
+        moves = {
+            Route.DISK_TO_HOST: Moves(ends * 1000, queued_disk_bytes),
+            Route.HOST_TO_DEVICE: Moves(ends * 1000, 0),
+        }
+        speeds = {route: self.transfers.speed(route) for route in moves}
+        return self.planner.choose(Demand(ends, moves), num_tokens, busy_s, speeds)
 
     def best(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> int:
         """How many tokens to load, of a hit that is not split."""
@@ -267,8 +270,9 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
 
     assert demand is not None
     assert demand.ends.tolist() == [16, 20, 24, 28, 32, 36, 40]
-    assert (demand.device_bytes / BLOCK_BYTES).tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert (demand.disk_bytes / BLOCK_BYTES).tolist() == [0, 0, 0, 0, 1, 2, 3]
+    num_blocks = {route: (moves.num_bytes / BLOCK_BYTES).tolist() for route, moves in demand.moves.items()}
+    assert num_blocks[Route.HOST_TO_DEVICE] == [0, 1, 2, 3, 4, 5, 6]
+    assert num_blocks[Route.DISK_TO_HOST] == [0, 0, 0, 0, 1, 2, 3]
     assert w.cache.where(hit.chain) == [Tier.DEVICE] * 4 + [Tier.HOST] * 3 + [Tier.DISK] * 3
 
 

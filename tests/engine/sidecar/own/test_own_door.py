@@ -62,7 +62,7 @@ def test_two_starts_of_a_sidecar_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"version": 2}, "the engine speaks version 2, the sidecar version 1; install the same kvtier in both"),
+        ({"version": 1}, "the engine speaks version 1, the sidecar version 2; install the same kvtier in both"),
         ({"namespace": b"short"}, "a namespace has 16 bytes, not 5"),
         ({"groups": []}, "0 groups of blocks; 1 to 64 are served"),
         ({"groups": [GroupShape(16, False, 4096)] * 65}, "65 groups of blocks"),

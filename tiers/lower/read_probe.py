@@ -1,19 +1,19 @@
-"""DiskProbe: tries to read from a disk that has been left alone, with a block that no request waits for."""
+"""ReadProbe: tries to read from a tier that has been left alone, with a block that no request waits for."""
 
 from collections.abc import Callable
 
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.disk_content import DiskContent
+from kvtier.tiers.lower.read_source import Readable
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 Block = tuple[int, BlockName]  # group and name
 
 
-class DiskProbe:
-    """Reads one block once the disk has rested; when that has gone well, look-ups find blocks on disk again.
+class ReadProbe:
+    """Reads one block once the tier has rested; when that has gone well, look-ups find blocks there again.
 
     It reads into memory of its own: a probe that hangs keeps a reader's thread, and no slot. Each tries another block
     than those that hang. Owned by the tiers' thread.
@@ -21,49 +21,49 @@ class DiskProbe:
 
     def __init__(
         self,
-        index: DiskContent,
+        source: Readable,
         block_bytes: Callable[[int], int],
         transfers: TransferEngine,
         clock: Callable[[], float],
     ) -> None:
-        self._index = index
+        self._source = source
         self._block_bytes = block_bytes
         self._transfers = transfers
         self._clock = clock
         self._under_way: dict[Block, tuple[Attempt, float]] = {}  # and since when
 
     def go_on(self) -> None:
-        """Begin a probe if one is due. One that hangs lets the disk rest again."""
-        disk = self._index.disk
-        if disk.is_readable:
+        """Begin a probe if one is due. One that hangs lets the tier rest again."""
+        source = self._source
+        if source.is_readable:
             return
         for earlier, since in self._under_way.values():
             if self._clock() - since > HUNG_S and not self._transfers.has_finished:
-                disk.reading.on_hung(earlier)
-        block = disk.index.find_any(besides=self._under_way) if disk.reading.allows() else None
-        attempt = None if block is None else disk.reading.begin()
+                source.reading.on_hung(earlier)
+        block = source.find_any(besides=self._under_way) if source.reading.allows() else None
+        attempt = None if block is None else source.reading.begin()
         if block is None or attempt is None:
             return
-        key, memory = disk.key(*block), memoryview(bytearray(self._block_bytes(block[0])))
+        key, memory = source.key(*block), memoryview(bytearray(self._block_bytes(block[0])))
         self._under_way[block] = attempt, self._clock()
         if not self._transfers.submit(
-            Route.DISK_TO_HOST,
-            lambda: disk.read([key], [memory]),
-            0,  # bytes: a probe says nothing of how fast the disk is
+            source.route,
+            lambda: source.read([key], [memory]),
+            0,  # bytes: a probe says nothing of how fast the tier is
             lambda transfer: self._on_probed(block, transfer),
         ):
             del self._under_way[block]
-            disk.reading.withdraw(attempt)
+            source.reading.withdraw(attempt)
 
     def _on_probed(self, block: Block, transfer: Transfer) -> None:
-        disk = self._index.disk
+        source = self._source
         attempt, _ = self._under_way.pop(block)
         (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
         if isinstance(transfer.error, LaneClosed):
-            disk.reading.withdraw(attempt)
+            source.reading.withdraw(attempt)
         elif outcome is Fault.IO_ERROR:
-            disk.reading.on_failed(attempt)
+            source.reading.on_failed(attempt)
         else:
-            disk.reading.on_succeeded(attempt)
+            source.reading.on_succeeded(attempt)
         if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
-            self._index.on_read_failed(*block, outcome)
+            source.on_failed(*block, outcome)

@@ -1,0 +1,62 @@
+"""AttachedInquiries: what a sidecar is asked of its remote tier."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.engine.attached.wire import MOST_BLOCKS, FromEngine, Inquire, Inquired, joined, names_in
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
+from kvtier.tiers.lower.remote.presence import Presence
+from kvtier.tiers.naming.block_hash import BlockName
+
+INQUIRY_S = 0.2  # after which nobody waits for a sidecar that has not answered, though it gives up much earlier
+
+
+class AttachedInquiry:
+    """See `Inquiry`."""
+
+    def __init__(self, group_id: int, until: float) -> None:
+        self.group_id = group_id
+        self.until = until
+        self.is_done = False
+
+
+class AttachedInquiries:
+    """The inquiries that wait for a sidecar's answer; what it says goes to *presence*. Owned by the tiers' thread."""
+
+    def __init__(self, presence: Presence, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
+        self._presence = presence
+        self._send = send
+        self._clock = clock
+        self._waiting: dict[int, AttachedInquiry] = {}  # by number
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        """See `LowerTiers.inquire`."""
+        names = names[self._presence.num_held(group_id, names) :][:MOST_BLOCKS]
+        if not names:
+            return NOTHING_TO_ASK
+        number, self._next_number = self._next_number, self._next_number + 1
+        inquiry = self._waiting[number] = AttachedInquiry(group_id, self._clock() + INQUIRY_S)
+        self._send(Inquire(number, group_id, joined(names)))
+        return inquiry
+
+    def on_answered(self, message: Inquired) -> None:
+        """Take an answer in."""
+        if (inquiry := self._waiting.pop(message.number, None)) is not None:
+            self._presence.add(inquiry.group_id, names_in(message.names))
+            inquiry.is_done = True
+
+    def go_on(self) -> None:
+        """Let those go on without an answer that have waited long enough."""
+        for number, inquiry in list(self._waiting.items()):
+            if self._clock() >= inquiry.until:
+                inquiry.is_done = True
+                del self._waiting[number]
+
+    def end(self) -> None:
+        """The sidecar is gone: nobody answers any more."""
+        for inquiry in self._waiting.values():
+            inquiry.is_done = True
+        self._waiting.clear()

@@ -1,0 +1,101 @@
+"""The remote tier, made as the configuration asks for it: its store, codec, cipher, and the lane that asks."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier.engine.config import RemoteConfig
+from kvtier.engine.disk_store import cipher_of, codec_of, codec_of_others
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.remote.object_remote import ObjectRemote
+from kvtier.store.remote.object_settings import ObjectSettings
+from kvtier.store.remote.redis_remote import RedisRemote
+from kvtier.store.remote.redis_settings import RedisSettings, RedisTls
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.store.remote_store import RemoteStore
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.transfer.lane import Finished, Lane, ThreadLane
+from kvtier.transfer.transfer_engine import Route
+
+NUM_GETTERS = 4  # reads at a time
+NUM_PUTTERS = 1
+NUM_ASKERS = 2
+
+
+def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
+    """The configured store; *dtype*: of the blocks' elements, None if they are other engines'.
+
+    ValueError, with what to do, for a URL, a password or a key that cannot be used, ImportError without the package
+    that speaks to the store.
+    """
+    codec = codec_of_others(config) if dtype is None else codec_of(config, dtype)
+    cipher = cipher_of(config)
+    store = remote_store(config)
+    return OpenRemote(store, SealedRemote(store, codec, cipher), cipher, finished)
+
+
+def remote_store(config: RemoteConfig) -> RemoteStore:
+    """The store at the configured URL. Raises as `open_remote`."""
+    if config.is_redis:
+        tls = None if config.ca_file is None else RedisTls(ca_file=config.ca_file)
+        settings = RedisSettings.from_url(config.url, _password(config), tls)
+        timeout_s = config.timeout_s or settings.timeout_s
+        return RedisRemote(replace(settings, timeout_s=timeout_s, ttl_s=config.ttl_s or None))
+    plain = ObjectSettings(config.url)
+    return ObjectRemote(
+        replace(
+            plain,
+            endpoint=config.endpoint or "",
+            region=config.region or "",
+            allow_http=(config.endpoint or "").startswith("http://"),
+            timeout_s=config.timeout_s or plain.timeout_s,
+        )
+    )
+
+
+def _password(config: RemoteConfig) -> str | None:
+    if config.password_file is None:
+        return None
+    path = Path(config.password_file).expanduser()
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ValueError(f"remote: others may read {path}; do: chmod 600 {path}")
+        return path.read_text("utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
+
+
+class OpenRemote:
+    """A remote store that is in use. Nothing is connected to before it is asked for something; an address at which
+    nobody answers is no error."""
+
+    def __init__(self, store: RemoteStore, records: SealedRemote, cipher: Cipher | None, finished: Finished) -> None:
+        """Takes over the *store*. What is asked of it comes back by *finished*."""
+        self._store = store
+        self._records = records
+        self._cipher = cipher
+        self._finished = finished
+        self._asks = ThreadLane(finished, "ask", num_threads=NUM_ASKERS)
+
+    def lanes(self) -> dict[Route, Lane]:
+        """New lanes to and from the store; their caller closes them."""
+        return {
+            Route.HOST_TO_REMOTE: ThreadLane(self._finished, "put", num_threads=NUM_PUTTERS),
+            Route.REMOTE_TO_HOST: ThreadLane(self._finished, "get", num_threads=NUM_GETTERS),
+        }
+
+    def tier(self, namespace: bytes) -> RemoteTier:
+        """The store as a tier of that namespace."""
+        return RemoteTier(self._records, namespace, self._asks, time.monotonic)
+
+    def tier_of(self, namespace: Namespace) -> RemoteTier:
+        """The same, for blocks that are as that namespace says. Its records are under one key or none."""
+        key_id = "" if self._cipher is None else self._cipher.key_id.hex()
+        return self.tier(replace(namespace, encryption_key_id=key_id).digest)
+
+    def close(self) -> None:
+        """Give up connections, and end what asks."""
+        self._store.close()
+        self._asks.close()
+'''

@@ -1,0 +1,142 @@
+"""RemoteSpill: puts blocks of host memory that were used a second time into the remote tier."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress, islice
+
+import numpy as np
+
+from kvtier.store.blob_store import Blob
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.lower.copies import Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+MOST_WANTED = 1 << 16  # blocks; of more the oldest are not put
+MOST_IN_BATCH = 64  # blocks
+MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
+BATCH_BYTES = 32 << 20  # a store that packs blocks packs those of one batch
+
+
+@dataclass(eq=False, slots=True)
+class RemoteBatch(Batch):
+    """Blocks of one group on their way to the remote tier."""
+
+    group_id: int
+    spoilt: frozenset[bytes]
+    attempt: Attempt
+
+
+class RemoteSpill:
+    """Puts what is wanted, prefixes front first, while nothing is read. What has left host memory before its turn is
+    not put: it is wanted again when it is used again.
+
+    A block is wanted when a request uses it that did not compute it. A request uses whole prefixes, so what goes there
+    has no holes. Owned by the tiers' thread.
+    """
+
+    def __init__(
+        self,
+        index: LowerIndex,
+        remote: RemoteTier,
+        memories: Sequence[HostMemory],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._remote = remote
+        self._memories = memories
+        self._clock = clock
+        self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group
+        self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MOST_IN_FLIGHT, clock)
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks that are to be put, and those that are on their way."""
+        return sum(map(len, self._wanted)) + sum(len(batch.names) for batch in self.copies.batches)
+
+    def want(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Have these blocks put, in this order, that are not there yet as far as is known."""
+        wanted = self._wanted[group_id]
+        is_new = ~self._remote.presence.are_held(group_id, names)
+        for name in compress(names, is_new.tolist()):
+            wanted[name] = None
+        while len(wanted) > MOST_WANTED:
+            wanted.popitem(last=False)
+
+    def spill(self) -> None:
+        """Start to put batches, and count those that hang."""
+        for batch in self.copies.under_way_since(self._clock() - HUNG_S):
+            self._remote.writing.on_hung(batch.attempt)
+        for group_id in range(len(self._memories)):
+            while self._wanted[group_id] and self._start(group_id):
+                pass
+
+    def clear(self) -> None:
+        """Want nothing any more."""
+        for wanted in self._wanted:
+            wanted.clear()
+
+    def _start(self, group_id: int) -> bool:
+        """Start to put one batch; False if it cannot be now, or nothing is left."""
+        pool, memory = self._index.host[group_id].pool, self._memories[group_id]
+        most = self.copies.most(pool, blocks_in_batch(memory.block_bytes, 1, MOST_IN_BATCH, BATCH_BYTES))
+        if not most or not self._remote.writing.allows():
+            return False
+        names = list(islice(self._wanted[group_id], most))
+        for name in names:
+            del self._wanted[group_id][name]
+        slots = pool.find_all(names)
+        slots = slots[(slots != ABSENT) & ~self._remote.presence.are_held(group_id, names)].astype(np.intp)
+        attempt = self._remote.writing.begin() if len(slots) else None
+        if attempt is None:
+            return bool(names)
+        blobs = self._blobs(group_id, slots.tolist())
+        spoilt = self._remote.spoilt([blob.key for blob in blobs])
+        batch = RemoteBatch(pool, pool.rows(slots), slots, self._clock(), group_id, spoilt, attempt)
+        put = [there for slot in slots.tolist() if (there := pool.name(slot)) is not None]
+        remote, num_bytes = self._remote, len(slots) * memory.block_bytes
+        if not self.copies.start(
+            batch, num_bytes, lambda: remote.write(blobs, spoilt), lambda done: self._on_written(batch, put, done)
+        ):
+            self._end(batch, LaneClosed())
+            return False
+        return True
+
+    def _blobs(self, group_id: int, slots: Sequence[int]) -> list[Blob]:
+        """The blocks in these host slots, for the store; the memory stays ours."""
+        pool, memory, remote = self._index.host[group_id].pool, self._memories[group_id], self._remote
+        digest_of, blobs = self._index.host_blocks[group_id].digest, []
+        for slot in slots:
+            name, origin = pool.name(slot), self._index.origin_in_host(group_id, slot)
+            assert name is not None, "a slot without a block is to be put"
+            parent = b"" if origin.parent is None else remote.key(group_id, origin.parent)
+            blobs.append(Blob(remote.key(group_id, name), digest_of(slot), memory.host_block(slot), parent))
+        return blobs
+
+    def _on_written(self, batch: RemoteBatch, names: Sequence[BlockName], transfer: Transfer) -> None:
+        if transfer.error is None:
+            are_there, num_put = transfer.result
+            self._remote.presence.add(batch.group_id, list(compress(names, are_there)))
+            self._remote.on_written(batch.spoilt)
+            self._remote.counts["stored"] += num_put
+            self._remote.counts["there"] += sum(are_there) - num_put
+            self._remote.counts["refused"] += len(names) - sum(are_there)
+        elif not isinstance(transfer.error, LaneClosed):
+            self._remote.counts["refused"] += len(names)
+        self._end(batch, transfer.error)
+
+    def _end(self, batch: RemoteBatch, error: BaseException | None) -> None:
+        self.copies.end(batch)
+        if error is None:
+            self._remote.writing.on_succeeded(batch.attempt)
+        elif isinstance(error, LaneClosed):
+            self._remote.writing.withdraw(batch.attempt)
+        else:
+            self._remote.writing.on_failed(batch.attempt)

@@ -1,0 +1,148 @@
+"""RemoteTier: a store that machines share, seen as a tier: what is known of it and how it is doing."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.store.blob_store import Blob
+from kvtier.store.record import Fault
+from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
+from kvtier.tiers.lower.block_key import NAMESPACE_BYTES, block_key
+from kvtier.tiers.lower.breaker import CircuitBreaker
+from kvtier.tiers.lower.remote.presence import Presence
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.lane import Lane
+
+MOST_REST_S = 4.0  # of a store that fails: to try it again costs no request anything
+MOST_SPOILT = 1 << 10  # blocks remembered whose record is to be written over
+
+
+class RemoteRecords(Protocol):
+    """A remote store whose records are opened and verified: see `SealedRemote`. Lanes' threads alone use it."""
+
+    @property
+    def where(self) -> str:
+        """The store's address, for people."""
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]: ...
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bool]: ...
+
+    def ask_many(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+    def usage(self) -> RemoteUsage: ...
+
+
+class RemoteTier:
+    """A remote store by group and name. It has no index of its own: it is asked, and the answers are hints.
+
+    Lanes' threads call `read`, `write` and `ask` alone; everything else is the owner's and waits for nothing. Asking,
+    reading and writing have a breaker each, and are left alone while it is open.
+    """
+
+    def __init__(self, records: RemoteRecords, namespace: bytes, asks: Lane, clock: Callable[[], float]) -> None:
+        """*asks*: the lane that asks, which its caller closes."""
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
+        self.asks = asks
+        self.presence = Presence(clock)
+        self.asking = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
+        self.reading = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
+        self.writing = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
+        self.faults: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of what `RemoteStatistics` has a number
+        self._records = records
+        self._namespace = namespace
+        self._spoilt: deque[bytes] = deque(maxlen=MOST_SPOILT)
+        self._why_failed = {"ask": "", "read": "", "write": ""}  # set by lanes' threads
+
+    def key(self, group_id: int, name: BlockName) -> bytes:
+        """The store's key of a block."""
+        return block_key(self._namespace, group_id, name)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the store can be read from, as far as is known. Not half open: no request waits for a probe."""
+        return self.reading.is_closed
+
+    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """For each of the blocks whether it is believed to be there and can be read."""
+        return self.presence.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
+
+    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
+        """How many of *names* come before the first that `are_held` says no to."""
+        return self.presence.num_held(group_id, names) if self.is_readable else 0
+
+    def ask(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether there seems to be a record. Raises what the store raises."""
+        with self._errors_of("ask"):
+            return self._records.ask_many(keys)
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
+        """Read each key's block into its memory, verified; the digest, or why there is none."""
+        with self._errors_of("read"):
+            return self._records.read_many(keys, blocks)
+
+    def write(self, blobs: Sequence[Blob], spoilt: frozenset[bytes]) -> tuple[list[bool], int]:
+        """Put the blobs that are not there, and those whose key is *spoilt*. For each whether it is there now, and how
+        many were put. Raises what the store raises, and `RemoteUnavailable` if it takes none."""
+        with self._errors_of("write"):
+            are_there = self._records.ask_many([blob.key for blob in blobs])
+            are_good = [is_there and blob.key not in spoilt for blob, is_there in zip(blobs, are_there, strict=True)]
+            new = [blob for blob, is_good in zip(blobs, are_good, strict=True) if not is_good]
+            are_put = iter(self._records.put_many(new) if new else ())
+            outcome = [is_good or next(are_put) for is_good in are_good]
+            if not any(outcome):
+                raise RemoteUnavailable("the store takes no block: it is full, or may not be written to")
+            return outcome, sum(outcome) - sum(are_good)
+
+    def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """Take in that a read of the block gave no bytes. After an error of the store itself the record may be good;
+        else it counts as not there, and a bad record is to be written over."""
+        self.faults[fault.value] += fault is not Fault.MISSING
+        if fault is not Fault.IO_ERROR:
+            self.presence.remove(group_id, name)
+        if fault.is_bad_record:
+            self._spoilt.append(self.key(group_id, name))
+
+    def spoilt(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Those of *keys* under which a bad record was found lately."""
+        return frozenset(self._spoilt).intersection(keys) if self._spoilt else frozenset()
+
+    def on_written(self, keys: frozenset[bytes]) -> None:
+        """Note that these keys were written over."""
+        for key in keys.intersection(self._spoilt):
+            self._spoilt.remove(key)
+
+    def statistics(self, num_wanted: int, ask_s: float) -> RemoteStatistics:
+        """Everything counted, by value."""
+        breakers = {"ask": self.asking, "read": self.reading, "write": self.writing}
+        return RemoteStatistics(
+            self._records.where,
+            self._records.usage(),
+            self.presence.num_blocks,
+            self.counts["asked"],
+            self.counts["late"],
+            self.counts["stored"],
+            self.counts["there"],
+            self.counts["refused"],
+            num_wanted,
+            ask_s,
+            {side: breaker.state for side, breaker in breakers.items()},
+            {side: breaker.num_opened for side, breaker in breakers.items()},
+            dict(self._why_failed),
+            dict(self.faults),
+        )
+
+    @contextmanager
+    def _errors_of(self, side: str) -> Iterator[None]:
+        """Keep the last error of a side for people. An assignment, from any thread: nothing here goes by it."""
+        try:
+            yield
+        except OSError as error:
+            self._why_failed[side] = " ".join(str(error).split())
+            raise
