@@ -1,0 +1,122 @@
+"""`RedisNode`: pipelines to one server, over connections of its own."""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from redis.connection import BlockingConnectionPool, Connection, SSLConnection
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as NoAnswer
+
+from kvtier.store.remote.redis.command import Command, Reply, batches
+from kvtier.store.remote.redis.reply_parser import ReplyParser
+from kvtier.store.remote.redis_settings import Address, RedisSettings
+
+_READ_BYTES = 32 << 10  # of small replies, in one call
+
+
+class RedisNode:
+    """A server. Any thread may ask, beside others; as many are answered at a time as there are connections.
+
+    Nothing is tried a second time: a server that is silent costs its timeout once.
+    """
+
+    def __init__(self, address: Address, settings: RedisSettings) -> None:
+        self.address = address
+        self._lock = threading.Lock()  # guards what is in use
+        self._in_use: set[Connection] = set()
+        self._is_closed = False
+        self._pool = BlockingConnectionPool(
+            max_connections=settings.num_connections,
+            timeout=settings.timeout_s,
+            connection_class=SSLConnection if settings.tls else Connection,
+            **_connecting(address, settings),
+        )
+
+    def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        """For each command what came, or why nothing did; ends soon after *until* (monotonic)."""
+        replies: list[Reply] = []
+        try:
+            _check_time(until)
+            connection = self._pool.get_connection()
+        except (RedisError, OSError) as error:
+            return [error] * len(commands)
+        with self._lock:
+            self._in_use.add(connection)
+        try:
+            for batch in batches(commands, lambda command: command.value_bytes):
+                _check_time(until)
+                packed = connection.pack_commands([(command.name, *command.arguments) for command in batch])
+                connection.send_packed_command(packed)
+                for _ in batch:
+                    replies.append(_reply(connection, until))
+        except (RedisError, OSError) as error:
+            return replies + [error] * (len(commands) - len(replies))
+        finally:
+            self._give_back(connection, is_done=len(replies) == len(commands))
+        return replies
+
+    def primaries(self) -> "list[RedisNode]":
+        """The servers that have the records: this one."""
+        return [self]
+
+    def close(self) -> None:
+        """End all connections; who waits for an answer gets an error in its place."""
+        with self._lock:
+            self._is_closed = True
+            for connection in self._in_use:  # its own thread disconnects it
+                in_use = connection._get_socket()
+                if in_use is not None:
+                    with suppress(OSError):
+                        in_use.shutdown(socket.SHUT_RDWR)
+        self._pool.disconnect(inuse_connections=False)
+
+    def _give_back(self, connection: Connection, is_done: bool) -> None:
+        """Into the pool, where the next call finds it; without the answers that are still to come."""
+        with self._lock:
+            self._in_use.discard(connection)
+            is_of_use = is_done and not self._is_closed
+        if not is_of_use:
+            connection.disconnect()
+        self._pool.release(connection)
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise NoAnswer("the call takes too long")
+
+
+def _reply(connection: Connection, until: float) -> Reply:
+    try:
+        reply: Reply = connection.read_response(timeout=until - time.monotonic())
+    except ResponseError as refusal:  # the connection is as good as before
+        return refusal
+    return reply
+
+
+def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
+    """How redis-py connects; it says nothing but what is needed, so that a user needs no rights for that."""
+    options: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "db": settings.db,
+        "username": settings.username,
+        "password": settings.password,
+        "socket_timeout": settings.timeout_s,
+        "socket_connect_timeout": settings.timeout_s,
+        "socket_read_size": _READ_BYTES,
+        "parser_class": ReplyParser,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if settings.tls is not None:
+        files = settings.tls
+        options |= {
+            "ssl_ca_certs": files.ca_file,
+            "ssl_certfile": files.cert_file,
+            "ssl_keyfile": files.key_file,
+        }
+    return options
