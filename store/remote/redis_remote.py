@@ -18,6 +18,7 @@ from kvtier.store.remote.redis.refusals import in_a_line, is_answer, is_no_value
 from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
 
+_GROUP_BYTES = 16 << 20  # of records that are put together; their headers and payloads are joined in memory
 _MOST_TIMEOUTS = 2  # that a call may take in all
 _SCANNED_AT_ONCE = b"1000"
 _GLOB = re.compile(rb"([*?\[\]\\^-])")
@@ -50,7 +51,7 @@ class RedisRemote:
     def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
         until = self._deadline()
         replies: list[Reply] = []
-        for some in batches(records, lambda record: record.payload.nbytes):  # they are copied once
+        for some in batches(records, lambda record: record.payload.nbytes, _GROUP_BYTES):  # they are copied once
             replies += self._put(some, until)
         self._check(replies)
         return [not isinstance(reply, Exception) for reply in replies]

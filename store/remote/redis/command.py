@@ -5,9 +5,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-VALUE_BYTES = 1 << 20  # as many as a value that is read is taken to have, before it is there
-BATCH_BYTES = 16 << 20  # of values, in one pipeline: the server keeps what it answers in its memory until it is read
-
 
 class Command(NamedTuple):
     """A command. If it is about a key, that is its first argument."""
@@ -21,9 +18,9 @@ class Command(NamedTuple):
         return bytes(self.arguments[0])
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes that go over the network for it, about."""
-        return VALUE_BYTES if self.name == b"GET" else sum(map(len, self.arguments))
+    def num_bytes(self) -> int:
+        """Bytes that are sent for it, about."""
+        return sum(map(len, self.arguments))
 
 
 Reply: TypeAlias = "memoryview | bytes | int | list[Reply] | Exception | None"
@@ -31,14 +28,14 @@ Reply: TypeAlias = "memoryview | bytes | int | list[Reply] | Exception | None"
 of redis-py's: the server's refusal (`ResponseError`), or that of the connection."""
 
 
-def batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """The *items* in their order, in lists of about `BATCH_BYTES`."""
+def batches(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """The *items* in their order, in lists of about *most_bytes*."""
     batch: list[T] = []
     num_bytes = 0
     for item in items:
         batch.append(item)
         num_bytes += bytes_of(item)
-        if num_bytes >= BATCH_BYTES:
+        if num_bytes >= most_bytes:
             yield batch
             batch, num_bytes = [], 0
     if batch:

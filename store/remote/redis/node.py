@@ -3,8 +3,9 @@
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from redis.connection import BlockingConnectionPool, Connection, SSLConnection
@@ -13,9 +14,13 @@ from redis.exceptions import TimeoutError as NoAnswer
 
 from kvtier.store.remote.redis.command import Command, Reply, batches
 from kvtier.store.remote.redis.reply_parser import ReplyParser
+from kvtier.store.remote.redis.value_memory import ValueMemory
 from kvtier.store.remote.redis_settings import Address, RedisSettings
 
 _READ_BYTES = 32 << 10  # of small replies, in one call
+# In a pipeline; twice as many are under way. What a server has answered stays in its memory until it was sent: with
+# 16 values of 1 MiB for each of 4 connections it took 2.3 times as long as with 4.
+_BATCH_BYTES = 1 << 20
 
 
 class RedisNode:
@@ -29,6 +34,7 @@ class RedisNode:
         self._lock = threading.Lock()  # guards what is in use
         self._in_use: set[Connection] = set()
         self._is_closed = False
+        self._value_bytes = 1 << 20  # that the next value has, as far as one knows: as many as the last one
         self._pool = BlockingConnectionPool(
             max_connections=settings.num_connections,
             timeout=settings.timeout_s,
@@ -47,12 +53,14 @@ class RedisNode:
         with self._lock:
             self._in_use.add(connection)
         try:
-            for batch in batches(commands, lambda command: command.value_bytes):
+            num_under_way = 0
+            for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
                 _check_time(until)
                 packed = connection.pack_commands([(command.name, *command.arguments) for command in batch])
                 connection.send_packed_command(packed)
-                for _ in batch:
-                    replies.append(_reply(connection, until))
+                replies += self._replies(connection, num_under_way, until)
+                num_under_way = len(batch)
+            replies += self._replies(connection, num_under_way, until)
         except (RedisError, OSError) as error:
             return replies + [error] * (len(commands) - len(replies))
         finally:
@@ -73,6 +81,16 @@ class RedisNode:
                     with suppress(OSError):
                         in_use.shutdown(socket.SHUT_RDWR)
         self._pool.disconnect(inuse_connections=False)
+
+    def _bytes_of(self, command: Command) -> int:
+        return self._value_bytes if command.name == b"GET" else command.num_bytes
+
+    def _replies(self, connection: Connection, num_replies: int, until: float) -> Iterator[Reply]:
+        for _ in range(num_replies):
+            reply = _reply(connection, until)
+            if isinstance(reply, memoryview):
+                self._value_bytes = len(reply)
+            yield reply
 
     def _give_back(self, connection: Connection, is_done: bool) -> None:
         """Into the pool, where the next call finds it; without the answers that are still to come."""
@@ -108,7 +126,7 @@ def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
         "socket_timeout": settings.timeout_s,
         "socket_connect_timeout": settings.timeout_s,
         "socket_read_size": _READ_BYTES,
-        "parser_class": ReplyParser,
+        "parser_class": partial(ReplyParser, memory=ValueMemory()),
         "protocol": 2,
         "driver_info": None,
     }

@@ -5,7 +5,6 @@ import ssl
 import time
 from typing import Any
 
-import numpy as np
 from redis._parsers import BaseParser
 from redis.connection import Connection
 from redis.exceptions import ConnectionError as NoConnection
@@ -14,6 +13,7 @@ from redis.exceptions import TimeoutError as NoAnswer
 from redis.utils import SENTINEL
 
 from kvtier.store.remote.redis.command import Reply
+from kvtier.store.remote.redis.value_memory import ValueMemory
 
 _NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
@@ -26,9 +26,10 @@ class ReplyParser(BaseParser):
     receives a value of 1 MiB in a few calls, at its place. Belongs to one connection.
     """
 
-    def __init__(self, socket_read_size: int) -> None:
+    def __init__(self, socket_read_size: int, memory: ValueMemory) -> None:
         self._socket: socket.socket | None = None
         self._silence_s: float | None = None  # that the socket bears in one call
+        self._memory = memory
         self._buffer = bytearray(socket_read_size)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what has come and was not parsed
@@ -87,7 +88,7 @@ class ReplyParser(BaseParser):
     def _value(self, num_bytes: int, until: float | None) -> memoryview:
         if not 0 <= num_bytes <= _MOST_VALUE_BYTES:
             raise InvalidResponse(f"a value of {num_bytes} bytes")
-        value = np.empty(num_bytes, dtype=np.uint8).data
+        value = self._memory.take(num_bytes)
         num_there = min(num_bytes, self._end - self._start)
         value[:num_there] = self._view[self._start : self._start + num_there]
         self._start += num_there
