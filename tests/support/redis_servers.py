@@ -33,9 +33,11 @@ _NUM_TRIES = 5  # somebody else may take a port that was free
 class RedisServer:
     """A server; it runs from the start to `close`, but for what a test does to it."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, port_option: str = "--port") -> None:
+        """*port_option*: `--tls-port` for a server that is asked with TLS alone."""
         self.folder = folder
         self.options = options
+        self._port_option = port_option
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(_NUM_TRIES):
             self.port, self.bus_port = free_port(), free_port()
@@ -94,7 +96,7 @@ class RedisServer:
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         assert SERVER is not None
-        ports = ["--port", str(self.port), "--cluster-port", str(self.bus_port)]
+        ports = ["--port", "0", self._port_option, str(self.port), "--cluster-port", str(self.bus_port)]
         command = [SERVER, *ports, "--dir", str(self.folder), *_QUIET, *self.options]
         self.process = subprocess.Popen(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         wait_for(lambda: self.process.poll() is not None or (log.exists() and "Ready to accept" in log.read_text()))
@@ -102,8 +104,8 @@ class RedisServer:
 
 
 @contextmanager
-def running_server(folder: Path, *options: str) -> Iterator[RedisServer]:
-    server = RedisServer(folder, *options)
+def running_server(folder: Path, *options: str, port_option: str = "--port") -> Iterator[RedisServer]:
+    server = RedisServer(folder, *options, port_option=port_option)
     try:
         yield server
     finally:

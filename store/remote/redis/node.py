@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from redis.connection import BlockingConnectionPool, Connection, SSLConnection
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
 from kvtier.store.remote.redis.command import Command, Reply, batches
@@ -53,6 +54,8 @@ class RedisNode:
         with self._lock:
             self._in_use.add(connection)
         try:
+            if self._is_closed:  # just now: `close` does not know this connection
+                raise NoConnection("the connection is closed")
             num_under_way = 0
             for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
                 _check_time(until)
@@ -115,6 +118,14 @@ def _reply(connection: Connection, until: float) -> Reply:
     return reply
 
 
+def _greet(connection: Connection) -> None:
+    """Log in. A server that wants a password says so here; in the middle of a value it would just hang up."""
+    connection.on_connect()
+    connection.send_command("PING")
+    with suppress(NoPermissionError):  # who may not do that has logged in
+        connection.read_response()
+
+
 def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
     """How redis-py connects; it says nothing but what is needed, so that a user needs no rights for that."""
     options: dict[str, Any] = {
@@ -129,6 +140,7 @@ def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
         "parser_class": partial(ReplyParser, memory=ValueMemory()),
         "protocol": 2,
         "driver_info": None,
+        "redis_connect_func": _greet,
     }
     if settings.tls is not None:
         files = settings.tls

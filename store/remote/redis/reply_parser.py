@@ -16,6 +16,7 @@ from kvtier.store.remote.redis.command import Reply
 from kvtier.store.remote.redis.value_memory import ValueMemory
 
 _NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_MOST_NESTED = 8  # lists in lists
 _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
 
 
@@ -58,17 +59,17 @@ class ReplyParser(BaseParser):
     def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
         """The next reply; errors of the server's are returned. *timeout*: seconds for all of it, not for each call."""
         allowed_s = self._silence_s if timeout is SENTINEL else timeout
-        return self._reply(None if allowed_s is None else time.monotonic() + allowed_s)
+        return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MOST_NESTED)
 
-    def _reply(self, until: float | None) -> Reply:
+    def _reply(self, until: float | None, nested: int) -> Reply:
         line = self._line(until)
         kind, rest = line[:1], line[1:]
         if kind == b"$":
-            return None if rest == b"-1" else self._value(int(rest), until)
-        if kind == b"*":
-            return None if rest == b"-1" else [self._reply(until) for _ in range(int(rest))]
+            return None if rest == b"-1" else self._value(_number(rest), until)
+        if kind == b"*" and nested:
+            return None if rest == b"-1" else [self._reply(until, nested - 1) for _ in range(_number(rest))]
         if kind == b":":
-            return int(rest)
+            return _number(rest)
         if kind == b"+":
             return rest
         if kind != b"-":
@@ -121,3 +122,10 @@ class ReplyParser(BaseParser):
         if open_socket is None:  # another thread has closed the connection
             raise NoConnection("the connection is closed")
         return open_socket
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidResponse(f"not a number: {text[:40]!r}") from None
