@@ -1,8 +1,10 @@
 """The remote stores under test, each with a way to reach past its contract to what it has stored."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvtier.store.remote.memory_remote import MemoryRemote
+from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteStore
 
 
@@ -36,3 +38,37 @@ class MemoryRemoteCase:
 
     def lose(self, key: bytes) -> None:
         del self._values[key]
+
+
+class RedisCase:
+    """A server, or a cluster, that was emptied."""
+
+    def __init__(self, settings: RedisSettings, owner_of: Callable[[bytes], Any]) -> None:
+        """*owner_of* gives redis-py's client of the server that has a key."""
+        self._settings = settings
+        self._owner_of = owner_of
+
+    def open(self) -> RemoteStore:
+        from kvtier.store.remote.redis_remote import RedisRemote
+
+        return RedisRemote(self._settings)
+
+    def stored(self, key: bytes) -> bytes:
+        name = redis_name(key)
+        value: bytes | None = self._owner_of(name).get(name)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def overwrite(self, key: bytes, value: bytes) -> None:
+        name = redis_name(key)
+        self._owner_of(name).set(name, value)
+
+    def lose(self, key: bytes) -> None:
+        name = redis_name(key)
+        assert self._owner_of(name).delete(name) == 1
+
+
+def redis_name(key: bytes) -> bytes:
+    """What a record's key is called in a server."""
+    return b"kvtier:{%b}" % key.hex().encode()

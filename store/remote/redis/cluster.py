@@ -1,0 +1,198 @@
+"""`RedisCluster`: commands to the nodes of a cluster, side by side."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import AskError, ClusterDownError, InvalidResponse, MovedError
+from redis.exceptions import TimeoutError as NoAnswer
+
+from kvtier.store.remote.redis.cluster_member import ClusterMember, is_silence
+from kvtier.store.remote.redis.command import Command, Reply
+from kvtier.store.remote.redis.node import RedisNode
+from kvtier.store.remote.redis_settings import Address, RedisSettings
+
+_ASKING = Command(b"ASKING")
+_SLOTS = Command(b"CLUSTER", (b"SLOTS",))
+_MOST_REDIRECTIONS = 3  # of one key in one call; each costs a round trip
+_PAUSE_S = 0.1  # between two looks at who has which slot
+
+Owners = list[Address | None]  # of each slot
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The node that a command is sent to. *is_asking*: it is about to take the slot over, and is told that we know."""
+
+    address: Address
+    is_asking: bool = False
+
+
+class RedisCluster:
+    """The primaries of a cluster. Any thread may ask, beside others.
+
+    A node that is away or silent costs its own keys, and a wait to those calls that find it so: it rests from then on
+    (`ClusterMember`), and the cluster is asked in the background who has its slots now. redis-py's own `RedisCluster`
+    asks one node after the other and repeats what failed key by key: one silent node would hold up a batch for many
+    times its timeout.
+    """
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()  # guards all below
+        self._members: dict[Address, ClusterMember] = {}
+        self._owners: Owners | None = None
+        self._trouble: Exception = NoAnswer("no node answers")  # why the owners are not known
+        self._looking: Future[None] | None = None
+        self._look_after = 0.0
+        self._looker = ThreadPoolExecutor(1, "redis cluster")
+
+    def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        """For each command what came, or why nothing did. It does not wait beyond *until* (monotonic)."""
+        slots = [key_slot(command.key) for command in commands]
+        owners = self._known_owners(until)
+        if owners is None:
+            return [self._trouble] * len(commands)
+        replies: list[Reply] = [ClusterDownError("no node has its slot")] * len(commands)
+        ways = {i: _Way(owner) for i, slot in enumerate(slots) if (owner := owners[slot]) is not None}
+        is_outdated = len(ways) < len(commands)
+        for _ in range(1 + _MOST_REDIRECTIONS):
+            for i, came in self._ask_nodes(commands, ways, until):
+                replies[i] = came
+            is_outdated |= any(_is_of_an_old_map(replies[i]) for i in ways)
+            redirections = {i: reply for i in ways if isinstance(reply := replies[i], AskError)}
+            ways = {i: self._redirected(slots[i], ways[i], reply) for i, reply in redirections.items()}
+            if not ways or time.monotonic() >= until:
+                break
+        if is_outdated:
+            self._look()
+        return replies
+
+    def primaries(self) -> list[RedisNode]:
+        """The nodes that have slots, as far as it is known now. Raises what says why that is not known."""
+        owners = self._known_owners(time.monotonic() + self._settings.timeout_s)
+        if owners is None:
+            raise self._trouble
+        return [self._member(address).node for address in set(owners) if address is not None]
+
+    def close(self) -> None:
+        """End all connections and, once they have noticed, threads."""
+        self._looker.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            members = list(self._members.values())
+        for member in members:
+            member.close()
+
+    def _ask_nodes(
+        self, commands: Sequence[Command], ways: Mapping[int, _Way], until: float
+    ) -> Iterator[tuple[int, Reply]]:
+        """Send each command its way, those of one way together; gives what came, by the command's place."""
+        together: dict[_Way, list[int]] = {}
+        for i, way in ways.items():
+            together.setdefault(way, []).append(i)
+        asked = {way: self._member(way.address) for way in together}
+        futures = {way: member.ask(_told(way, commands, together[way]), until) for way, member in asked.items()}
+        wait(futures.values(), max(0.0, until - time.monotonic()))
+        for way, ids in together.items():
+            if _has_come(futures[way]):
+                replies = futures[way].result()
+                yield from zip(ids, replies[1::2] if way.is_asking else replies, strict=True)
+            else:
+                asked[way].rests = True
+                yield from ((i, NoAnswer(f"{way.address} does not answer in time")) for i in ids)
+
+    def _redirected(self, slot: int, way: _Way, reply: AskError) -> _Way:
+        """Where a command is to go that a node did not take."""
+        address = Address(reply.host or way.address.host, int(reply.port))
+        if not isinstance(reply, MovedError):
+            return _Way(address, is_asking=True)
+        with self._lock:
+            if self._owners is not None:
+                self._owners[slot] = address
+        return _Way(address)
+
+    def _member(self, address: Address) -> ClusterMember:
+        with self._lock:
+            member = self._members.get(address)
+            if member is None:
+                member = self._members[address] = ClusterMember(address, self._settings)
+            return member
+
+    def _known_owners(self, until: float) -> Owners | None:
+        """Who has which slot, None if no node tells that in time."""
+        if self._owners is None:
+            wait([self._look()], max(0.0, until - time.monotonic()))
+        return self._owners
+
+    def _look(self) -> "Future[None]":
+        """Find out who has which slot, in a thread of its own, unless that is under way or was done just now."""
+        with self._lock:
+            if self._looking is None or (self._looking.done() and time.monotonic() >= self._look_after):
+                self._looking = self._looker.submit(self._look_around)
+            return self._looking
+
+    def _look_around(self) -> None:
+        trouble: Reply = None
+        for address in self._guides():
+            with closing(RedisNode(address, self._settings)) as node:
+                (trouble,) = node.ask([_SLOTS], time.monotonic() + self._settings.timeout_s)
+            owners = _owners_of(trouble, address)
+            if owners is not None:
+                self._learn(owners)
+                break
+        else:
+            self._trouble = trouble if isinstance(trouble, Exception) else InvalidResponse("no map of slots")
+        self._look_after = time.monotonic() + _PAUSE_S
+
+    def _guides(self) -> list[Address]:
+        """Whom to ask: nodes that answer, in any order, then those that the settings name, then the silent ones."""
+        with self._lock:
+            members = list(self._members.items())
+        random.shuffle(members)
+        members.sort(key=lambda item: item[1].rests)
+        lively = [address for address, member in members if not member.rests]
+        return list(dict.fromkeys([*lively, *self._settings.addresses, *(address for address, _ in members)]))
+
+    def _learn(self, owners: Owners) -> None:
+        """Go by these owners from now on; who owns nothing is left."""
+        with self._lock:
+            self._owners = owners
+            gone = [self._members.pop(address) for address in set(self._members).difference(owners)]
+        for member in gone:
+            member.close()
+
+
+def _told(way: _Way, commands: Sequence[Command], ids: Sequence[int]) -> list[Command]:
+    """The commands that are sent; ASKING holds for the one that follows it."""
+    chosen = [commands[i] for i in ids]
+    return [told for command in chosen for told in (_ASKING, command)] if way.is_asking else chosen
+
+
+def _has_come(future: "Future[list[Reply]]") -> bool:
+    return not future.cancel() and future.done() and not future.cancelled()
+
+
+def _is_of_an_old_map(reply: Reply) -> bool:
+    """Whether slots may have other owners than we know."""
+    return is_silence(reply) or isinstance(reply, MovedError | ClusterDownError)
+
+
+def _owners_of(reply: Reply, told_by: Address) -> Owners | None:
+    """What CLUSTER SLOTS says; None if it is something else. A node that knows no address of its own leaves it out."""
+    if not isinstance(reply, list):
+        return None
+    owners: Owners = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for slots in reply:
+        match slots:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < len(owners):
+                name = bytes(host).decode(errors="replace") if isinstance(host, memoryview) else ""
+                address = Address(told_by.host if name in ("", "?") else name, port)
+                owners[first : last + 1] = [address] * (last + 1 - first)
+            case _:
+                return None
+    return owners

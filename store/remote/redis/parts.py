@@ -1,0 +1,56 @@
+"""Large values in parts: a server that takes or gives one of tens of MiB does nothing else meanwhile."""
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from kvtier.store.remote_store import RemoteRecord
+
+PART_BYTES = 4 << 20
+_MAGIC = b"KVTP"  # no record begins like this
+_ID_BYTES = 16
+_MOST_PARTS = 1024  # of a value; 2 GiB, the most that a block may have, are 512
+_HEAD = struct.Struct(f"<4s{_ID_BYTES}sH")  # magic, the parts' id, how many there are beside the first
+HEAD_BYTES = _HEAD.size
+
+
+class Parts(NamedTuple):
+    """What the first part of a value says of the others.
+
+    *parts_id* is a digest of the record, so parts of two writers are never taken for those of one record, unless these
+    have the same bytes.
+    """
+
+    parts_id: bytes
+    num_parts: int
+
+    @classmethod
+    def named_in(cls, value: memoryview | bytes) -> "Parts | None":
+        """Those that *value* begins with; None for a value that is whole."""
+        if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
+            return None
+        _, parts_id, num_parts = _HEAD.unpack_from(value)
+        return cls(parts_id, min(num_parts, _MOST_PARTS))
+
+    def names(self, name: bytes) -> list[bytes]:
+        """Where the parts are of the value that is called *name*."""
+        return [b"%b:%b:%d" % (name, self.parts_id.hex().encode(), part_id) for part_id in range(self.num_parts)]
+
+
+def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
+    """What is put under the record's own name, and the parts that are put before it: none for a small record."""
+    payload = record.payload.cast("B")
+    num_first = PART_BYTES - HEAD_BYTES - len(record.header)
+    if payload.nbytes <= num_first:
+        return b"".join((record.header, payload)), []
+    hashed = xxhash.xxh3_128(record.header)
+    hashed.update(payload)
+    rest = [payload[start : start + PART_BYTES] for start in range(num_first, payload.nbytes, PART_BYTES)]
+    head = _HEAD.pack(_MAGIC, hashed.digest(), len(rest))
+    return b"".join((head, record.header, payload[:num_first])), rest
+
+
+def joined(first: memoryview, rest: list[memoryview]) -> memoryview:
+    """The record, from what is under its own name and the parts."""
+    return memoryview(b"".join((first[HEAD_BYTES:], *rest)))

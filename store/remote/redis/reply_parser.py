@@ -1,0 +1,131 @@
+"""`ReplyParser`: redis-py's connections with replies that are received where they stay."""
+
+import socket
+import ssl
+import time
+from typing import Any
+
+from redis._parsers import BaseParser
+from redis.connection import Connection
+from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import InvalidResponse
+from redis.exceptions import TimeoutError as NoAnswer
+from redis.utils import SENTINEL
+
+from kvtier.store.remote.redis.command import Reply
+from kvtier.store.remote.redis.value_memory import ValueMemory
+
+_NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_MOST_NESTED = 8  # lists in lists
+_MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
+
+
+class ReplyParser(BaseParser):
+    """RESP 2, of which each value is a memoryview over memory of its own.
+
+    redis-py's own parsers receive 32 KiB at a time, append them to a buffer and copy the value out of it; this one
+    receives a value of 1 MiB in a few calls, at its place. Belongs to one connection.
+    """
+
+    def __init__(self, socket_read_size: int, memory: ValueMemory) -> None:
+        self._socket: socket.socket | None = None
+        self._silence_s: float | None = None  # that the socket bears in one call
+        self._memory = memory
+        self._buffer = bytearray(socket_read_size)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what has come and was not parsed
+
+    def on_connect(self, connection: Connection) -> None:
+        self._socket = connection._get_socket()
+        self._silence_s = connection.socket_timeout
+        self._start = self._end = 0
+
+    def on_disconnect(self) -> None:
+        self._socket = None
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether something has come that nobody has asked for. With TLS something may have come for TLS alone."""
+        if self._start == self._end:
+            open_socket = self._open_socket()
+            open_socket.settimeout(timeout)
+            try:
+                self._fill(None)
+            except _NOTHING_YET:
+                return False
+            finally:
+                open_socket.settimeout(self._silence_s)
+        return True
+
+    def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
+        """The next reply; errors of the server's are returned. *timeout*: seconds for all of it, not for each call."""
+        allowed_s = self._silence_s if timeout is SENTINEL else timeout
+        return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MOST_NESTED)
+
+    def _reply(self, until: float | None, nested: int) -> Reply:
+        line = self._line(until)
+        kind, rest = line[:1], line[1:]
+        if kind == b"$":
+            return None if rest == b"-1" else self._value(_number(rest), until)
+        if kind == b"*" and nested:
+            return None if rest == b"-1" else [self._reply(until, nested - 1) for _ in range(_number(rest))]
+        if kind == b":":
+            return _number(rest)
+        if kind == b"+":
+            return rest
+        if kind != b"-":
+            raise InvalidResponse(f"not an answer of Redis: {line[:40]!r}")
+        error: Exception = self.parse_error(rest.decode(errors="replace"))
+        if isinstance(error, NoConnection):
+            raise error
+        return error
+
+    def _line(self, until: float | None) -> bytes:
+        while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            self._fill(until)
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        return line
+
+    def _value(self, num_bytes: int, until: float | None) -> memoryview:
+        if not 0 <= num_bytes <= _MOST_VALUE_BYTES:
+            raise InvalidResponse(f"a value of {num_bytes} bytes")
+        value = self._memory.take(num_bytes)
+        num_there = min(num_bytes, self._end - self._start)
+        value[:num_there] = self._view[self._start : self._start + num_there]
+        self._start += num_there
+        while num_there < num_bytes:
+            num_there += self._receive(value[num_there:], until)
+        if self._line(until):
+            raise InvalidResponse("a value that does not end where it should")
+        return value
+
+    def _fill(self, until: float | None) -> None:
+        """Receive more behind what has come."""
+        if self._start:
+            rest = self._view[self._start : self._end].tobytes()
+            self._view[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        if self._end == len(self._buffer):
+            raise InvalidResponse("a line without an end")
+        self._end += self._receive(self._view[self._end :], until)
+
+    def _receive(self, memory: memoryview, until: float | None) -> int:
+        if until is not None and time.monotonic() > until:
+            raise NoAnswer("the answer takes too long")
+        num_bytes = self._open_socket().recv_into(memory)
+        if not num_bytes:
+            raise NoConnection("the server closed the connection")
+        return num_bytes
+
+    def _open_socket(self) -> socket.socket:
+        open_socket = self._socket
+        if open_socket is None:  # another thread has closed the connection
+            raise NoConnection("the connection is closed")
+        return open_socket
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidResponse(f"not a number: {text[:40]!r}") from None

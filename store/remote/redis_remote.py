@@ -1,0 +1,194 @@
+"""`RedisRemote`: records in a Valkey or Redis server, or in a cluster of them."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from typing import Self
+
+from redis.exceptions import RedisError
+
+from kvtier.store.record import Fault
+from kvtier.store.remote.redis.cluster import RedisCluster
+from kvtier.store.remote.redis.command import Command, Reply, batches
+from kvtier.store.remote.redis.node import RedisNode
+from kvtier.store.remote.redis.parts import HEAD_BYTES, Parts, in_parts, joined
+from kvtier.store.remote.redis.refusals import in_a_line, is_answer, is_no_value
+from kvtier.store.remote.redis_settings import RedisSettings
+from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
+
+_GROUP_BYTES = 16 << 20  # of records that are put together; their headers and payloads are joined in memory
+_MOST_TIMEOUTS = 2  # that a call may take in all
+_SCANNED_AT_ONCE = b"1000"
+_GLOB = re.compile(rb"([*?\[\]\\^-])")
+
+
+class RedisRemote:
+    """See `RemoteStore`. A record is under one key, `prefix{namespace and name in hex}`; a large one is in parts.
+
+    The server's `maxmemory` and its policy say how much it keeps and what leaves. Of a cluster, what is on nodes that
+    are away is `Fault.IO_ERROR` or False. Nothing is connected before the first call.
+    """
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.where = settings.where
+        self._settings = settings
+        self._servers = RedisCluster(settings) if settings.is_cluster else RedisNode(settings.addresses[0], settings)
+        self._prefix = settings.prefix.encode()
+        self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
+        self._usage = RemoteUsage()
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards the usage
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
+        names = [self._name(key) for key in keys]
+        until = self._deadline()
+        values = [_value_of(reply) for reply in self._asked([Command(b"GET", (name,)) for name in names], until)]
+        self._count_reads(values)
+        return [self._whole(name, value, until) for name, value in zip(names, values, strict=True)]
+
+    def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
+        until = self._deadline()
+        replies: list[Reply] = []
+        for some in batches(records, lambda record: record.payload.nbytes, _GROUP_BYTES):  # they are copied once
+            replies += self._put(some, until)
+        self._check(replies)
+        return [not isinstance(reply, Exception) for reply in replies]
+
+    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
+        replies = self._asked([Command(b"EXISTS", (self._name(key),)) for key in keys], self._deadline())
+        self._count(RemoteUsage(num_questions=len(keys)))
+        return [reply == 1 for reply in replies]
+
+    def forget(self, namespace: bytes) -> None:
+        """See `RemoteStore`. Records that a cluster moves between nodes meanwhile may stay."""
+        pattern = _GLOB.sub(rb"\\\1", self._prefix) + b"{" + namespace.hex().encode() + b"*"
+        self._deadline()
+        try:
+            nodes = self._servers.primaries()
+        except RedisError as error:
+            raise self._unavailable(error) from None
+        for node in nodes:
+            for names in self._names_like(node, pattern):
+                for reply in self._ask([Command(b"UNLINK", (name,)) for name in names], self._deadline()):
+                    if isinstance(reply, Exception):
+                        raise self._unavailable(reply)
+                self._count(RemoteUsage(num_writes=1 + len(names)))
+
+    def usage(self) -> RemoteUsage:
+        with self._lock:
+            return self._usage
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._servers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _name(self, key: bytes) -> bytes:
+        """The braces keep a record's parts in its slot: one node has them all."""
+        return b"%b{%b}" % (self._prefix, key.hex().encode())
+
+    def _deadline(self) -> float:
+        """When a call that begins now has to end."""
+        if self._is_closed:
+            raise RemoteUnavailable(f"{self.where}: the store is closed")
+        return time.monotonic() + _MOST_TIMEOUTS * self._settings.timeout_s
+
+    def _asked(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        """The replies. Raises `RemoteUnavailable` if there is none."""
+        replies = self._ask(commands, until)
+        self._check(replies)
+        return replies
+
+    def _ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        return self._servers.ask(commands, until) if commands else []
+
+    def _check(self, replies: Sequence[Reply]) -> None:
+        """Raise `RemoteUnavailable` if none of them is an answer."""
+        if replies and not any(map(is_answer, replies)):
+            raise self._unavailable(next(reply for reply in replies if isinstance(reply, Exception)))
+
+    def _unavailable(self, error: Exception) -> RemoteUnavailable:
+        if self._is_closed:
+            return RemoteUnavailable(f"{self.where}: the store is closed")
+        return RemoteUnavailable(in_a_line(error, self.where, self._settings.prefix))
+
+    def _whole(self, name: bytes, value: memoryview | Fault, until: float) -> memoryview | Fault:
+        """The record of which *value* is all or the first part."""
+        parts = None if isinstance(value, Fault) else Parts.named_in(value)
+        if isinstance(value, Fault) or parts is None:
+            return value
+        replies = self._ask([Command(b"GET", (part,)) for part in parts.names(name)], until)
+        rest = [_value_of(reply) for reply in replies]
+        self._count_reads(rest)
+        faults = [part for part in rest if isinstance(part, Fault)]
+        return faults[0] if faults else joined(value, [part for part in rest if not isinstance(part, Fault)])
+
+    def _put(self, records: Sequence[RemoteRecord], until: float) -> list[Reply]:
+        """What came for each record; large ones are put one after the other."""
+        names = [self._name(record.key) for record in records]
+        values = [in_parts(record) for record in records]
+        small = [i for i, (_, rest) in enumerate(values) if not rest]
+        together = iter(self._set([(names[i], values[i][0]) for i in small], until))
+        return [
+            self._put_large(name, first, rest, until) if rest else next(together)
+            for name, (first, rest) in zip(names, values, strict=True)
+        ]
+
+    def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
+        """Put the first part last: who reads finds all parts, or those of the record before, which go then."""
+        (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
+        parts, old = Parts.named_in(first), Parts.named_in(before) if isinstance(before, memoryview) else None
+        assert parts is not None
+        for reply in self._set(list(zip(parts.names(name), rest, strict=True)), until):
+            if isinstance(reply, Exception):
+                return reply
+        (done,) = self._set([(name, first)], until)
+        if old is not None and old != parts:
+            self._ask([Command(b"UNLINK", (part,)) for part in old.names(name)], until)
+        return done
+
+    def _set(self, values: Sequence[tuple[bytes, bytes | memoryview]], until: float) -> list[Reply]:
+        replies = self._ask([Command(b"SET", (name, value, *self._expiry)) for name, value in values], until)
+        done = [value for (_, value), reply in zip(values, replies, strict=True) if not isinstance(reply, Exception)]
+        self._count(RemoteUsage(num_writes=len(values), written_bytes=sum(map(len, done))))
+        return replies
+
+    def _names_like(self, node: RedisNode, pattern: bytes) -> Iterator[list[bytes]]:
+        cursor = b"0"
+        while True:
+            scan = Command(b"SCAN", (cursor, b"MATCH", pattern, b"COUNT", _SCANNED_AT_ONCE))
+            (reply,) = node.ask([scan], self._deadline())
+            match reply:
+                case [memoryview() as after, list() as names]:
+                    yield [bytes(name) for name in names if isinstance(name, memoryview)]
+                    cursor = bytes(after)
+                case Exception():
+                    raise self._unavailable(reply)
+                case _:
+                    raise RemoteUnavailable(f"{self.where}: SCAN says what is no list of names")
+            if cursor == b"0":
+                return
+
+    def _count_reads(self, values: Sequence[memoryview | Fault]) -> None:
+        num_bytes = sum(len(value) for value in values if isinstance(value, memoryview))
+        self._count(RemoteUsage(num_reads=len(values), read_bytes=num_bytes))
+
+    def _count(self, more: RemoteUsage) -> None:
+        with self._lock:
+            sums = (before + added for before, added in zip(astuple(self._usage), astuple(more), strict=True))
+            self._usage = RemoteUsage(*sums)
+
+
+def _value_of(reply: Reply) -> memoryview | Fault:
+    if isinstance(reply, memoryview):
+        return reply
+    if reply is None:
+        return Fault.MISSING
+    return Fault.CORRUPT if is_no_value(reply) else Fault.IO_ERROR

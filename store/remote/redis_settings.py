@@ -1,0 +1,103 @@
+"""Where a Valkey or Redis server is and how it is asked: `RedisSettings`, and the URLs that they are read from."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+from urllib.parse import unquote
+
+WEEK_S = 7 * 24 * 3600
+_PORT = 6379
+_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
+_FORM = "redis://[user[:password]@]host[:port][/db] or redis+cluster://host:port,host:port (rediss: with TLS)"
+
+
+class Address(NamedTuple):
+    """A server's host, a name or an IP address, and its port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class RedisTls:
+    """Files in PEM: who signed the server's certificate (None: whom this machine trusts), and our own if it asks."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """A server, or some nodes of a cluster. ValueError for what no server can be.
+
+    *ttl_s*: how long a record stays after it was put; None: until the server's own policy takes it. *timeout_s*: how
+    long a connection may take, and how long a server may be silent. *num_connections*: at most, to each server.
+    """
+
+    addresses: tuple[Address, ...]
+    is_cluster: bool = False
+    db: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: RedisTls | None = None
+    timeout_s: float = 2.0
+    ttl_s: int | None = WEEK_S
+    prefix: str = "kvtier:"
+    num_connections: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("redis: no address")
+        if not self.is_cluster and len(self.addresses) > 1:
+            raise ValueError("redis: several addresses are of a cluster: redis+cluster://host:port,host:port")
+        if self.is_cluster and self.db:
+            raise ValueError("redis: a cluster has one database; leave out /db")
+        if "{" in self.prefix or "}" in self.prefix:
+            raise ValueError(f"redis: prefix {self.prefix!r} has a brace: a cluster would put all records on one node")
+        if self.timeout_s <= 0 or self.num_connections < 1:
+            raise ValueError("redis: timeout_s must be above 0, and num_connections 1 or more")
+        if self.ttl_s is not None and self.ttl_s < 1:
+            raise ValueError("redis: ttl_s must be 1 or more; None keeps records until the server evicts them")
+
+    @property
+    def where(self) -> str:
+        """The address for people: no user and no password in it."""
+        scheme = ("rediss" if self.tls else "redis") + ("+cluster" if self.is_cluster else "")
+        return f"{scheme}://{','.join(map(str, self.addresses))}" + (f"/{self.db}" if self.db else "")
+
+    @classmethod
+    def from_url(cls, url: str, password: str | None = None, tls: RedisTls | None = None) -> Self:
+        """What *url* says; `valkey` is the same as `redis`. A *password* takes the place of the URL's, *tls* of the
+        defaults of `rediss`. ValueError for another form; it does not show the URL, which may have a password."""
+        scheme, has_scheme, rest = url.partition("://")
+        kind, _, cluster = scheme.partition("+")
+        login, _, place = rest.rpartition("@")
+        hosts, _, db = place.partition("/")
+        if not has_scheme or kind not in _SCHEMES or cluster not in ("", "cluster") or not (db or "0").isdecimal():
+            raise ValueError(f"redis: not a URL of the form {_FORM}")
+        is_secure = kind in ("rediss", "valkeys")
+        if tls is not None and not is_secure:
+            raise ValueError("redis: certificates are of TLS: write rediss:// for redis://")
+        user, _, word = login.partition(":")
+        return cls(
+            tuple(_address(host) for host in hosts.split(",")),
+            is_cluster=bool(cluster),
+            db=int(db or 0),
+            username=unquote(user) or None,
+            password=password or unquote(word) or None,
+            tls=tls or RedisTls() if is_secure else None,
+        )
+
+
+def _address(text: str) -> Address:
+    """host, host:port, [IPv6] or [IPv6]:port."""
+    host, has_port, port = text.rpartition(":")
+    if not has_port or port.endswith("]"):
+        host, port = text, str(_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"redis: an address is host or host:port, in a URL of the form {_FORM}")
+    return Address(host, int(port))
