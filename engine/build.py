@@ -116,7 +116,14 @@ def build_core(
             undo.callback(sidecar.close)
         spills = None if traces is None else traces.spills
         lower = sidecar or _own_tiers(
-            config, runner, memories, transfers, disk, None if remote is None else remote.tier_of(namespace), events, spills
+            config,
+            runner,
+            memories,
+            transfers,
+            disk,
+            None if remote is None else remote.tier_of(namespace),
+            events,
+            spills,
         )
         if config.device.poison:
             memories = runner.poisoned(memories)
@@ -259,9 +266,7 @@ def _name_of(model: PreTrainedModel) -> str:
     return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]
 
 
-def _transfers(
-    runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None
-) -> TransferEngine:
+def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
     lanes: dict[Route, Lane] = {
         Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),

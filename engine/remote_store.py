@@ -7,8 +7,6 @@ from pathlib import Path
 from kvtier.engine.config import RemoteConfig
 from kvtier.engine.disk_store import cipher_of, codec_of, codec_of_others
 from kvtier.store.codec.cipher import Cipher
-from kvtier.store.remote.object_remote import ObjectRemote
-from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.redis_settings import RedisSettings, RedisTls
 from kvtier.store.remote.sealed_remote import SealedRemote
@@ -42,6 +40,13 @@ def remote_store(config: RemoteConfig) -> RemoteStore:
         settings = RedisSettings.from_url(config.url, _password(config), tls)
         timeout_s = config.timeout_s or settings.timeout_s
         return RedisRemote(replace(settings, timeout_s=timeout_s, ttl_s=config.ttl_s or None))
+    return _object_store(config)
+
+
+def _object_store(config: RemoteConfig) -> RemoteStore:
+    from kvtier.store.remote.object_remote import ObjectRemote
+    from kvtier.store.remote.object_settings import ObjectSettings
+
     plain = ObjectSettings(config.url)
     return ObjectRemote(
         replace(
@@ -98,4 +103,3 @@ class OpenRemote:
         """Give up connections, and end what asks."""
         self._store.close()
         self._asks.close()
-'''
