@@ -103,9 +103,7 @@ def build_core(
         if traces is not None:
             undo.callback(traces.close)
         finished: Finished = Finished()
-        remote = None if config.remote is None else open_remote(config.remote, finished, namespace.dtype)
-        if remote is not None:
-            undo.callback(remote.close)
+        remote = _open_remote(config, finished, namespace, undo)
         transfers = _transfers(runner, memories[0].num_copiers, finished, remote)
         undo.callback(transfers.close)
         sidecar = None
@@ -127,8 +125,7 @@ def build_core(
         )
         if config.device.poison:
             memories = runner.poisoned(memories)
-        prefill = PrefillSpeed()
-        planner = _planner(config, runner, prefill)
+        planner = _planner(config, runner)
         cache = _cache(config, runner, memories, transfers, lower, events, planner, spills)
         progress("waiting for host memory and the disk's index")
         _wait_prepared(memories, store, sidecar, cache)
@@ -148,7 +145,7 @@ def build_core(
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)
-        step_times = StepTimes(prefill, config.device.block_size)
+        step_times = StepTimes(planner.prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
             config,
@@ -230,6 +227,14 @@ def _open_disk(
     return store, disk_tier(store, config.disk, namespace)
 
 
+def _open_remote(config: Config, finished: Finished, namespace: Namespace, undo: ExitStack) -> OpenRemote | None:
+    if config.remote is None:
+        return None
+    remote = open_remote(config.remote, finished, namespace.dtype)
+    undo.callback(remote.close)
+    return remote
+
+
 def _attach(
     path: str,
     runner: ModelRunner,
@@ -284,10 +289,10 @@ def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished, remote
     return TransferEngine(lanes, finished)
 
 
-def _planner(config: Config, runner: ModelRunner, prefill: PrefillSpeed) -> LoadPlanner:
+def _planner(config: Config, runner: ModelRunner) -> LoadPlanner:
     any_forgets = any(group.forgets for group in runner.groups)
     with_splits = config.scheduler.load == "split" and not any_forgets
-    return LoadPlanner(prefill, config.scheduler.prefill_chunk, time.monotonic, with_splits=with_splits)
+    return LoadPlanner(PrefillSpeed(), config.scheduler.prefill_chunk, time.monotonic, with_splits=with_splits)
 
 
 def _cache(

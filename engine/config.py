@@ -177,6 +177,12 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: {scheme} has none; leave it out")
 
     @property
+    def where(self) -> str:
+        """The URL for people: no user and no password in it."""
+        scheme, _, rest = self.url.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
+
+    @property
     def is_redis(self) -> bool:
         """Whether the store is a Redis or Valkey, and no object store."""
         return self.url.partition("://")[0].removesuffix("+cluster") in _REDIS

@@ -12,6 +12,7 @@ EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B --config laptop
   kvtier serve Qwen/Qwen3-0.6B --device-memory 2GiB --host-memory 16GiB --disk ~/.cache/kvtier:200GiB
   kvtier serve Qwen/Qwen3-8B --gpu-memory-utilization 0.9 --host-memory 64GiB
+  kvtier serve Qwen/Qwen3-8B --host-memory 64GiB --remote redis+cluster://cache-0:6379,cache-1:6379
   kvtier serve --model smollm2.gguf --check-config
   kvtier serve --model ./my-model --config kvtier.toml --check-config
   kvtier serve --model Qwen/Qwen3-0.6B --sidecar unix:///run/user/1000/kvtier.sock
@@ -141,6 +142,12 @@ def _add_tiers(serve: argparse.ArgumentParser) -> None:
         metavar="PATH:SIZE",
         help="KV on disk: a folder, and how large it may become (default: none)",
     )
+    serve.add_argument(
+        "--remote",
+        type=some_text,
+        metavar="URL",
+        help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
+    )
 
 
 def model_of(options: argparse.Namespace) -> str:
@@ -156,13 +163,17 @@ def model_of(options: argparse.Namespace) -> str:
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     """The options that were given, as tables of `Config`. ValueError for an adapter that is given twice."""
     server = {name: value for name in _OF_SERVER if (value := getattr(options, name)) is not None}
-    if options.sidecar is not None and (options.host_memory or options.disk):
-        one = "--host-memory" if options.host_memory else "--disk"
-        raise ValueError(f"{one}: the sidecar has host memory and disk, and is told their sizes; leave one of them out")
+    own = {"--host-memory": options.host_memory, "--disk": options.disk, "--remote": options.remote}
+    if options.sidecar is not None and any(own.values()):
+        one = next(name for name, given in own.items() if given)
+        raise ValueError(
+            f"{one}: the sidecar has the tiers below the device, and is told of them; leave one of them out"
+        )
     tables: dict[str, object] = {
         "device": _device(options) or None,
         "host": None if options.host_memory is None else {"capacity": options.host_memory},
         "disk": options.disk,
+        "remote": None if options.remote is None else {"url": options.remote},
         "sidecar": options.sidecar,
         "server": server or None,
         "lora": _adapters(options.lora) or None,

@@ -86,6 +86,8 @@ def _plan(config: SidecarConfig) -> list[str]:
         lines.append("disk         none: what leaves host memory is gone; give --disk PATH:SIZE")
     else:
         lines.append(f"disk         {config.disk.path}, {size_text(config.disk.capacity)} at most")
+    if config.remote is not None:
+        lines.append(f"remote       {config.remote.where}, shared with other machines")
     if config.http.port != "none":
         where = url_of(config.http.host, config.http.port) if config.http.port else "a free port"
         lines.append(f"http         {where}: /health, /metrics, kvtier top")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, folder_and_size, size
+from kvtier.engine.commands.arguments import HelpFormatter, folder_and_size, size, some_text
 
 EXAMPLES = """examples:
   kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
@@ -39,6 +39,12 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         help="a folder, and how large it may become (default: no disk)",
     )
     sidecar.add_argument(
+        "--remote",
+        type=some_text,
+        metavar="URL",
+        help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
+    )
+    sidecar.add_argument(
         "--socket",
         metavar="PATH",
         help='where kvtier\'s own engines attach, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
@@ -66,6 +72,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     tables: dict[str, object] = {
         "host": None if options.host is None else {"capacity": options.host},
         "disk": options.disk,
+        "remote": None if options.remote is None else {"url": options.remote},
         "socket": None if options.socket is None else {"path": options.socket},
         "lmcache": {key: value for key, value in lmcache.items() if value is not None} or None,
         "http": None if options.http_port is None else {"port": options.http_port},

@@ -42,7 +42,7 @@ def _of_looking_ahead(config: Config) -> Iterator[str]:
     settings = {"look_ahead": scheduler.look_ahead, "look_ahead_s": scheduler.look_ahead_s}
     changed = [name for name, value in settings.items() if value != getattr(default, name)]
     for name in changed:
-        if config.disk is None and config.sidecar is None:
+        if config.disk is None and config.remote is None and config.sidecar is None:
             yield f"scheduler.{name}: there is no [disk] to bring anything from"
         elif name == "look_ahead_s" and not scheduler.look_ahead:
             yield "scheduler.look_ahead_s: look_ahead is 0, nothing is brought ahead"

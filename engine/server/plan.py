@@ -49,6 +49,7 @@ class Plan:
     block_bytes: int
     tiers: list[TierSize]
     longest_request: int
+    remote: str | None  # the address of a remote tier, without a password
     sidecar: str | None  # where host memory and disk are, if they are not the engine's own
     documents: Path | None  # the folder of documents; None: they end with the process
     remarks: list[str]  # a line for each thing that does not fit or does not work
@@ -65,8 +66,10 @@ class Plan:
             size = size_text(tier.capacity_bytes)
             origin = f", {tier.origin}" if tier.origin else ""
             yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens{origin}"
+        if self.remote is not None:
+            yield f"remote     {self.remote}, shared with other machines"
         if self.sidecar is not None:
-            yield f"sidecar    {self.sidecar} has host memory and disk"
+            yield f"sidecar    {self.sidecar} has the tiers below the device"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
         kept = f"end with the process; {how_to_keep(self.sidecar)}"
         yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
@@ -107,6 +110,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         block_bytes,
         tiers,
         longest,
+        None if config.remote is None else config.remote.where,
         config.sidecar,
         documents_path(config),
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),

@@ -154,7 +154,7 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["serve", "gpt2", "--disk", "/x:0"], "capacity 0 stores nothing"),
         (
             ["serve", "gpt2", "--disk", "/x:1GiB", "--sidecar", "unix:///s"],
-            "--disk: the sidecar has host memory and disk",
+            "--disk: the sidecar has the tiers below the device",
         ),
         (["serve", "gpt2", "--gpu-memory-utilization", "90"], "'90' is no part of the GPU's memory; give more than 0"),
         (["serve", "gpt2", "--gpu-memory-utilization", "nan"], "'nan' is no part of the GPU's memory"),

@@ -206,7 +206,7 @@ def test_with_a_sidecar_it_says_who_has_the_tiers_and_what_becomes_of_documents(
     status, out, _ = check(capsys, tmp_path, no_weights, config, "--sidecar", "unix:///run/kvtier.sock")
 
     assert status == 0
-    assert "sidecar    unix:///run/kvtier.sock has host memory and disk\n" in out
+    assert "sidecar    unix:///run/kvtier.sock has the tiers below the device\n" in out
     assert "documents  end with the process; to keep them give [documents] a path\n" in out
     assert "\nhost" not in out
     assert "has no effect" not in out

@@ -50,7 +50,7 @@ class RemoteTier:
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = Presence(clock)
-        self.asking = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
+        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MOST_REST_S)  # requests wait for it
         self.reading = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
         self.writing = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
         self.faults: Counter[str] = Counter()
