@@ -144,15 +144,28 @@ class ClusterOfSix:
         (owner,) = [node for node in self.primaries() if slot in node.own_slots()]
         return owner
 
+    def replica_of(self, primary: RedisServer) -> RedisServer:
+        (replica,) = [node for node in self.nodes if node.told("INFO replication", "master_port") == str(primary.port)]
+        return replica
+
+    def begin_to_move(self, slot: int, source: RedisServer, to: RedisServer) -> None:
+        """From now on *source* sends those to *to* who ask for what it has no more of a slot."""
+        to.ask("CLUSTER SETSLOT", slot, "IMPORTING", source.ask("CLUSTER MYID"))
+        source.ask("CLUSTER SETSLOT", slot, "MIGRATING", to.ask("CLUSTER MYID"))
+
     def move_slot(self, slot: int, to: RedisServer, keys_at_once: int = 10) -> None:
         """Move a slot with all that is in it, as `redis-cli --cluster reshard` does."""
         source = self.owner_of_slot(slot)
-        to.ask("CLUSTER SETSLOT", slot, "IMPORTING", source.ask("CLUSTER MYID"))
-        source.ask("CLUSTER SETSLOT", slot, "MIGRATING", to.ask("CLUSTER MYID"))
+        self.begin_to_move(slot, source, to)
         while names := source.ask("CLUSTER GETKEYSINSLOT", slot, keys_at_once):
             source.ask("MIGRATE", HOST, to.port, "", 0, 30_000, "KEYS", *names)
         for node in (to, source, *self.primaries()):
             node.ask("CLUSTER SETSLOT", slot, "NODE", to.ask("CLUSTER MYID"))
+
+    def require_all_slots(self, is_required: bool) -> None:
+        """Whether no node serves anything while nobody has some slot; so it is unless they are told otherwise."""
+        for node in self.nodes:
+            node.ask("CONFIG SET", "cluster-require-full-coverage", "yes" if is_required else "no")
 
     def heal(self) -> None:
         """Have all nodes up, each primary with a replica, and nothing in them."""
@@ -161,6 +174,7 @@ class ClusterOfSix:
                 node.start_again()
             node.resume()
         wait_for(self._is_whole, 0.02)
+        self.require_all_slots(True)
         for node in self.primaries():
             node.ask("FLUSHALL")
 

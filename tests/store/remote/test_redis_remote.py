@@ -209,7 +209,7 @@ def test_all_parts_of_a_record_have_its_lifetime(redis_server: RedisServer) -> N
     with RedisRemote(redis_server.settings(ttl_s=1000)) as store, redis_server.client() as client:
         put(store, 1, num_bytes=10 * MIB)
 
-        lifetimes = [client.ttl(name) for name in client.keys()]
+        lifetimes = [client.ttl(name) for name in client.scan_iter()]
 
         assert len(lifetimes) == 3
         assert all(990 < lifetime <= 1000 for lifetime in lifetimes)
@@ -327,7 +327,7 @@ def test_databases_of_a_server_are_apart(redis_server: RedisServer) -> None:
 def test_a_record_of_which_a_part_is_away_is_missing(redis_server: RedisServer, store: RedisRemote) -> None:
     put(store, 1, num_bytes=10 * MIB)
     with redis_server.client() as client:
-        parts = [name for name in client.keys() if name != redis_name(key_of(1))]
+        parts = [name for name in client.scan_iter() if name != redis_name(key_of(1))]
         client.delete(parts[0])
 
     assert read(store, 1, num_bytes=10 * MIB) == [Fault.MISSING]
@@ -339,7 +339,7 @@ def test_a_record_of_which_a_part_is_away_is_missing(redis_server: RedisServer, 
 def test_a_part_that_was_changed_or_cut_is_refused(redis_server: RedisServer, store: RedisRemote) -> None:
     put(store, 1, num_bytes=10 * MIB)
     with redis_server.client() as client:
-        last = max(name for name in client.keys() if name != redis_name(key_of(1)))
+        last = max(name for name in client.scan_iter() if name != redis_name(key_of(1)))
         part = client.get(last)
         for wrong in (part[:-1], part[:-1] + b"x", b""):
             client.set(last, wrong)

@@ -1,0 +1,272 @@
+"""A cluster whose nodes hang, die and hand slots over while it is asked: no call fails otherwise or ends late, and what
+can be had is had."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from redis.crc import key_slot
+from redis_servers import ClusterOfSix, RedisServer, needs_server
+from remote_cases import redis_name
+from store_cases import NAMESPACE, blob_of, key_of
+from waiting import join, wait_for
+
+from kvtier.store.record import Fault
+from kvtier.store.remote.redis_remote import RedisRemote
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.store.remote_store import RemoteUnavailable
+
+pytestmark = [needs_server, pytest.mark.long]
+
+NUMBERS = range(60)  # of blocks, on all nodes
+TIMEOUT_S = 0.5
+A_FEW_TIMEOUTS_S = 4 * TIMEOUT_S + 1.0  # a call may take two, a thread of this busy machine comes late
+BACK_WITHIN_S = 5.0
+
+
+def read(store: RedisRemote) -> list[bytes | Fault]:
+    outs = [memoryview(bytearray(20_000)) for _ in NUMBERS]
+    return SealedRemote(store).read_many([key_of(number) for number in NUMBERS], outs)
+
+
+def put(store: RedisRemote) -> list[bool]:
+    return SealedRemote(store).put_many([blob_of(number) for number in NUMBERS])
+
+
+GOOD = [blob_of(number).digest for number in NUMBERS]
+
+
+@pytest.fixture
+def store(cluster: ClusterOfSix) -> Iterator[RedisRemote]:
+    with RedisRemote(cluster.settings(timeout_s=TIMEOUT_S)) as opened:
+        assert all(put(opened))
+        yield opened
+
+
+def owners(cluster: ClusterOfSix) -> list[RedisServer]:
+    """The node of each block."""
+    by_slot = {slot: node for node in cluster.primaries() for slot in node.own_slots()}
+    return [by_slot[key_slot(redis_name(key_of(number)))] for number in NUMBERS]
+
+
+class Load:
+    """Threads that read, put and ask all the time; whatever a call does that it may not is kept."""
+
+    def __init__(self, store: RedisRemote, num_readers: int = 2) -> None:
+        self.wrong: list[object] = []
+        self.num_calls: Counter[str] = Counter()
+        self.last_good = time.monotonic()  # that a call found everything
+        self._store = store
+        self._is_over = threading.Event()
+        calls = {"read": self._read, "ask": self._ask, "put": self._put}
+        names = ["read"] * num_readers + ["ask", "put"]
+        self._threads = [threading.Thread(target=self._play, args=(name, calls[name])) for name in names]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        wait_for(lambda: self.num_calls.keys() >= {"read", "ask", "put"})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        join(*self._threads)
+
+    def _play(self, name: str, call: Callable[[], None]) -> None:
+        while not self._is_over.is_set():
+            began = time.monotonic()
+            try:
+                call()
+            except RemoteUnavailable:
+                self.num_calls["unavailable"] += 1
+            except Exception as error:
+                self.wrong.append(error)
+            took_s = time.monotonic() - began
+            if took_s > A_FEW_TIMEOUTS_S:
+                self.wrong.append(f"{name} took {took_s:.1f} s")
+            self.num_calls[name] += 1
+
+    def _read(self) -> None:
+        results = read(self._store)
+        if results == GOOD:
+            self.last_good = time.monotonic()
+        allowed = (Fault.MISSING, Fault.IO_ERROR)
+        self.wrong += [result for result, good in zip(results, GOOD, strict=True) if result not in (good, *allowed)]
+
+    def _ask(self) -> None:
+        self._store.ask_many([key_of(number) for number in NUMBERS])
+
+    def _put(self) -> None:
+        put(self._store)
+
+
+@contextmanager
+def paused(node: RedisServer) -> Iterator[None]:
+    node.pause()
+    try:
+        yield
+    finally:
+        node.resume()
+
+
+def test_keys_of_the_other_nodes_are_served_beside_one_that_hangs(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    cluster.require_all_slots(False)
+    nodes = owners(cluster)
+    hanging = nodes[0]
+    with paused(cluster.replica_of(hanging)), paused(hanging):
+        began = time.monotonic()
+        results, are_there, were_put = read(store), store.ask_many([key_of(number) for number in NUMBERS]), put(store)
+
+        assert time.monotonic() - began < A_FEW_TIMEOUTS_S
+        assert results == [Fault.IO_ERROR if node is hanging else good for node, good in zip(nodes, GOOD, strict=True)]
+        assert are_there == were_put == [node is not hanging for node in nodes]
+
+    wait_for(lambda: read(store) == GOOD)
+
+
+def test_a_node_that_hangs_costs_one_wait_and_no_more(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    cluster.require_all_slots(False)
+    hanging = owners(cluster)[0]
+    with paused(cluster.replica_of(hanging)), paused(hanging):
+        read(store)
+
+        began = time.monotonic()
+        for _ in range(20):
+            read(store)
+        assert time.monotonic() - began < 10 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("others_stop", [True, False], ids=["others stop", "others serve"])
+def test_under_load_a_primary_fails_over(cluster: ClusterOfSix, store: RedisRemote, others_stop: bool) -> None:
+    cluster.require_all_slots(others_stop)
+    dying = owners(cluster)[0]
+    replica = cluster.replica_of(dying)
+    with Load(store) as load:
+        dying.kill()
+        wait_for(lambda: replica.told("INFO replication", "role") == "master", 0.02)
+        took_over = time.monotonic()
+        wait_for(lambda: load.last_good > took_over, 0.02)
+        back_after_s = load.last_good - took_over
+
+    assert not load.wrong
+    assert back_after_s < BACK_WITHIN_S
+
+
+def test_under_load_a_primary_hangs_and_another_takes_its_place(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    hanging = owners(cluster)[0]
+    replica = cluster.replica_of(hanging)
+    with Load(store) as load, paused(hanging):
+        wait_for(lambda: replica.told("INFO replication", "role") == "master", 0.02)
+        took_over = time.monotonic()
+        wait_for(lambda: load.last_good > took_over, 0.02)
+        back_after_s = load.last_good - took_over
+
+    assert not load.wrong
+    assert back_after_s < BACK_WITHIN_S
+
+
+def test_under_load_slots_move_and_every_block_stays_readable(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    first, second, third = cluster.primaries()
+    slots = sorted({key_slot(redis_name(key_of(number))) for number in NUMBERS} & first.own_slots())[:3]
+    lost: list[list[bytes | Fault]] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            results = read(store)
+            if results != GOOD:
+                lost.append(results)
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    with Load(store) as load:
+        for thread in looking:
+            thread.start()
+        for to in (second, third, first):
+            for slot in slots:
+                cluster.move_slot(slot, to)
+        is_over.set()
+        join(*looking)
+
+    assert not lost
+    assert not load.wrong
+    assert not load.num_calls["unavailable"]
+
+
+def test_a_slot_half_of_which_has_moved_is_asked_for_in_both_places(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    source = owners(cluster)[0]
+    target = next(node for node in cluster.primaries() if node is not source)
+    slot = key_slot(redis_name(key_of(0)))
+    cluster.begin_to_move(slot, source, target)
+    try:
+        assert read(store) == GOOD  # it is still there
+        source.ask("MIGRATE", target.address.host, target.port, redis_name(key_of(0)), 0, 30_000)
+
+        assert read(store) == GOOD
+        assert all(store.ask_many([key_of(number) for number in NUMBERS]))
+        assert all(put(store))
+        assert read(store) == GOOD
+    finally:
+        cluster.move_slot(slot, target)
+        cluster.move_slot(slot, source)
+    assert read(store) == GOOD
+
+
+def test_large_records_are_on_one_node_with_all_their_parts(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    num_bytes = 9 << 20
+    sealed, blobs = SealedRemote(store), [blob_of(number, num_bytes) for number in range(4)]
+    outs = [memoryview(bytearray(num_bytes)) for _ in blobs]
+
+    assert all(sealed.put_many(blobs))
+
+    assert sealed.read_many([blob.key for blob in blobs], outs) == [blob.digest for blob in blobs]
+    store.forget(NAMESPACE)
+    assert sum(node.ask("DBSIZE") for node in cluster.primaries()) == 0
+
+
+def test_a_cluster_that_is_all_away_is_told_and_found_again(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    for node in cluster.nodes:
+        node.kill()
+    for call in (lambda: read(store), lambda: put(store), lambda: store.forget(NAMESPACE)):
+        with pytest.raises(RemoteUnavailable):
+            call()
+
+    cluster.heal()
+
+    wait_for(lambda: _all_put(store))
+    assert read(store) == GOOD
+
+
+def _all_put(store: RedisRemote) -> bool:
+    try:
+        return all(put(store))
+    except RemoteUnavailable:
+        return False
+
+
+def test_a_client_that_knows_one_node_finds_the_others(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    for node in cluster.nodes:
+        with RedisRemote(replace(cluster.settings(), addresses=(node.address,))) as other:
+            assert read(other) == GOOD
+
+
+def test_a_cluster_written_as_a_server_says_how_to_write_it(cluster: ClusterOfSix, store: RedisRemote) -> None:
+    elsewhere = [number for number, node in zip(NUMBERS, owners(cluster), strict=True) if node is not cluster.nodes[0]]
+    with (
+        RedisRemote(cluster.nodes[0].settings()) as one,
+        pytest.raises(RemoteUnavailable, match="of a cluster; write"),
+    ):
+        one.get_many([key_of(number) for number in elsewhere])
+
+
+def test_closing_ends_threads_and_connections(cluster: ClusterOfSix) -> None:
+    before = threading.active_count()
+    store = RedisRemote(cluster.settings())
+    put(store)
+
+    store.close()
+
+    wait_for(lambda: threading.active_count() <= before)
