@@ -85,7 +85,7 @@ class TransferEngine:
     def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
         self._lanes = dict(lanes)
         self._finished = finished
-        self._statistics = {route: RouteStatistics() for route in Route}
+        self._statistics = {route: RouteStatistics() for route in self._lanes}
         self._speeds = {route: LaneSpeed() for route in Route}
         self._pending_bytes = dict.fromkeys(Route, 0)
         self._in_flight = 0
@@ -170,12 +170,12 @@ class TransferEngine:
         return self._in_flight
 
     def statistics(self) -> dict[Route, RouteStatistics]:
-        """Totals by route, by value."""
+        """Totals by route, of those that have a lane, by value."""
         return {
             route: replace(
                 totals,
                 bytes_per_s=self._speeds[route].bytes_per_s,
-                num_pending=self._lanes[route].num_pending if route in self._lanes else 0,
+                num_pending=self._lanes[route].num_pending,
                 pending_bytes=self._pending_bytes[route],
             )
             for route, totals in self._statistics.items()

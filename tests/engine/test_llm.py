@@ -322,10 +322,10 @@ def test_where_counts_every_token_of_a_prompt_once(model: PreTrainedModel, tmp_p
         restarted = llm.where(prompt)
         assert llm.where(TEXT)["nowhere"] == len(TEXT)
 
-    assert before == {"device": 0, "host": 0, "disk": 0, "nowhere": 100}
-    assert after == {"device": 96, "host": 0, "disk": 0, "nowhere": 4}
-    assert half_known == {"device": 48, "host": 0, "disk": 0, "nowhere": 52}
-    assert restarted == {"device": 0, "host": 0, "disk": 96, "nowhere": 4}
+    assert before == {"device": 0, "host": 0, "disk": 0, "remote": 0, "nowhere": 100}
+    assert after == {"device": 96, "host": 0, "disk": 0, "remote": 0, "nowhere": 4}
+    assert half_known == {"device": 48, "host": 0, "disk": 0, "remote": 0, "nowhere": 52}
+    assert restarted == {"device": 0, "host": 0, "disk": 96, "remote": 0, "nowhere": 4}
 
 
 def test_statistics_are_values_that_do_not_change_later(llm: LLM) -> None:

@@ -83,6 +83,9 @@ class HangingLane:
         return not self.stuck
 
 
+LANES = (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE, Route.HOST_TO_DISK, Route.DISK_TO_HOST)
+
+
 @dataclass(frozen=True)
 class Fault:
     """The transfer of this number on this route never comes back; the route's lane has so many threads."""
@@ -99,7 +102,7 @@ class HangingWorld(World):
 
     def open_lanes(self, failing: float) -> None:
         self.finished = WaitedQueue(self.let_time_pass)
-        self.lanes: Mapping[Route, HangingLane] = {route: self._lane(route) for route in Route}
+        self.lanes: Mapping[Route, HangingLane] = {route: self._lane(route) for route in LANES}
 
     def wait_for_index(self) -> None:
         for _ in range(20):  # as an engine does that starts: it may never be known

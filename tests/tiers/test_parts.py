@@ -372,7 +372,7 @@ def test_what_a_look_up_found_is_not_looked_for_again(where: Tier, monkeypatch: 
     promotion = w.cache.promote(hit)
 
     assert demand is not None
-    assert demand.device_bytes[-1] == NUM_BLOCKS * BLOCK_BYTES
+    assert demand.moves[Route.HOST_TO_DEVICE].num_bytes[-1] == NUM_BLOCKS * BLOCK_BYTES
     assert fits
     assert begins_with.num_tokens == 0
     assert num_asked == 0

@@ -19,6 +19,8 @@ from kvtier.tiers.purge import CachePurge
 
 BLOCKS = DOCUMENT // BLOCK_SIZE
 
+LOCAL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
 
 def everywhere(w, documents: str) -> None:
     """Read these documents, so that host memory and disk have all of them and the device the last ones."""
@@ -95,13 +97,13 @@ def test_what_a_reset_forgets_is_remembered_as_cleared(below: str) -> None:
 def test_what_a_reset_takes_from_a_tier_below_was_lost_there() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     everywhere(w, "abcd")
-    assert {w.cache.where(w.chain(document, DOCUMENT))[0] for document in "abcd"} == set(Tier)
+    assert {w.cache.where(w.chain(document, DOCUMENT))[0] for document in "abcd"} == set(LOCAL)
     w.clock.now = 77.0
 
     assert w.cache.reset()
 
     lost = set().union(*(how_lost(w, document) for document in "abcd"))
-    assert lost == {(tier, EvictionCause.CLEARED, 77.0) for tier in Tier}
+    assert lost == {(tier, EvictionCause.CLEARED, 77.0) for tier in LOCAL}
 
 
 @pytest.mark.parametrize("order", [PurgeOrder(), PurgeOrder(tenant=tenant_of("a"))], ids=["everything", "a tenant"])
@@ -202,7 +204,7 @@ def test_routers_are_told_as_of_any_eviction() -> None:
 
     done(w, PurgeOrder(tenant=tenant_of("a")))
 
-    gone: dict[Tier, set[BlockName]] = {tier: set() for tier in Tier}
+    gone: dict[Tier, set[BlockName]] = {tier: set() for tier in LOCAL}
     for event in events.take():
         assert isinstance(event, BlockRemoved)
         assert event.cause is EvictionCause.CLEARED

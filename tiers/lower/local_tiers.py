@@ -211,6 +211,8 @@ class LocalTiers:
         if self.index.disk.is_there:
             self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
         self.abandon(group_id, slots)
+        for row in rows:
+            self._remote.on_come(group_id, row.names)
         if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
                 self.index.quotas.enforce(group_id, tenant_with(number))
@@ -225,7 +227,7 @@ class LocalTiers:
         in_host = slots[slots != ABSENT]
         pool.refresh(in_host)
         self.index.offer_to_disk(group_id, in_host.tolist())
-        self._remote.want(group_id, list(compress(names, (slots != ABSENT).tolist()))[::-1])
+        self._remote.want(group_id, names[::-1])
         disk = self.index.disk
         assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
         keys = [disk.key(group_id, name) for name in compress(names, were_read)]

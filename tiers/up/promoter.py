@@ -330,7 +330,9 @@ class Promoter:
         if promotion.failure is not None:
             self._cut(promotion, promotion.failure)
         promotion.done = True
-        if promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) < promotion.num_blocks:
+        is_on_device = promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) == promotion.num_blocks
+        # What is on the device is refreshed there by its lease; others hear of its use only from below.
+        if not is_on_device or self._residency.lower.can_ask:
             from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
             for group in self._groups:
                 self._refreshes.add(promotion.chain, group, group.needed(promotion.num_tokens), from_disk)

@@ -171,7 +171,7 @@ def test_a_document_is_computed_and_a_prompt_that_begins_with_it_computes_only_t
         assert done.tokens.recomputed <= 3
         assert done.token_ids == plain_greedy(model, prompt, 6)
         where = await documents.residence(document)
-        assert where.tokens == {"device": 992, "host": 0, "disk": 0, "nowhere": 8}
+        assert where.tokens == {"device": 992, "host": 0, "disk": 0, "remote": 0, "nowhere": 8}
         assert where.num_bytes["device"] == 992 * 1024
         assert where.num_computed == 1000
         assert where.load_s == 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from hanging import Fault, HangingWorld
+from hanging import LANES, Fault, HangingWorld
 from small_models import byte_tokenizer
 
 from kvtier.engine.build import LOAD_TIMEOUT_S
@@ -291,7 +291,7 @@ def faults(route: Route, num_threads: int, by_layers: bool, most: int | None) ->
 
 
 EVERY_LANE = pytest.mark.parametrize(
-    ("route", "num_threads"), [pytest.param(route, n, id=f"{route}-{n}") for route in Route for n in (1, 2)]
+    ("route", "num_threads"), [pytest.param(route, n, id=f"{route}-{n}") for route in LANES for n in (1, 2)]
 )
 
 
@@ -361,7 +361,7 @@ def test_copies_on_another_lane_do_not_lengthen_the_wait_for_one_that_hangs(monk
     see_that_it_ends(engine)
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", LANES)
 def test_closing_waits_once_for_a_lane_that_hangs_and_says_so(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = faults(route, num_threads=1, by_layers=False, most=1)
     engine = Engine(fault)

@@ -147,7 +147,7 @@ def test_the_last_chunk_has_the_usage_if_it_is_wanted(server: ServerInThread) ->
     assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (100, 5)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens == 99
-    assert second.kvtier["tokens"] == {"device": 99, "host": 0, "disk": 0, "recomputed": 1}
+    assert second.kvtier["tokens"] == {"device": 99, "host": 0, "disk": 0, "remote": 0, "recomputed": 1}
     assert second.kvtier["reasons"] == {"last_block": 1}
 
 

@@ -70,12 +70,12 @@ def test_estimates_are_what_real_tiers_of_these_sizes_find(resized: Tier) -> Non
 
 def test_at_its_own_size_a_tier_finds_what_it_found() -> None:
     what_if = WhatIf(lambda: 0.0)
-    tokens = TokenBalance(device=10, host=30, disk=20, recomputed=40)
+    tokens = TokenBalance(device=10, host=30, disk=20, remote=10, recomputed=30)
     what_if.on_prompt(chats(1, 0)[0], BLOCK_TOKENS, BLOCK_BYTES, tokens)
 
     found = what_if.hit_ratios({each: tier(100) for each in Tier})
 
-    assert {each: found[each][1.0] for each in Tier} == {Tier.DEVICE: 0.1, Tier.HOST: 0.4, Tier.DISK: 0.6}
+    assert {each: ratios[1.0] for each, ratios in found.items()} == {Tier.DEVICE: 0.1, Tier.HOST: 0.4, Tier.DISK: 0.6}
 
 
 def test_before_the_first_prompt_there_are_no_ratios() -> None:

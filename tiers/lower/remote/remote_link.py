@@ -31,7 +31,10 @@ class Link(Protocol):
         """See `LowerTiers.inquire`; *names* from the first on that nothing nearer has."""
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Have blocks of host memory put that were used a second time, a prefix's front first."""
+        """Have blocks put that were used a second time, a prefix's front first."""
+
+    def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that blocks have come to host memory from the device, a prefix's tail first."""
 
     def spill(self) -> None:
         """Start to put what is wanted."""
@@ -76,6 +79,7 @@ class RemoteLink:
         self._probe = ReadProbe(source, [memory.block_bytes for memory in memories].__getitem__, transfers, clock)
         self.inquire = self._inquiries.begin
         self.want = self._spill.want
+        self.on_come = self._spill.on_come
         self.spill = self._spill.spill
         self.num_leases = self._spill.copies.num_leases
 
@@ -107,6 +111,9 @@ class NoLink:
         return NOTHING_TO_ASK
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
+        pass
+
+    def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
         pass
 
     def spill(self) -> None:

@@ -18,7 +18,7 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_WANTED = 1 << 16  # blocks; of more the oldest are not put
+MOST_WANTED = 1 << 16  # blocks
 MOST_IN_BATCH = 64  # blocks
 MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
 BATCH_BYTES = 32 << 20  # a store that packs blocks packs those of one batch
@@ -37,8 +37,8 @@ class RemoteSpill:
     """Puts what is wanted, prefixes front first, while nothing is read. What has left host memory before its turn is
     not put: it is wanted again when it is used again.
 
-    A block is wanted when a request uses it that did not compute it. A request uses whole prefixes, so what goes there
-    has no holes. Owned by the tiers' thread.
+    A block is wanted when a request uses it that did not compute it, if need be as soon as it comes to host memory. A
+    request uses whole prefixes, so what goes there has no holes. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class RemoteSpill:
         self._remote = remote
         self._memories = memories
         self._clock = clock
-        self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group
+        self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
+        self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # and not there yet
         self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MOST_IN_FLIGHT, clock)
 
     @property
@@ -63,12 +64,19 @@ class RemoteSpill:
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Have these blocks put, in this order, that are not there yet as far as is known."""
-        wanted = self._wanted[group_id]
+        is_in_host = self._index.host[group_id].pool.find_all(names) != ABSENT
         is_new = ~self._remote.presence.are_held(group_id, names)
-        for name in compress(names, is_new.tolist()):
-            wanted[name] = None
-        while len(wanted) > MOST_WANTED:
-            wanted.popitem(last=False)
+        _note(self._wanted[group_id], list(compress(names, (is_new & is_in_host).tolist())))
+        _note(self._awaited[group_id], list(compress(names, (is_new & ~is_in_host).tolist())))
+
+    def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that these blocks have come to host memory from the device, a prefix's tail first."""
+        awaited = self._awaited[group_id]
+        if awaited:
+            come = [name for name in reversed(names) if name in awaited]
+            for name in come:
+                del awaited[name]
+            _note(self._wanted[group_id], come)
 
     def spill(self) -> None:
         """Start to put batches, and count those that hang."""
@@ -80,8 +88,8 @@ class RemoteSpill:
 
     def clear(self) -> None:
         """Want nothing any more."""
-        for wanted in self._wanted:
-            wanted.clear()
+        for names in (*self._wanted, *self._awaited):
+            names.clear()
 
     def _start(self, group_id: int) -> bool:
         """Start to put one batch; False if it cannot be now, or nothing is left."""
@@ -140,3 +148,13 @@ class RemoteSpill:
             self._remote.writing.withdraw(batch.attempt)
         else:
             self._remote.writing.on_failed(batch.attempt)
+
+
+def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
+    """Put the names before all others: a prefix comes in parts, its tail first. Of more than `MOST_WANTED` the last
+    go."""
+    for name in reversed(names):
+        noted[name] = None
+        noted.move_to_end(name, last=False)
+    while len(noted) > MOST_WANTED:
+        noted.popitem()

@@ -1,0 +1,63 @@
+"""What does a remote tier cost that is away from the start, is silent, or takes 200 ms for each answer?"""
+
+import socket
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from redis_servers import free_port, running_server
+
+from bench.cluster.replicas import Replica, Replicas, documents
+from bench.cluster.slow_proxy import slow_proxy
+from bench.engine.cache_control import Seen
+from bench.report import Row
+from bench.rounds import at_most
+
+NUM_DOCUMENTS = 24
+DELAY_S = 0.2
+MOST = 1.02
+
+
+def away_rows(folder: Path) -> list[Row]:
+    """The same new documents asked of a server without a remote tier and of three with one, in turn."""
+    replicas = Replicas(folder, device_documents=2.2, host_documents=8)
+    with ExitStack() as ends:
+        redis = ends.enter_context(running_server(folder / "redis"))
+        slow = ends.enter_context(slow_proxy(redis.port, DELAY_S))
+        silent = ends.enter_context(listening_and_silent())
+        without = ends.enter_context(replicas.started())
+        servers = {
+            "down": ends.enter_context(replicas.started(f"redis://127.0.0.1:{free_port()}")),
+            "silent": ends.enter_context(replicas.started(f"redis://127.0.0.1:{silent}")),
+            f"{1e3 * DELAY_S:.0f} ms a call": ends.enter_context(replicas.started(f"redis://127.0.0.1:{slow}")),
+        }
+        return [row for name, server in servers.items() for row in rows_of(name, server, without)]
+
+
+def rows_of(name: str, server: Replica, without: Replica) -> list[Row]:
+    """Pairs of the same question, alternating which is asked first; a second question comes from host memory."""
+    pairs: list[tuple[Seen, Seen]] = []
+    for turn, document in enumerate(documents(NUM_DOCUMENTS)):
+        for number in (0, 1):
+            order = (server, without) if (turn + number) % 2 else (without, server)
+            seen = {each: each.ask(document, number) for each in order}
+            pairs.append((seen[server], seen[without]))
+    ratio = statistics.median(one.ttft_s / other.ttft_s for one, other in pairs)
+    lines = [line for line in server.log.read_text().splitlines() if "remote:" in line]
+    breakers = server.metric("kvtier_remote_breaker_opened")
+    is_right = all(seen.is_right for pair in pairs for seen in pair)
+    return [
+        at_most(f"{name}: TTFT / without a remote tier, median of pairs", ratio, "x", MOST),
+        Row(f"  {name}: the longest TTFT", 1e3 * max(one.ttft_s for one, _ in pairs), "ms"),
+        Row(f"  {name}: warnings", len(lines), "", "1", len(lines) == 1),
+        Row(f"  {name}: breakers opened, in the metrics", breakers, "", ">= 1", breakers >= 1),
+        Row(f"  {name}: right answers", is_right, "", "1", is_right),
+    ]
+
+
+@contextmanager
+def listening_and_silent() -> Iterator[int]:
+    """The port of something that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
