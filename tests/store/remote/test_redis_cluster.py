@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 from redis.crc import key_slot
-from redis_servers import ClusterOfSix, RedisServer, needs_server
-from remote_cases import redis_name
+from redis_servers import ClusterOfSix, RedisServer
+from remote_cases import needs_redis, redis_name
 from store_cases import NAMESPACE, blob_of, key_of
 from waiting import join, wait_for
 
@@ -20,7 +20,7 @@ from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteUnavailable
 
-pytestmark = [needs_server, pytest.mark.long]
+pytestmark = [needs_redis, pytest.mark.long]
 
 NUMBERS = range(60)  # of blocks, on all nodes
 TIMEOUT_S = 0.5

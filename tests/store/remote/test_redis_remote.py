@@ -16,8 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from redis_servers import HOST, RedisServer, free_port, needs_server, running_server
-from remote_cases import redis_name
+from redis_servers import HOST, RedisServer, free_port, running_server
+from remote_cases import needs_redis, redis_name
 from store_cases import NAMESPACE, blob_of, key_of
 from waiting import is_in, join, wait_for
 
@@ -30,7 +30,7 @@ from kvtier.store.remote.redis_settings import Address, RedisSettings, RedisTls
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteUnavailable
 
-pytestmark = needs_server
+pytestmark = needs_redis
 
 MIB = 1 << 20
 FAR_S = 60.0  # a timeout that no test waits for
