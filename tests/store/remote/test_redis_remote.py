@@ -510,6 +510,8 @@ STRANGE: dict[str, Callable[[socket.socket], None]] = {
     "a value longer than any": says(b"$99999999999999\r\n"),
     "a length that is none": says(b"$abc\r\n"),
     "a list of lists": says(b"*1\r\n" * 5000),
+    "a redirection to nowhere": says(b"-MOVED nowhere\r\n"),
+    "a redirection to no port": says(b"-MOVED 1 there:x\r\n"),
     "half a value": says(b"$1000\r\nabc"),
     "nothing": says(b""),
 }
