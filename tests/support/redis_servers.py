@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
@@ -20,7 +19,6 @@ from waiting import stop, wait_for
 from kvtier.store.remote.redis_settings import Address, RedisSettings
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
-needs_server = pytest.mark.skipif(SERVER is None, reason="needs redis-server: apt-get install redis-server")
 
 HOST = "127.0.0.1"
 NUM_SLOTS = 16384
@@ -95,7 +93,7 @@ class RedisServer:
     def _comes_up(self) -> bool:
         log = self.folder / "log"
         log.unlink(missing_ok=True)
-        assert SERVER is not None
+        assert SERVER is not None, "needs redis-server: apt-get install redis-server"
         ports = ["--port", "0", self._port_option, str(self.port), "--cluster-port", str(self.bus_port)]
         command = [SERVER, *ports, "--dir", str(self.folder), *_QUIET, *self.options]
         self.process = subprocess.Popen(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -3,9 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import pytest
+from redis_servers import SERVER
+
 from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteStore
+
+needs_redis = pytest.mark.skipif(SERVER is None, reason="needs redis-server: apt-get install redis-server")
 
 
 class RemoteCase(Protocol):

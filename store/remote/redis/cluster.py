@@ -48,8 +48,10 @@ class RedisCluster:
         self._members: dict[Address, ClusterMember] = {}
         self._owners: Owners | None = None
         self._trouble: Exception = NoAnswer("no node answers")  # why the owners are not known
-        self._looking: Future[None] | None = None
+        self._looking: Future[None] = Future()
+        self._looking.set_result(None)
         self._look_after = 0.0
+        self._is_closed = False
         self._looker = ThreadPoolExecutor(1, "redis cluster")
 
     def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
@@ -82,9 +84,10 @@ class RedisCluster:
 
     def close(self) -> None:
         """End all connections and, once they have noticed, threads."""
-        self._looker.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._is_closed = True
             members = list(self._members.values())
+        self._looker.shutdown(wait=False)
         for member in members:
             member.close()
 
@@ -121,6 +124,8 @@ class RedisCluster:
             member = self._members.get(address)
             if member is None:
                 member = self._members[address] = ClusterMember(address, self._settings)
+                if self._is_closed:  # just now: `close` does not know this one
+                    member.close()
             return member
 
     def _known_owners(self, until: float) -> Owners | None:
@@ -132,13 +137,16 @@ class RedisCluster:
     def _look(self) -> "Future[None]":
         """Find out who has which slot, in a thread of its own, unless that is under way or was done just now."""
         with self._lock:
-            if self._looking is None or (self._looking.done() and time.monotonic() >= self._look_after):
+            is_time = self._looking.done() and time.monotonic() >= self._look_after
+            if is_time and not self._is_closed:
                 self._looking = self._looker.submit(self._look_around)
             return self._looking
 
     def _look_around(self) -> None:
         trouble: Reply = None
         for address in self._guides():
+            if self._is_closed:
+                return
             with closing(RedisNode(address, self._settings)) as node:
                 (trouble,) = node.ask([_SLOTS], time.monotonic() + self._settings.timeout_s)
             owners = _owners_of(trouble, address)
@@ -154,7 +162,6 @@ class RedisCluster:
         with self._lock:
             members = list(self._members.items())
         random.shuffle(members)
-        members.sort(key=lambda item: item[1].rests)
         lively = [address for address, member in members if not member.rests]
         return list(dict.fromkeys([*lively, *self._settings.addresses, *(address for address, _ in members)]))
 

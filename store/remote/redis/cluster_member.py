@@ -40,8 +40,8 @@ class ClusterMember:
 
     def close(self) -> None:
         """End connections and, once they have noticed, threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         self.node.close()
+        self._threads.shutdown(wait=False)  # what waits for its turn finds the node closed
 
     def _ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
         replies = self.node.ask(commands, until)

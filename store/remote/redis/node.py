@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class RedisNode:
             max_connections=settings.num_connections,
             timeout=settings.timeout_s,
             connection_class=SSLConnection if settings.tls else Connection,
+            redis_connect_func=self._greet,
             **_connecting(address, settings),
         )
 
@@ -47,27 +48,11 @@ class RedisNode:
         """For each command what came, or why nothing did; ends soon after *until* (monotonic)."""
         replies: list[Reply] = []
         try:
-            _check_time(until)
-            connection = self._pool.get_connection()
+            with self._connected(until) as connection:
+                for reply in self._conversation(connection, commands, until):
+                    replies.append(reply)
         except (RedisError, OSError) as error:
-            return [error] * len(commands)
-        with self._lock:
-            self._in_use.add(connection)
-        try:
-            if self._is_closed:  # just now: `close` does not know this connection
-                raise NoConnection("the connection is closed")
-            num_under_way = 0
-            for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
-                _check_time(until)
-                packed = connection.pack_commands([(command.name, *command.arguments) for command in batch])
-                connection.send_packed_command(packed)
-                replies += self._replies(connection, num_under_way, until)
-                num_under_way = len(batch)
-            replies += self._replies(connection, num_under_way, until)
-        except (RedisError, OSError) as error:
-            return replies + [error] * (len(commands) - len(replies))
-        finally:
-            self._give_back(connection, is_done=len(replies) == len(commands))
+            replies += [error] * (len(commands) - len(replies))
         return replies
 
     def primaries(self) -> "list[RedisNode]":
@@ -85,6 +70,52 @@ class RedisNode:
                         in_use.shutdown(socket.SHUT_RDWR)
         self._pool.disconnect(inuse_connections=False)
 
+    @contextmanager
+    def _connected(self, until: float) -> Iterator[Connection]:
+        """A connection for the caller alone. It is ended if what is done with it fails: more answers may come."""
+        _check_time(until)
+        connection = self._pool.get_connection()
+        try:
+            with self._within_reach(connection):
+                yield connection
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            self._pool.release(connection)
+
+    @contextmanager
+    def _within_reach(self, connection: Connection) -> Iterator[None]:
+        """Meanwhile `close` ends the *connection*."""
+        with self._lock:
+            if self._is_closed:
+                raise NoConnection("the connection is closed")
+            self._in_use.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_use.discard(connection)
+
+    def _greet(self, connection: Connection) -> None:
+        """Log in. A server that wants a password says so here; in the middle of a value it would just hang up."""
+        with self._within_reach(connection):
+            connection.on_connect()
+            connection.send_command("PING")
+            with suppress(NoPermissionError):  # who may not do that has logged in
+                connection.read_response()
+
+    def _conversation(self, connection: Connection, commands: Sequence[Command], until: float) -> Iterator[Reply]:
+        """The replies as they come, while the next commands are under way."""
+        num_under_way = 0
+        for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
+            _check_time(until)
+            packed = connection.pack_commands([(command.name, *command.arguments) for command in batch])
+            connection.send_packed_command(packed)
+            yield from self._replies(connection, num_under_way, until)
+            num_under_way = len(batch)
+        yield from self._replies(connection, num_under_way, until)
+
     def _bytes_of(self, command: Command) -> int:
         return self._value_bytes if command.name == b"GET" else command.num_bytes
 
@@ -94,15 +125,6 @@ class RedisNode:
             if isinstance(reply, memoryview):
                 self._value_bytes = len(reply)
             yield reply
-
-    def _give_back(self, connection: Connection, is_done: bool) -> None:
-        """Into the pool, where the next call finds it; without the answers that are still to come."""
-        with self._lock:
-            self._in_use.discard(connection)
-            is_of_use = is_done and not self._is_closed
-        if not is_of_use:
-            connection.disconnect()
-        self._pool.release(connection)
 
 
 def _check_time(until: float) -> None:
@@ -116,14 +138,6 @@ def _reply(connection: Connection, until: float) -> Reply:
     except ResponseError as refusal:  # the connection is as good as before
         return refusal
     return reply
-
-
-def _greet(connection: Connection) -> None:
-    """Log in. A server that wants a password says so here; in the middle of a value it would just hang up."""
-    connection.on_connect()
-    connection.send_command("PING")
-    with suppress(NoPermissionError):  # who may not do that has logged in
-        connection.read_response()
 
 
 def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
@@ -140,7 +154,6 @@ def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
         "parser_class": partial(ReplyParser, memory=ValueMemory()),
         "protocol": 2,
         "driver_info": None,
-        "redis_connect_func": _greet,
     }
     if settings.tls is not None:
         files = settings.tls

@@ -74,7 +74,14 @@ class ReplyParser(BaseParser):
             return rest
         if kind != b"-":
             raise InvalidResponse(f"not an answer of Redis: {line[:40]!r}")
-        error: Exception = self.parse_error(rest.decode(errors="replace"))
+        return self._refusal(rest.decode(errors="replace"))
+
+    def _refusal(self, text: str) -> Exception:
+        """The error that the server says; raised if the connection is of no use any more."""
+        try:
+            error: Exception = self.parse_error(text)
+        except ValueError:  # MOVED, and not where to
+            raise InvalidResponse(f"not an error of Redis: {text[:80]!r}") from None
         if isinstance(error, NoConnection):
             raise error
         return error

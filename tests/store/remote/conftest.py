@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from redis_servers import ClusterOfSix, RedisServer, needs_server, running_cluster, running_server
-from remote_cases import MemoryRemoteCase, RedisCase, RemoteCase
+from redis_servers import ClusterOfSix, RedisServer, running_cluster, running_server
+from remote_cases import MemoryRemoteCase, RedisCase, RemoteCase, needs_redis
 
 from kvtier.store.remote_store import RemoteStore
 
@@ -38,8 +38,8 @@ def cluster(cluster_of_session: ClusterOfSix) -> ClusterOfSix:
 @pytest.fixture(
     params=[
         "memory",
-        pytest.param("redis", marks=needs_server),
-        pytest.param("redis-cluster", marks=[needs_server, pytest.mark.long]),
+        pytest.param("redis", marks=needs_redis),
+        pytest.param("redis-cluster", marks=[needs_redis, pytest.mark.long]),
     ]
 )
 def case(request: pytest.FixtureRequest) -> RemoteCase:

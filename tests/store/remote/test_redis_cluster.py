@@ -10,17 +10,18 @@ from dataclasses import replace
 
 import pytest
 from redis.crc import key_slot
-from redis_servers import ClusterOfSix, RedisServer, needs_server
-from remote_cases import redis_name
+from redis_servers import ClusterOfSix, RedisServer
+from remote_cases import needs_redis, redis_name
 from store_cases import NAMESPACE, blob_of, key_of
-from waiting import join, wait_for
+from waiting import is_in, join, wait_for
 
 from kvtier.store.record import Fault
+from kvtier.store.remote.redis.cluster import RedisCluster
 from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteUnavailable
 
-pytestmark = [needs_server, pytest.mark.long]
+pytestmark = [needs_redis, pytest.mark.long]
 
 NUMBERS = range(60)  # of blocks, on all nodes
 TIMEOUT_S = 0.5
@@ -270,3 +271,28 @@ def test_closing_ends_threads_and_connections(cluster: ClusterOfSix) -> None:
     store.close()
 
     wait_for(lambda: threading.active_count() <= before)
+
+
+def test_closing_ends_calls_that_wait_for_a_node(cluster: ClusterOfSix) -> None:
+    hanging = owners(cluster)[0]
+    store = RedisRemote(cluster.settings(timeout_s=60))
+    put(store)
+    told: list[object] = []
+
+    def wait_for_it() -> None:
+        try:
+            told.append(read(store))
+        except RemoteUnavailable as unavailable:
+            told.append(str(unavailable))
+
+    with paused(cluster.replica_of(hanging)), paused(hanging):
+        waiting = threading.Thread(target=wait_for_it)
+        waiting.start()
+        wait_for(lambda: waiting.ident is not None and is_in(waiting.ident, RedisCluster.ask))
+
+        store.close()
+
+        join(waiting)
+    with pytest.raises(RemoteUnavailable, match="closed"):
+        read(store)
+    assert len(told) == 1

@@ -16,8 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from redis_servers import HOST, RedisServer, free_port, needs_server, running_server
-from remote_cases import redis_name
+from redis_servers import HOST, RedisServer, free_port, running_server
+from remote_cases import needs_redis, redis_name
 from store_cases import NAMESPACE, blob_of, key_of
 from waiting import is_in, join, wait_for
 
@@ -30,7 +30,7 @@ from kvtier.store.remote.redis_settings import Address, RedisSettings, RedisTls
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteUnavailable
 
-pytestmark = needs_server
+pytestmark = needs_redis
 
 MIB = 1 << 20
 FAR_S = 60.0  # a timeout that no test waits for
@@ -510,6 +510,8 @@ STRANGE: dict[str, Callable[[socket.socket], None]] = {
     "a value longer than any": says(b"$99999999999999\r\n"),
     "a length that is none": says(b"$abc\r\n"),
     "a list of lists": says(b"*1\r\n" * 5000),
+    "a redirection to nowhere": says(b"-MOVED nowhere\r\n"),
+    "a redirection to no port": says(b"-MOVED 1 there:x\r\n"),
     "half a value": says(b"$1000\r\nabc"),
     "nothing": says(b""),
 }
