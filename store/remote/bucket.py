@@ -54,7 +54,7 @@ class Bucket:
         self._has_suffixes = settings.scheme != "az"  # Azure knows no range of an object's last bytes
 
     def read_tail(self, path: str, num_bytes: int) -> Tail | None:
-        """The object's last *num_bytes* or fewer, None if there is none. Two requests with Azure."""
+        """The object's last *num_bytes* or fewer, None if there is none. Azure is asked twice."""
         with self._told():
             try:
                 return self._read_tail(path, num_bytes)
@@ -78,7 +78,7 @@ class Bucket:
             raise ObjectGone
         return Range(data, result.meta["e_tag"] or "")
 
-    def put(self, path: str, data: bytes) -> str:
+    def put(self, path: str, data: memoryview) -> str:
         """Put the object, whole, and return its ETag. One that is larger than 80 MiB takes a request for each part."""
         in_parts = len(data) > _MOST_AT_ONCE_BYTES
         num_requests = -(-len(data) // _PART_BYTES) + 2 if in_parts else 1
@@ -97,12 +97,12 @@ class Bucket:
                 self._delete([meta["path"] for meta in page])
 
     def _read_tail(self, path: str, num_bytes: int) -> Tail:
+        self.meter.add(RemoteUsage(num_questions=1))
         if self._has_suffixes:
-            self.meter.add(RemoteUsage(num_questions=1))
             result = self._obstore.get(self._store, path, options={"range": {"suffix": num_bytes}})
         else:
-            self.meter.add(RemoteUsage(num_questions=2))
             size = self._obstore.head(self._store, path)["size"]
+            self.meter.add(RemoteUsage(num_questions=1))
             span = (max(size - num_bytes, 0), size)
             result = self._obstore.get(self._store, path, options={"range": span} if size else {})
         return Tail(memoryview(result.bytes()), result.meta["size"], result.meta["e_tag"] or "")
@@ -127,17 +127,26 @@ class Bucket:
 
 
 def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore"]:
-    """The package and its store; ImportError says what to install."""
+    """The package and its store; ImportError says what to install, ValueError what is wrong with the settings."""
     try:
         import obstore
-        from obstore import store as stores
     except ImportError:
         raise ImportError("an object store needs the package obstore: pip install 'kvtier[object]'") from None
+    try:
+        return obstore, _store_of(settings)
+    except (OSError, obstore.exceptions.BaseError) as error:
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"object store: {settings.url} cannot be used: {told}") from None
+
+
+def _store_of(settings: ObjectSettings) -> "ObjectStore":
+    from obstore.store import from_url
+
     if settings.scheme == "file":
-        return obstore, stores.from_url(settings.url, mkdir=True)
+        return from_url(settings.url, mkdir=True)
     timeout = timedelta(seconds=settings.timeout_s)
     given = {"endpoint": settings.endpoint, "region": settings.region}
-    return obstore, stores.from_url(
+    store: ObjectStore = from_url(
         settings.url,
         config={name: value for name, value in given.items() if value},  # type: ignore[call-overload]
         client_options={
@@ -151,6 +160,7 @@ def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore"]:
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timeout / 4, "base": 2},
         },
     )
+    return store
 
 
 def _reason(error: Exception) -> str:

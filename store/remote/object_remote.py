@@ -12,7 +12,7 @@ from kvtier.store.remote.bucket import Bucket, ObjectGone
 from kvtier.store.remote.known_segments import KnownSegment, KnownSegments, Place
 from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.store.remote.parallel_calls import ParallelCalls
-from kvtier.store.remote.segment import checksum, footer_bytes, pack, read_footer
+from kvtier.store.remote.segment import Packed, checksum, footer_bytes, pack, read_footer
 from kvtier.store.remote.segment_names import Segment, cut, folder_of
 from kvtier.store.remote.segment_search import SegmentSearch
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
@@ -57,7 +57,8 @@ class ObjectRemote:
     def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
         call = self._call()
         segments = cut(records)
-        tags = call.run([partial(self._put, segment) for segment in segments])
+        packed = [pack(segment.records) for segment in segments]  # here, since payloads are the caller's afterwards
+        tags = call.run([partial(self._put, *put) for put in zip(segments, packed, strict=True)])
         call.raise_if_in_vain()
         done = {
             record.key
@@ -123,8 +124,7 @@ class ObjectRemote:
         self._known.add(KnownSegment(path, tail.tag, entries))
         return bool(entries)
 
-    def _put(self, segment: Segment) -> str:
-        packed = pack(segment.records)
+    def _put(self, segment: Segment, packed: Packed) -> str:
         tag = self._bucket.put(segment.name.path, packed.data)
         self._bucket.meter.add(RemoteUsage(written_bytes=sum(entry.num_bytes for entry in packed.entries)))
         self._known.add(KnownSegment(segment.name.path, tag, packed.entries))

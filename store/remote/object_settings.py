@@ -9,12 +9,12 @@ _SCHEMES = ("s3", "gs", "az", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectSettings:
-    """A place in an object store, by its URL: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://account/container/prefix`,
+    """A place in an object store, by its URL: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
     `file:///folder`.
 
     Credentials are taken from the environment, as each cloud's own tools take them (AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY), or from the machine's role; never
-    from the URL. ValueError for what cannot be meant.
+    AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or
+    from the machine's role; never from the URL. ValueError for what cannot be meant.
     """
 
     url: str
@@ -29,7 +29,7 @@ class ObjectSettings:
         if parts.scheme not in _SCHEMES or not (parts.netloc or parts.scheme == "file"):
             raise ValueError(
                 f"object store: cannot read the URL {_without_secrets(self.url)}; "
-                "give s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix or file:///folder"
+                "give s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
             )
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ValueError(
