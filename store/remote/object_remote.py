@@ -22,13 +22,15 @@ T = TypeVar("T")
 _TAIL_BYTES = 32 << 10  # footers of up to 500 blocks come with the question whether there is a segment
 _GAP_BYTES = 1 << 20  # so much between two values is read with them rather than asking twice
 _TIMEOUTS_PER_CALL = 3
+_NAME_BYTES = 32
 
 
 class ObjectRemote:
     """See `RemoteStore`. Runs of a chain are packed into segments, which whoever knows the keys can name and so find.
 
     Keys must commit to those before them, as names of blocks do (DESIGN.md section 4), and a record without a parent
-    begins a chain. The longer the run of one call, the fewer and larger the objects; `segment_names` cuts it.
+    begins a chain. The longer the run of one call, the fewer and larger the objects; `segment_names` cuts it. A call
+    may ask for the chains of several groups, of one prompt: where the second chain of a group begins is not seen.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
@@ -100,11 +102,13 @@ class ObjectRemote:
     def _find(self, keys: Sequence[bytes], call: "_Call") -> dict[bytes, Place]:
         """Places of those keys that are in a segment: known already, or asked for."""
         places = self._known.places(keys)
-        search = SegmentSearch(list(dict.fromkeys(keys)), known=places)
-        while names := search.next_round():
+        searches = [SegmentSearch(chain, known=places) for chain in _chains(keys)]
+        while names := [name for search in searches for name in search.next_round()]:
             found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
             places = self._known.places(keys)
-            search.found([name for name, is_there in zip(names, found, strict=True) if is_there], places)
+            there = [name for name, is_there in zip(names, found, strict=True) if is_there]
+            for search in searches:
+                search.found(there, places)
         return places
 
     def _learn(self, path: str, namespace: bytes) -> bool:
@@ -157,6 +161,14 @@ class ObjectRemote:
             self._known.forget(span.path)
             self._learn(span.path, span.namespace)
         return values
+
+
+def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
+    """*keys* by namespace and attention group, which stand before and behind a block's name: each group has a chain."""
+    chains: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for key in dict.fromkeys(keys):
+        chains[key[:NAMESPACE_BYTES] + key[NAMESPACE_BYTES + _NAME_BYTES :]].append(key)
+    return list(chains.values())
 
 
 class _Span(NamedTuple):

@@ -1,6 +1,5 @@
 """`SegmentSearch`: which segments may hold the keys of a chain, asked for in rounds, the longest ones first."""
 
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
 from kvtier.store.remote.segment_names import TOP, SegmentName, level_of
@@ -14,8 +13,8 @@ class SegmentSearch:
 
     The first round asks for every interval of the top level. Those after it ask, from the first key that is nowhere,
     for the parts of the interval that was not there: two a level on average. A level of which something was found is
-    asked for further ahead. The search ends when the first missing key is in no segment: what is behind it is of no
-    use to a prefix. Below the top level it asks 64 questions, and one more for each key that it has found.
+    asked for further ahead. So the search ends with the first interval of which all parts are nowhere, unless there is
+    more behind it. Below the top level it asks 64 questions, and one more for each key that it has found.
     """
 
     def __init__(self, keys: Sequence[bytes], known: Container[bytes] = ()) -> None:
@@ -24,10 +23,10 @@ class SegmentSearch:
         self._levels = [level_of(key) for key in keys]
         self._missing = [at for at, key in enumerate(keys) if key not in known]
         self._num_wanted = len(self._missing)
+        self._num_parts_asked = 0
         self._asked: dict[SegmentName, int] = {}  # to the level at which it was asked for, of the last round
         self._seen: set[SegmentName] = set()
         self._reach = [1] * TOP  # by level: how many intervals of the level above it are gone through
-        self._front = -1  # the key from which the last round began, as an index
         self._has_asked_top = False
 
     def next_round(self) -> list[SegmentName]:
@@ -37,19 +36,20 @@ class SegmentSearch:
             top = self._ask({name: TOP for at in self._missing for name in self._names(at, TOP)})
             if top:
                 return top
-        if not self._missing or self._missing[0] == self._front:
-            return []
-        self._front = self._missing[0]
         num_found = self._num_wanted - len(self._missing)
-        most = max(_FREE_QUESTIONS + num_found - len(self._seen), 0)
-        ahead = [question for level in range(TOP - 1, -1, -1) for question in self._ahead(level)]
-        ahead.sort()  # so that what is left out is the last of the chain
-        return self._ask({name: level for _, level, name in ahead[:most]})
+        most = max(_FREE_QUESTIONS + num_found - self._num_parts_asked, 0)
+        ahead = sorted(question for level in range(TOP) for question in self._ahead(level))
+        parts = self._ask({name: level for _, level, name in ahead[:most]})  # the last of the chain is left out
+        self._num_parts_asked += len(parts)
+        return parts
 
     def found(self, names: Sequence[SegmentName], keys: Container[bytes]) -> None:
-        """Segments of these *names* were there, and of the search's keys those in *keys* have a place now."""
+        """Segments of these *names* were there, and of the search's keys those in *keys* have a place now.
+
+        Names of another search are passed over.
+        """
         self._missing = [at for at in self._missing if self._keys[at] not in keys]
-        for level in Counter(self._asked[name] for name in names if self._asked[name] < TOP):
+        for level in {self._asked.get(name, TOP) for name in names} - {TOP}:
             self._reach[level] *= _GROWTH
 
     def _ask(self, names: dict[SegmentName, int]) -> list[SegmentName]:

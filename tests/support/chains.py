@@ -9,13 +9,15 @@ from kvtier.store.record import digest
 from kvtier.store.remote_store import RemoteRecord
 
 
-def chain_keys(num_blocks: int, seed: str = "", after: bytes = b"", namespace: bytes = NAMESPACE) -> list[bytes]:
-    """Keys of a chain that goes on from the key *after*; *seed* tells chains apart."""
+def chain_keys(
+    num_blocks: int, seed: str = "", after: bytes = b"", namespace: bytes = NAMESPACE, group_id: int = 0
+) -> list[bytes]:
+    """Keys of a chain that goes on from the name *after*; *seed* tells chains apart."""
     keys: list[bytes] = []
     name = after
     for number in range(num_blocks):
         name = hashlib.sha256(name + f"{seed}{number}".encode()).digest()
-        keys.append(namespace + name + bytes(4))
+        keys.append(namespace + name + group_id.to_bytes(4, "big"))
     return keys
 
 

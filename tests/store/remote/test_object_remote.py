@@ -5,6 +5,8 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import obstore
@@ -101,6 +103,19 @@ def test_values_that_lie_together_are_read_by_one_request_and_not_the_whole_segm
     assert all(not isinstance(value, Fault) for value in values)
     assert client.usage().num_reads <= 3
     assert client.usage().read_bytes < 4 * block_bytes < max(paths.values())
+
+
+@pytest.mark.parametrize("are_mixed", [False, True])
+def test_chains_of_several_groups_are_found_by_one_question(place: Place, are_mixed: bool) -> None:
+    groups = [chain_keys(700, group_id=group_id) for group_id in range(3)]
+    for keys in groups:
+        put(place.client(), keys)
+    together = list(chain(*(zip(*groups, strict=True) if are_mixed else groups)))
+
+    client = place.client()
+    assert all(client.ask_many(together))
+    assert client.usage().num_questions <= 3 * 60
+    assert read(place.client(), together) == digests(together)
 
 
 @pytest.mark.parametrize("cut_at", [1, 77, 1000, 1999])
@@ -253,6 +268,35 @@ def test_what_others_keep_beside_a_namespace_is_not_forgotten(place: Place) -> N
     place.client().forget(NAMESPACE)
 
     assert [path.name for path in place.paths()] == ["notes.txt"]
+
+
+@pytest.mark.long
+def test_a_block_that_is_too_long_for_one_request_goes_in_parts(s3_place: ObjectSettings) -> None:
+    keys = chain_keys(1)
+    num_bytes = 90 << 20
+    with ObjectRemote(s3_place) as client, ObjectRemote(s3_place) as reader:
+        assert SealedRemote(client).put_many(blobs_of(keys, num_bytes)) == [True]
+        assert client.usage().num_writes == 6 + 2
+
+        out = bytearray(num_bytes)
+        assert SealedRemote(reader).read_many(keys, [memoryview(out)]) == [digest(payload_of(keys[0], num_bytes))]
+        reader.forget(NAMESPACE)
+        assert SealedRemote(reader).ask_many(keys) == [False]
+
+
+@pytest.mark.long
+def test_a_server_that_refuses_is_told_by_its_reason(s3_place: ObjectSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ObjectRemote(replace(s3_place, url="s3://no-such-bucket/prefix")) as client:
+        with pytest.raises(RemoteUnavailable, match="no such bucket"):
+            put(client, chain_keys(3))
+        assert client.ask_many(chain_keys(3)) == [False] * 3
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "neverShown")
+    with ObjectRemote(s3_place) as client:
+        for call in (client.ask_many, client.get_many, lambda keys: put(client, keys)):
+            with pytest.raises(RemoteUnavailable, match=r"permission denied.* 403") as raised:
+                call(chain_keys(3))
+            assert "neverShown" not in str(raised.value)
 
 
 @pytest.fixture

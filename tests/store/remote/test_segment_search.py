@@ -69,6 +69,15 @@ def test_a_chain_that_was_put_in_parts_is_found(seed: int, num_calls: int) -> No
 
     assert shelf.find(keys) == 2000
     assert shelf.num_questions <= 64 + 2000 + 16
+    assert shelf.num_rounds <= 13
+
+
+def test_the_front_of_a_very_long_chain_is_found_beside_all_that_is_asked_in_vain() -> None:
+    keys = chain_keys(60_000)
+    shelf = Shelf()
+    shelf.put(keys, 0, 100)
+
+    assert shelf.find(keys) == 100
 
 
 @pytest.mark.parametrize("seed", range(20))
