@@ -43,6 +43,12 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 	.venv/litellm/bin/python -m pip install -q litellm==1.106.2
 	touch $@
 
+# OpenStack Swift, an object store with S3's API: a server, whose requirements are its own.
+.venv/swift/installed: .venv/installed
+	$(BIN)/python -m venv .venv/swift
+	.venv/swift/bin/python -m pip install -q 'swift>=2.38'
+	touch $@
+
 # Clients of Node.js, in the versions of that file. Where there is no npm their tests are skipped.
 NODE_CLIENTS := tests/engine/server/clients/package.json
 .venv/node/installed: $(NODE_CLIENTS) | .venv/installed
@@ -63,7 +69,8 @@ test-quick: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
-test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed
+test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed \
+  .venv/swift/installed
 	$(PYTEST) -m "long and not slow"
 
 test-slow: .venv/installed

@@ -14,8 +14,8 @@ class RemoteUnavailable(OSError):
 class RemoteRecord(NamedTuple):
     """A sealed block: what is put under *key* is *header*, then *payload*, one after the other.
 
-    *parent* is the key of the block before it in its chain, b"" if there is none or its order does not matter: a store
-    that packs records puts those that continue each other together. The memory of *payload* stays the caller's.
+    *parent* is the key of the block before it in its chain, b"" if it is the chain's first: a store that packs records
+    puts those that continue each other together. The memory of *payload* stays the caller's.
     """
 
     key: bytes

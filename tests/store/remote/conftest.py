@@ -1,11 +1,16 @@
 """Fixtures: every kind of remote store."""
 
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from object_cases import ObjectRemoteCase
 from redis_servers import ClusterOfSix, RedisServer, running_cluster, running_server
 from remote_cases import MemoryRemoteCase, RedisCase, RemoteCase, needs_redis
+from swift_server import BUCKET, CREDENTIALS, PROGRAMS, REGION, SwiftServer, swift_server
 
+from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.store.remote_store import RemoteStore
 
 
@@ -38,11 +43,19 @@ def cluster(cluster_of_session: ClusterOfSix) -> ClusterOfSix:
 @pytest.fixture(
     params=[
         "memory",
+        "object-files",
+        pytest.param("object-s3", marks=pytest.mark.long),
         pytest.param("redis", marks=needs_redis),
         pytest.param("redis-cluster", marks=[needs_redis, pytest.mark.long]),
     ]
 )
-def case(request: pytest.FixtureRequest) -> RemoteCase:
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteCase:
+    if request.param == "object-files":
+        return ObjectRemoteCase(ObjectSettings(f"file://{tmp_path}/objects"), mkdir=True)
+    if request.param == "object-s3":
+        settings: ObjectSettings = request.getfixturevalue("s3_place")
+        client = {"allow_http": True}
+        return ObjectRemoteCase(settings, endpoint=settings.endpoint, region=REGION, client_options=client)
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         return RedisCase(server.settings(), lambda _: server.client())
@@ -56,3 +69,20 @@ def case(request: pytest.FixtureRequest) -> RemoteCase:
 def store(case: RemoteCase) -> Iterator[RemoteStore]:
     with case.open() as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
+    if not (PROGRAMS / "swift-proxy-server").exists():
+        pytest.skip("OpenStack Swift is not installed: make .venv/swift/installed")
+    with swift_server(tmp_path_factory.mktemp("swift")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_place(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> ObjectSettings:
+    """A place of its own in the server's bucket, and the environment that lets its clients in."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    return ObjectSettings(url, swift.endpoint, REGION, allow_http=True, timeout_s=60)

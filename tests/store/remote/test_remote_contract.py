@@ -32,10 +32,10 @@ def read_sealed(sealed: SealedRemote, keys: list[bytes], num_bytes: int = 20_000
 
 
 def chain_of(numbers: range, num_bytes: int = 20_000) -> list[Blob]:
-    """Blocks that continue each other, the first one first."""
+    """Blocks that continue each other, the first one first. A key commits to those before it: only 0 has no parent."""
     blobs = [blob_of(number, num_bytes) for number in numbers]
     return [
-        Blob(blob.key, blob.digest, blob.raw, b"" if number == numbers.start else key_of(number - 1))
+        Blob(blob.key, blob.digest, blob.raw, b"" if number == 0 else key_of(number - 1))
         for number, blob in zip(numbers, blobs, strict=True)
     ]
 

@@ -1,0 +1,94 @@
+"""`KnownSegments`: where the values of keys are, as footers have told, in bounded memory."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.store.remote.segment import Entry
+from kvtier.store.remote.segment_names import folder_of
+
+_MOST_KEYS = 200_000  # about 100 MB; a document of a million tokens has 62,500 blocks
+_MOST_REFUSED = 1_000
+
+
+class Place(NamedTuple):
+    """Where a value is: an object, which of its versions, and the bytes."""
+
+    path: str
+    tag: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSegment:
+    """An object's footer. *tag* is its ETag, so that what was written over it since shows; "" if the store has none."""
+
+    path: str
+    tag: str
+    entries: Sequence[Entry]
+
+
+class KnownSegments:
+    """Segments of which the footer was read or written here; of what was used least lately the oldest are forgotten.
+
+    Nothing of it has to be true: what is read by it is verified. Any thread may call everything.
+    """
+
+    def __init__(self, most_keys: int = _MOST_KEYS) -> None:
+        self._most_keys = most_keys
+        self._segments: OrderedDict[str, KnownSegment] = OrderedDict()
+        self._places: dict[bytes, Place] = {}
+        self._num_entries = 0
+        self._refused: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, segment: KnownSegment) -> None:
+        """Remember what *segment* holds, but for values that were refused. What is told last holds."""
+        with self._lock:
+            self._forget(segment.path)
+            self._segments[segment.path] = segment
+            self._num_entries += len(segment.entries)
+            for entry in segment.entries:
+                if (segment.path, segment.tag, entry.key) not in self._refused:
+                    self._places[entry.key] = Place(segment.path, segment.tag, entry)
+            while self._num_entries > self._most_keys:
+                self._forget(next(iter(self._segments)))
+
+    def places(self, keys: Iterable[bytes]) -> dict[bytes, Place]:
+        """The places of those keys that have one."""
+        with self._lock:
+            found = {key: place for key in keys if (place := self._places.get(key)) is not None}
+            for path in {place.path for place in found.values()}:
+                self._segments.move_to_end(path)
+        return found
+
+    def refuse(self, place: Place) -> None:
+        """Do not take the value at *place* for that of its key again: it is damaged, and may be elsewhere as well."""
+        with self._lock:
+            self._refused[place.path, place.tag, place.entry.key] = None
+            while len(self._refused) > _MOST_REFUSED:
+                self._refused.popitem(last=False)
+            if self._places.get(place.entry.key) == place:
+                del self._places[place.entry.key]
+
+    def forget(self, path: str) -> None:
+        """The object is gone, or another one now."""
+        with self._lock:
+            self._forget(path)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        with self._lock:
+            for path in [path for path in self._segments if path.startswith(folder_of(namespace))]:
+                self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        segment = self._segments.pop(path, None)
+        if segment is None:
+            return
+        self._num_entries -= len(segment.entries)
+        for entry in segment.entries:
+            place = self._places.get(entry.key)
+            if place is not None and place.path == path:
+                del self._places[entry.key]

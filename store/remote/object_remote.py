@@ -1,0 +1,226 @@
+"""`ObjectRemote`: blocks in an object store: S3, Google Cloud Storage, Azure, or a folder that machines share."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Self, TypeVar
+
+from kvtier.store.record import NAMESPACE_BYTES, Fault
+from kvtier.store.remote.bucket import Bucket, ObjectGone
+from kvtier.store.remote.known_segments import KnownSegment, KnownSegments, Place
+from kvtier.store.remote.object_settings import ObjectSettings
+from kvtier.store.remote.parallel_calls import ParallelCalls
+from kvtier.store.remote.segment import Packed, checksum, footer_bytes, pack, read_footer
+from kvtier.store.remote.segment_names import Segment, cut, folder_of
+from kvtier.store.remote.segment_search import SegmentSearch
+from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
+
+T = TypeVar("T")
+
+_TAIL_BYTES = 32 << 10  # footers of up to 500 blocks come with the question whether there is a segment
+_GAP_BYTES = 1 << 20  # so much between two values is read with them rather than asking twice
+_TIMEOUTS_PER_CALL = 3
+_NAME_BYTES = 32
+
+
+class ObjectRemote:
+    """See `RemoteStore`. Runs of a chain are packed into segments, which whoever knows the keys can name and so find.
+
+    Keys must commit to those before them, as names of blocks do (DESIGN.md section 4), and a record without a parent
+    begins a chain. The longer the run of one call, the fewer and larger the objects; `segment_names` cuts it. A call
+    may ask for the chains of several groups, of one prompt: where the second chain of a group begins is not seen.
+    """
+
+    def __init__(self, settings: ObjectSettings) -> None:
+        """Nothing is asked yet. ImportError without obstore; ValueError if it cannot read the settings."""
+        self._bucket = Bucket(settings)
+        self._timeout_s = settings.timeout_s
+        self._calls = ParallelCalls(settings.num_connections)
+        self._known = KnownSegments()
+
+    @property
+    def where(self) -> str:
+        return self._bucket.where
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
+        call = self._call()
+        places = self._find(keys, call)
+        values = self._read(places, call)
+        changed = places.keys() - values.keys()
+        if changed:  # in segments that are not what they were: where are they now?
+            places = self._find(keys, call)
+            values |= self._read({key: places[key] for key in changed if key in places}, call)
+        call.raise_if_in_vain()
+        absent = Fault.IO_ERROR if call.errors else Fault.MISSING
+        return [values.get(key, absent) for key in keys]
+
+    def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
+        call = self._call()
+        segments = cut(records)
+        packed = [pack(segment.records) for segment in segments]  # here, since payloads are the caller's afterwards
+        tags = call.run([partial(self._put, *put) for put in zip(segments, packed, strict=True)])
+        call.raise_if_in_vain()
+        done = {
+            record.key
+            for segment, tag in zip(segments, tags, strict=True)
+            if tag is not None
+            for record in segment.records
+        }
+        return [record.key in done for record in records]
+
+    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `RemoteStore`. What is known from earlier calls is not asked again, so it may be gone since."""
+        call = self._call()
+        places = self._find(keys, call)
+        if not places:
+            call.raise_if_in_vain()
+        return [key in places for key in keys]
+
+    def forget(self, namespace: bytes) -> None:
+        self._calls.check_open()
+        self._bucket.delete_all(folder_of(namespace))
+        self._known.forget_namespace(namespace)
+
+    def usage(self) -> RemoteUsage:
+        return self._bucket.meter.usage()
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _call(self) -> "_Call":
+        self._calls.check_open()
+        return _Call(self._calls, time.monotonic() + _TIMEOUTS_PER_CALL * self._timeout_s)
+
+    def _find(self, keys: Sequence[bytes], call: "_Call") -> dict[bytes, Place]:
+        """Places of those keys that are in a segment: known already, or asked for."""
+        places = self._known.places(keys)
+        searches = [SegmentSearch(chain, known=places) for chain in _chains(keys)]
+        while names := [name for search in searches for name in search.next_round()]:
+            found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
+            places = self._known.places(keys)
+            there = [name for name, is_there in zip(names, found, strict=True) if is_there]
+            for search in searches:
+                search.found(there, places)
+        return places
+
+    def _learn(self, path: str, namespace: bytes) -> bool:
+        """Learn from its footer what the object at *path* holds; False if there is none, or it is no segment."""
+        tail = self._bucket.read_tail(path, _TAIL_BYTES)
+        num_bytes = footer_bytes(tail.data) if tail else None
+        if tail is None or num_bytes is None or num_bytes > tail.object_bytes:
+            return False
+        data = tail.data
+        if num_bytes > data.nbytes:
+            try:
+                data = self._bucket.read_range(path, tail.object_bytes - num_bytes, tail.object_bytes).data
+            except ObjectGone:
+                return False
+        entries = read_footer(data, tail.object_bytes, namespace)
+        entries = [entry for entry in entries if entry.num_bytes]  # no range of no bytes can be asked for
+        self._known.add(KnownSegment(path, tail.tag, entries))
+        return bool(entries)
+
+    def _put(self, segment: Segment, packed: Packed) -> str:
+        tag = self._bucket.put(segment.name.path, packed.data)
+        self._bucket.meter.add(RemoteUsage(written_bytes=sum(entry.num_bytes for entry in packed.entries)))
+        self._known.add(KnownSegment(segment.name.path, tag, packed.entries))
+        return tag
+
+    def _read(self, places: dict[bytes, Place], call: "_Call") -> dict[bytes, memoryview | Fault]:
+        """Values at *places*, a fault for what could not be read, nothing for what is not there any more."""
+        spans = _spans(places.values())
+        read = call.run([partial(self._read_span, span) for span in spans])
+        values: dict[bytes, memoryview | Fault] = {}
+        for span, got in zip(spans, read, strict=True):
+            values |= {place.entry.key: Fault.IO_ERROR for place in span.places} if got is None else got
+        return values
+
+    def _read_span(self, span: "_Span") -> dict[bytes, memoryview | Fault]:
+        """Values of one object. If it is another one by now: those that are where they were, and its footer is read."""
+        values: dict[bytes, memoryview | Fault] = {}
+        with suppress(ObjectGone):
+            read = self._bucket.read_range(span.path, span.start, span.end)
+            self._bucket.meter.add(RemoteUsage(read_bytes=read.data.nbytes))
+            for place in span.places:
+                at = place.entry.start - span.start
+                value = read.data[at : at + place.entry.num_bytes]
+                if checksum(value) == place.entry.checksum:
+                    values[place.entry.key] = value
+                elif read.tag == span.tag:  # damaged: who opens it sees that; from now on it is looked for elsewhere
+                    values[place.entry.key] = value
+                    self._known.refuse(place)
+        if len(values) < len(span.places):
+            self._known.forget(span.path)
+            self._learn(span.path, span.namespace)
+        return values
+
+
+def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
+    """*keys* by namespace and attention group, which stand before and behind a block's name: each group has a chain."""
+    chains: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for key in dict.fromkeys(keys):
+        chains[key[:NAMESPACE_BYTES] + key[NAMESPACE_BYTES + _NAME_BYTES :]].append(key)
+    return list(chains.values())
+
+
+class _Span(NamedTuple):
+    """Values of one object that are read by one request."""
+
+    path: str
+    tag: str
+    start: int
+    end: int
+    places: list[Place]
+
+    @property
+    def namespace(self) -> bytes:
+        return self.places[0].entry.key[:NAMESPACE_BYTES]
+
+
+def _spans(places: Iterable[Place]) -> list[_Span]:
+    """*places* in as few requests as there are stretches of values: gaps of up to `_GAP_BYTES` are read with them."""
+    by_object: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
+    for place in places:
+        by_object[place.path, place.tag].append(place)
+    spans: list[_Span] = []
+    for (path, tag), of_object in by_object.items():
+        of_object.sort(key=lambda place: place.entry.start)
+        end = -_GAP_BYTES - 1
+        for place in of_object:
+            if place.entry.start - end > _GAP_BYTES:
+                spans.append(_Span(path, tag, place.entry.start, 0, []))
+            end = place.entry.start + place.entry.num_bytes
+            spans[-1].places.append(place)
+            spans[-1] = spans[-1]._replace(end=end)
+    return spans
+
+
+class _Call:
+    """One call of the store's user: until when it may take, and what went wrong in it."""
+
+    def __init__(self, calls: ParallelCalls, deadline: float) -> None:
+        self.errors: list[RemoteUnavailable] = []
+        self._calls = calls
+        self._deadline = deadline
+        self._num_done = 0
+
+    def run(self, requests: Sequence[Callable[[], T]]) -> list[T | None]:
+        """What each gives, None for one that failed."""
+        results = self._calls.run(requests, max(self._deadline - time.monotonic(), 0))
+        errors = [result for result in results if isinstance(result, RemoteUnavailable)]
+        self.errors += errors
+        self._num_done += len(results) - len(errors)
+        return [None if isinstance(result, RemoteUnavailable) else result for result in results]
+
+    def raise_if_in_vain(self) -> None:
+        """Raise the first error if no request was answered."""
+        if self.errors and not self._num_done:
+            raise self.errors[0]

@@ -1,0 +1,117 @@
+"""A segment: the records of a run, one after the other, and a footer that says where each is. Bytes only, no I/O."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvtier.store.record import NAMESPACE_BYTES
+from kvtier.store.remote_store import RemoteRecord
+
+_MAGIC = b"KVTS"
+_VERSION = 1
+_ENTRY = struct.Struct("<HQ8s")  # bytes of the key after its namespace, bytes of the value, checksum of the value
+_FIELDS = struct.Struct("<4sHIQ")  # magic, version, number of entries, bytes of the entries
+_CHECKSUM_BYTES = 8
+_TRAILER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
+_MOST_FOOTER_BYTES = 16 << 20  # no run has so many blocks; what asks for more is not ours
+
+
+class Entry(NamedTuple):
+    """Where a key's value is in its segment, in bytes from its beginning, and the value's checksum."""
+
+    key: bytes
+    start: int
+    num_bytes: int
+    checksum: bytes
+
+
+class Packed(NamedTuple):
+    """A segment as it is put."""
+
+    data: memoryview
+    entries: list[Entry]
+
+
+def checksum(*parts: bytes | memoryview) -> bytes:
+    """xxh3_64 of the parts one after the other: finds damage, not malice."""
+    running = xxhash.xxh3_64()
+    for part in parts:
+        running.update(part)
+    return running.digest()
+
+
+def pack(records: Sequence[RemoteRecord]) -> Packed:
+    """The segment of *records*, which are of one namespace. It has its own copy of the payloads."""
+    entries = list(_entries_of(records))
+    footer = _footer(entries, records[0].key[:NAMESPACE_BYTES])
+    value_bytes = sum(entry.num_bytes for entry in entries)
+    data = np.empty(value_bytes + len(footer), dtype=np.uint8)  # numpy copies without the interpreter's lock
+    for record, entry in zip(records, entries, strict=True):
+        payload = entry.start + len(record.header)
+        data[entry.start : payload] = np.frombuffer(record.header, dtype=np.uint8)
+        data[payload : entry.start + entry.num_bytes] = record.payload
+    data[value_bytes:] = np.frombuffer(footer, dtype=np.uint8)
+    return Packed(data.data, entries)
+
+
+def _footer(entries: Sequence[Entry], namespace: bytes) -> bytes:
+    packed = b"".join(
+        _ENTRY.pack(len(entry.key) - NAMESPACE_BYTES, entry.num_bytes, entry.checksum) + entry.key[NAMESPACE_BYTES:]
+        for entry in entries
+    )
+    fields = _FIELDS.pack(_MAGIC, _VERSION, len(entries), len(packed))
+    return packed + fields + checksum(packed, fields, namespace)
+
+
+def footer_bytes(tail: memoryview) -> int | None:
+    """How many bytes of a segment's end its footer takes, by its last bytes; None if they are no segment's."""
+    if len(tail) < _TRAILER_BYTES:
+        return None
+    magic, version, _, entry_bytes = _FIELDS.unpack_from(tail, len(tail) - _TRAILER_BYTES)
+    if (magic, version) != (_MAGIC, _VERSION) or entry_bytes > _MOST_FOOTER_BYTES:
+        return None
+    return _TRAILER_BYTES + int(entry_bytes)
+
+
+def read_footer(tail: memoryview, segment_bytes: int, namespace: bytes) -> list[Entry]:
+    """The entries in the footer at the end of *tail*, which ends where the segment ends; none if it is not right.
+
+    A footer of another *namespace*, or one that does not account for each of the segment's bytes, is not right.
+    """
+    num_bytes = footer_bytes(tail)
+    if num_bytes is None or num_bytes > len(tail):
+        return []
+    footer = tail[len(tail) - num_bytes :]
+    signed, seal = footer[:-_CHECKSUM_BYTES], footer[-_CHECKSUM_BYTES:]
+    if seal != checksum(signed, namespace):
+        return []
+    _, _, num_entries, _ = _FIELDS.unpack_from(signed, len(signed) - _FIELDS.size)
+    entries = _unpack(signed[: -_FIELDS.size], namespace)
+    value_bytes = entries[-1].start + entries[-1].num_bytes if entries else 0
+    if len(entries) != num_entries or value_bytes != segment_bytes - num_bytes:
+        return []
+    return entries
+
+
+def _entries_of(records: Sequence[RemoteRecord]) -> Iterator[Entry]:
+    start = 0
+    for record in records:
+        num_bytes = len(record.header) + record.payload.nbytes
+        yield Entry(record.key, start, num_bytes, checksum(record.header, record.payload))
+        start += num_bytes
+
+
+def _unpack(packed: memoryview, namespace: bytes) -> list[Entry]:
+    """The entries, none if they do not end where *packed* ends. A checksum stands over them, so they are somebody's."""
+    entries: list[Entry] = []
+    at = start = 0
+    while at + _ENTRY.size <= len(packed):
+        key_bytes, num_bytes, known = _ENTRY.unpack_from(packed, at)
+        at += _ENTRY.size
+        entries.append(Entry(namespace + bytes(packed[at : at + key_bytes]), start, num_bytes, known))
+        at += key_bytes
+        start += num_bytes
+    return entries if at == len(packed) else []

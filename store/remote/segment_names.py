@@ -1,0 +1,103 @@
+"""Names of segments: where a run is cut is told by its keys alone, so who has the keys knows the names.
+
+A key has a *level* by its hash: every second key has level 0, every fourth 1, and so on. Blocks between two keys of a
+level or more are an interval, which ends with the second. A segment is a whole interval: its name, the last key and a
+level, says what is in it, since a key commits to all before it. So equal names mean equal keys, whoever writes them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from kvtier.store.record import NAMESPACE_BYTES
+from kvtier.store.remote_store import RemoteRecord
+
+TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of blocks of 128 KiB
+MOST_BYTES = 64 << 20  # of values in a segment, unless one alone has more; else the interval is cut at a lower level
+
+
+class SegmentName(NamedTuple):
+    """The interval of *level* that ends with the key *last*; level 0: that block alone.
+
+    The level is one more than the highest within the interval, so that an interval has one name.
+    """
+
+    level: int
+    last: bytes
+
+    @property
+    def namespace(self) -> bytes:
+        return self.last[:NAMESPACE_BYTES]
+
+    @property
+    def path(self) -> str:
+        """The object's name below the store's prefix: the namespace's folder, then what derives from level and key."""
+        return f"{folder_of(self.last)}/{self.level}-{hashlib.sha256(self.last).hexdigest()[:40]}"
+
+
+class Segment(NamedTuple):
+    """Records that go into one object."""
+
+    name: SegmentName
+    records: Sequence[RemoteRecord]
+
+
+def folder_of(key: bytes) -> str:
+    """The folder of the namespace that *key* begins with, or is."""
+    return key[:NAMESPACE_BYTES].hex()
+
+
+def level_of(key: bytes) -> int:
+    """The level of *key*, 0 to `TOP`: zeros at the end of its hash. A block's name need not be one, so it is made."""
+    bits = xxhash.xxh3_64_intdigest(key) | 1 << TOP
+    return (bits & -bits).bit_length() - 1
+
+
+def cut(records: Sequence[RemoteRecord]) -> list[Segment]:
+    """*records* in as few segments as whole intervals allow. One without a parent begins a chain."""
+    return [segment for run in _runs(records) for segment in _cut_run(run)]
+
+
+def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
+    """The runs in *records*, in which each is the parent of the next, in whatever order runs alternate."""
+    runs: list[list[RemoteRecord]] = []
+    by_end: dict[bytes, list[RemoteRecord]] = {}
+    for record in records:
+        run = by_end.pop(record.parent, None) if record.parent else None
+        if run is None:
+            run = []
+            runs.append(run)
+        run.append(record)
+        by_end[record.key] = run
+    return runs
+
+
+def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
+    """Each time the longest interval that begins there, ends within the run, and has no more than `MOST_BYTES`."""
+    levels = [level_of(record.key) for record in run]
+    sizes = [len(record.header) + record.payload.nbytes for record in run]
+    begun = level_of(run[0].parent) if run[0].parent else TOP  # intervals up to this level begin with the next block
+    start = 0
+    while start < len(run):
+        end = _longest(levels, sizes, start, begun)
+        inner = levels[start : end - 1]
+        name = SegmentName(1 + max(inner) if inner else 0, run[end - 1].key)
+        yield Segment(name, run[start:end])
+        begun = levels[end - 1]
+        start = end
+
+
+def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
+    """Where the longest interval ends that begins at *start*: just behind its last block."""
+    end = start + 1
+    highest = levels[start]  # each end found is the first one of its level, so that intervals up to it end there
+    num_bytes = sizes[start]
+    for at in range(start + 1, len(levels)):
+        num_bytes += sizes[at]
+        if highest >= begun or num_bytes > MOST_BYTES:
+            break
+        if levels[at] > highest:
+            highest, end = levels[at], at + 1
+    return end
