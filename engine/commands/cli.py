@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from kvtier.engine.commands import route_arguments, serve_arguments, sidecar_arguments
 from kvtier.engine.commands.arguments import MODELS, HelpFormatter, OneLineParser, path, some_text
+from kvtier.engine.commands.bench_remote_arguments import add_bench_remote
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   kvtier doc add report.txt                    a document that the server keeps warm
   kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
   kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address before several servers
+  kvtier bench-remote redis://cache:6379       whether a store that machines share pays on this network
   kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
   kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
   kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
@@ -111,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_explain(commands, _explain)
     add_operate(commands, _operate)
     add_prove(commands, _prove)
+    add_bench_remote(commands, _bench_remote)
     _add_top(commands)
     add_store(commands, _store)
     _add_help(commands, parser)
@@ -246,6 +249,12 @@ def _prove(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ImportError(f"prove: {error}; pip install 'kvtier[prove]'") from error
     return run(options)
+
+
+def _bench_remote(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands import bench_remote
+
+    return bench_remote.run(options)
 
 
 def _route(options: argparse.Namespace) -> int:
