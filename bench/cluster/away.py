@@ -19,7 +19,7 @@ DELAY_S = 0.2
 MOST = 1.02
 
 
-def away_rows(folder: Path) -> list[Row]:
+def away_rows(python: str, folder: Path) -> list[Row]:
     """The same new documents asked of a server without a remote tier and of three with one, in turn."""
     replicas = Replicas(folder, device_documents=2.2, host_documents=8)
     with ExitStack() as ends:

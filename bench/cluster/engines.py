@@ -12,7 +12,7 @@ NUM_DOCUMENTS = 20
 NUM_ROUNDS = 2  # of questions to the first: what is used a second time is shared
 
 
-def engine_rows(folder: Path) -> list[Row]:
+def engine_rows(python: str, folder: Path) -> list[Row]:
     """Two servers without a disk, which share a Redis only. The second is asked about each document once."""
     replicas, about = Replicas(folder, device_documents=2.2, host_documents=22), documents(NUM_DOCUMENTS)
     with running_server(folder / "redis", "--maxmemory", "4gb") as redis:

@@ -128,7 +128,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{found.where}: {found.num_blocks:,} blocks of {size_text(found.block_bytes)}, verified")
     console.print(f"a question takes {1e3 * found.ask_s:.2f} ms, {1e3 * found.ask_p99_s:.2f} at most")
     console.print(f"puts {found.put_bytes_per_s / 1e9:.2f} GB/s, reads {found.read_bytes_per_s / 1e9:.2f} GB/s")
