@@ -1,4 +1,4 @@
-"""What do requests notice when a primary of the cluster fails, a node hangs, or slots move, while they come from there?"""
+"""What do requests notice when a primary of the cluster fails, a node hangs, or slots move?"""
 
 import random
 import threading

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.tiers.lower.refused_blocks import RefusedBlocks
+from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -49,7 +49,7 @@ class Admission:
         way."""
         self._budget = budget
         self._holds = holds
-        self._refused = RefusedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)
+        self._refused = RememberedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)
         # Blocks that are to be admitted when they come, the oldest promise first. One is kept once.
         self._promised: OrderedDict[tuple[int, BlockName], None] = OrderedDict()
         self._statistics = AdmissionStatistics()

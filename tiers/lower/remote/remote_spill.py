@@ -12,6 +12,7 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.copies import Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.host_memory import HostMemory
@@ -19,6 +20,7 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MOST_WANTED = 1 << 16  # blocks
+MOST_SEEN = 1 << 20  # blocks remembered that came to host memory once: 8 MiB
 MOST_IN_BATCH = 64  # blocks
 MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
 BATCH_BYTES = 32 << 20  # a store that packs blocks packs those of one batch
@@ -37,8 +39,9 @@ class RemoteSpill:
     """Puts what is wanted, prefixes front first, while nothing is read. What has left host memory before its turn is
     not put: it is wanted again when it is used again.
 
-    A block is wanted when a request uses it that did not compute it, if need be as soon as it comes to host memory. A
-    request uses whole prefixes, so what goes there has no holes. Owned by the tiers' thread.
+    A block is wanted when it is used a second time: when a request uses it that did not compute it, if need be as soon
+    as it comes to host memory, or when it comes there again since it had to be computed anew. A request uses whole
+    prefixes, so what goes there has no holes. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RemoteSpill:
         self._clock = clock
         self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
         self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # and not there yet
+        self._seen = RememberedBlocks(MOST_SEEN)
         self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MOST_IN_FLIGHT, clock)
 
     @property
@@ -71,12 +75,14 @@ class RemoteSpill:
 
     def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Take in that these blocks have come to host memory from the device, a prefix's tail first."""
-        awaited = self._awaited[group_id]
-        if awaited:
-            come = [name for name in reversed(names) if name in awaited]
-            for name in come:
-                del awaited[name]
-            _note(self._wanted[group_id], come)
+        awaited, names = self._awaited[group_id], names[::-1]
+        were_seen = self._seen.has(group_id, names)
+        self._seen.remember(group_id, [name for name, was in zip(names, were_seen, strict=True) if not was])
+        wanted = [name for name, was in zip(names, were_seen, strict=True) if was or name in awaited]
+        for name in wanted:
+            awaited.pop(name, None)
+        is_new = ~self._remote.presence.are_held(group_id, wanted)
+        _note(self._wanted[group_id], list(compress(wanted, is_new.tolist())))
 
     def spill(self) -> None:
         """Start to put batches, and count those that hang."""

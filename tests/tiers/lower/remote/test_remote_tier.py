@@ -93,6 +93,20 @@ def test_what_was_used_once_is_not_put() -> None:
     assert not values
 
 
+def test_what_was_computed_twice_since_nothing_here_had_room_for_it_is_put() -> None:
+    values: Values = {}
+    w = machine(values, MemoryStore(0), num_device_slots=12, num_host_slots=12)
+
+    for document in "abc":
+        ask(w, document)
+    assert not values
+    assert ask(w, "a").recomputed == DOCUMENT + 1
+
+    assert key(w, "a", 0) in values
+    ask(w, "b")
+    assert ask(w, "a").remote > 0
+
+
 def test_what_comes_from_there_goes_to_this_machines_disk_and_is_not_put_again() -> None:
     values = shared()
     second = machine(values)

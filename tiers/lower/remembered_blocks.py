@@ -1,4 +1,4 @@
-"""RefusedBlocks: which blocks were not let in to the disk, so that the second time they are asked for is noticed."""
+"""RememberedBlocks: which blocks have been met once, so that the second time is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ WAYS = 16
 GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that groups with the same names have keys of their own
 
 
-class RefusedBlocks:
-    """Remembers about the last *num_blocks* refused blocks, by 64 bits each: a mistake writes a block too early.
+class RememberedBlocks:
+    """Remembers about the last *num_blocks* blocks, by 64 bits each: a mistake writes a block too early.
 
     They are in rows of `WAYS` places, a block's row given by its name; in a row the oldest makes way. (`Ghosts`, one
     ring that is searched as a whole, takes half a millisecond a name for the four million that a disk of a terabyte
@@ -26,7 +26,7 @@ class RefusedBlocks:
         self._next = np.zeros(num_rows, np.uint8)  # [row] the place that is taken next
 
     def remember(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Remember blocks that were refused. None of them may be remembered already."""
+        """Remember these blocks. None of them may be remembered already."""
         keys = self._keys_of(group_id, names)
         for row, key in zip((keys % np.uint64(len(self._keys))).tolist(), keys, strict=True):
             place = int(self._next[row])
@@ -34,7 +34,7 @@ class RefusedBlocks:
             self._next[row] = (place + 1) % WAYS
 
     def has(self, group_id: int, names: Sequence[BlockName]) -> list[bool]:
-        """For each block whether it is remembered as refused."""
+        """For each block whether it is remembered."""
         keys = self._keys_of(group_id, names)
         found: list[bool] = (self._keys[keys % np.uint64(len(self._keys))] == keys[:, None]).any(axis=1).tolist()
         return found

@@ -1,8 +1,8 @@
-"""RefusedBlocks: which refused blocks are remembered, and for how long."""
+"""RememberedBlocks: which blocks are remembered, and for how long."""
 
 import hashlib
 
-from kvtier.tiers.lower.refused_blocks import WAYS, RefusedBlocks
+from kvtier.tiers.lower.remembered_blocks import WAYS, RememberedBlocks
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -12,14 +12,14 @@ def names_of(text: str, start: int, end: int) -> list[BlockName]:
 
 
 def test_a_refused_block_is_remembered() -> None:
-    refused = RefusedBlocks(100)
+    refused = RememberedBlocks(100)
     refused.remember(0, names_of("a", 0, 10))
 
     assert refused.has(0, names_of("a", 0, 20)) == [True] * 10 + [False] * 10
 
 
 def test_groups_with_equal_names_are_told_apart() -> None:
-    refused = RefusedBlocks(100)
+    refused = RememberedBlocks(100)
     refused.remember(1, names_of("a", 0, 10))
 
     assert refused.has(0, names_of("a", 0, 10)) == [False] * 10
@@ -27,7 +27,7 @@ def test_groups_with_equal_names_are_told_apart() -> None:
 
 
 def test_the_newest_are_remembered_and_the_oldest_forgotten() -> None:
-    refused = RefusedBlocks(1600)
+    refused = RememberedBlocks(1600)
     for start in range(0, 10_000, 50):
         refused.remember(0, names_of("a", start, start + 50))
         refused.check()
@@ -40,7 +40,7 @@ def test_the_newest_are_remembered_and_the_oldest_forgotten() -> None:
 
 
 def test_the_smallest_memory_remembers_one_row() -> None:
-    refused = RefusedBlocks(0)
+    refused = RememberedBlocks(0)
     refused.remember(0, names_of("a", 0, 100))
     refused.check()
 
