@@ -7,7 +7,7 @@ from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.remote.presence import Presence
 from kvtier.tiers.naming.block_hash import BlockName
 
-INQUIRY_S = 0.2  # after which nobody waits for a sidecar that has not answered, though it gives up much earlier
+INQUIRY_S = 0.3  # after which nobody waits for a sidecar that has not answered, though it gives up much earlier
 
 
 class AttachedInquiry:

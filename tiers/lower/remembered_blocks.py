@@ -28,10 +28,13 @@ class RememberedBlocks:
     def remember(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Remember these blocks. None of them may be remembered already."""
         keys = self._keys_of(group_id, names)
-        for row, key in zip((keys % np.uint64(len(self._keys))).tolist(), keys, strict=True):
-            place = int(self._next[row])
-            self._keys[row, place] = key
-            self._next[row] = (place + 1) % WAYS
+        rows = (keys % np.uint64(len(self._keys))).astype(np.intp)
+        while len(rows):  # once, but for names that share a row
+            own, firsts = np.unique(rows, return_index=True)
+            places = self._next[own]
+            self._keys[own, places] = keys[firsts]
+            self._next[own] = (places + 1) % WAYS
+            rows, keys = np.delete(rows, firsts), np.delete(keys, firsts)
 
     def has(self, group_id: int, names: Sequence[BlockName]) -> list[bool]:
         """For each block whether it is remembered."""

@@ -10,7 +10,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-ANSWER_S = 0.05  # for which a request waits for an answer
+ANSWER_S = 0.1  # for which a request waits for an answer
 FIRST_NAMES = 64  # asked about at first: of a prompt that was never seen it is one question of a few kilobytes
 MOST_NAMES = 4096  # in one question
 GROWTH = 8  # of each further one

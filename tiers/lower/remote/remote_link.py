@@ -77,11 +77,14 @@ class RemoteLink:
         self._inquiries = Inquiries(remote, index.forgets, transfers, clock)
         self._spill = RemoteSpill(index, remote, memories, transfers, clock)
         self._probe = ReadProbe(source, [memory.block_bytes for memory in memories].__getitem__, transfers, clock)
-        self.inquire = self._inquiries.begin
         self.want = self._spill.want
         self.on_come = self._spill.on_come
         self.spill = self._spill.spill
         self.num_leases = self._spill.copies.num_leases
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        self._spill.on_missed(group_id, names)
+        return self._inquiries.begin(group_id, names)
 
     def go_on(self) -> None:
         self._inquiries.go_on()

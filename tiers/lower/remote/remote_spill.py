@@ -20,7 +20,7 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MOST_WANTED = 1 << 16  # blocks
-MOST_SEEN = 1 << 20  # blocks remembered that came to host memory once: 8 MiB
+MOST_MISSED = 1 << 20  # blocks remembered that were asked for once, in vain: 8 MiB
 MOST_IN_BATCH = 64  # blocks
 MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
 BATCH_BYTES = 32 << 20  # a store that packs blocks packs those of one batch
@@ -39,9 +39,9 @@ class RemoteSpill:
     """Puts what is wanted, prefixes front first, while nothing is read. What has left host memory before its turn is
     not put: it is wanted again when it is used again.
 
-    A block is wanted when it is used a second time: when a request uses it that did not compute it, if need be as soon
-    as it comes to host memory, or when it comes there again since it had to be computed anew. A request uses whole
-    prefixes, so what goes there has no holes. Owned by the tiers' thread.
+    A block is wanted when it is used a second time: when a request uses it that did not compute it, or asks for it a
+    second time and has to compute it anew. What is not in host memory then is put when it has come there. A request
+    uses whole prefixes, so what goes there has no holes. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RemoteSpill:
         self._clock = clock
         self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
         self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # and not there yet
-        self._seen = RememberedBlocks(MOST_SEEN)
+        self._missed = RememberedBlocks(MOST_MISSED)
         self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MOST_IN_FLIGHT, clock)
 
     @property
@@ -75,14 +75,19 @@ class RemoteSpill:
 
     def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Take in that these blocks have come to host memory from the device, a prefix's tail first."""
-        awaited, names = self._awaited[group_id], names[::-1]
-        were_seen = self._seen.has(group_id, names)
-        self._seen.remember(group_id, [name for name, was in zip(names, were_seen, strict=True) if not was])
-        wanted = [name for name, was in zip(names, were_seen, strict=True) if was or name in awaited]
-        for name in wanted:
-            awaited.pop(name, None)
-        is_new = ~self._remote.presence.are_held(group_id, wanted)
-        _note(self._wanted[group_id], list(compress(wanted, is_new.tolist())))
+        if awaited := self._awaited[group_id]:
+            come = [name for name in reversed(names) if name in awaited]
+            for name in come:
+                del awaited[name]
+            _note(self._wanted[group_id], come)
+
+    def on_missed(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that a request asks for these blocks, of one prefix in its order, and nothing nearer has them."""
+        if not names:
+            return
+        were_missed = self._missed.has(group_id, names)
+        self._missed.remember(group_id, [name for name, was in zip(names, were_missed, strict=True) if not was])
+        _note(self._awaited[group_id], list(compress(names, were_missed)))
 
     def spill(self) -> None:
         """Start to put batches, and count those that hang."""
