@@ -21,9 +21,9 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MOST_WANTED = 1 << 16  # blocks
 MOST_MISSED = 1 << 20  # blocks remembered that were asked for once, in vain: 8 MiB
-MOST_IN_BATCH = 64  # blocks
+MOST_IN_BATCH = 256  # blocks
 MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
-BATCH_BYTES = 32 << 20  # a store that packs blocks packs those of one batch
+BATCH_BYTES = 64 << 20  # a store that packs blocks packs those of one batch
 
 
 @dataclass(eq=False, slots=True)
