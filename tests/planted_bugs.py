@@ -29,6 +29,13 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a segment whose last block is known from before is not asked for again",
+        "store/remote/segment_search.py",
+        "            if end in self._found:",
+        "            if end not in self._missing:",
+        "tests/store/remote/test_object_remote.py",
+    ),
+    Bug(
         "a run that begins within an interval is taken for all of it",
         "store/remote/segment_names.py",
         "    begun = level_of(run[0].parent) if run[0].parent else TOP",

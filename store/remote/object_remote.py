@@ -105,6 +105,8 @@ class ObjectRemote:
         searches = [SegmentSearch(chain, known=places) for chain in _chains(keys)]
         while names := [name for search in searches for name in search.next_round()]:
             found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
+            if all(is_there is None for is_there in found):
+                break  # nobody answers
             places = self._known.places(keys)
             there = [name for name, is_there in zip(names, found, strict=True) if is_there]
             for search in searches:
