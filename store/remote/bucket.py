@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _PAGE = 1000  # names that one LIST gives and one DELETE takes
 _MOST_AT_ONCE_BYTES = 80 << 20  # a longer object, one whose only block is so long, is put in parts
 _PART_BYTES = 16 << 20
-
-
-_NOT_SO_LONG = re.compile(r"\b416\b|InvalidRange")
+_NOT_SO_LONG = re.compile(
+    r"\b416 R|InvalidRange"
+)  # how a server, and a file system, say that a range is beyond the end
 
 
 class ObjectGone(Exception):

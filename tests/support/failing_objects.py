@@ -55,6 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         start = int(first) if first else max(len(whole) - int(last), 0)
         end = min(int(last) + 1, len(whole)) if first else len(whole)
+        if start >= end:
+            self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
+            return
         self._answer(206, whole[start:end], whole, f"bytes {start}-{end - 1}/{len(whole)}")
 
     def log_message(self, format: str, *args: object) -> None:

@@ -84,6 +84,16 @@ def test_what_cannot_be_asked_for_is_an_error_and_no_miss(server: FailingObjects
         assert {result for result in results if isinstance(result, Fault)} == {Fault.IO_ERROR}
 
 
+def test_an_object_that_is_shorter_now_is_a_miss_and_no_error(server: FailingObjects) -> None:
+    with client_of(server) as client:
+        put(client)
+        server.objects[largest(server)] = b"short"
+
+        results = read(client)
+
+        assert {result for result in results if isinstance(result, Fault)} == {Fault.MISSING}
+
+
 def test_a_request_is_tried_again_twice_before_it_has_failed(server: FailingObjects) -> None:
     with client_of(server) as client:
         refused: dict[str, int] = {}
