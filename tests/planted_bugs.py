@@ -29,6 +29,13 @@ class Bug:
 
 BUGS = [
     Bug(
+        "the end of a document is packed with what one question has after it",
+        "store/remote/segment_names.py",
+        "max(_TIMES_WHAT_FOLLOWS * (len(levels) - at - 1), _ALWAYS_ALLOWED)",
+        "len(levels)",
+        "tests/store/remote/test_segment_search.py",
+    ),
+    Bug(
         "a segment whose last block is known from before is not asked for again",
         "store/remote/segment_search.py",
         "            if end in self._found:",

@@ -88,6 +88,7 @@ class ObjectRemote:
 
     def close(self) -> None:
         self._calls.close()
+        self._bucket.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,19 +1,22 @@
 """`FailingObjects`: the two requests of S3 that a client needs most, over HTTP, of which chosen ones fail."""
 
 import hashlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class FailingObjects(ThreadingHTTPServer):
     """GET, also of ranges, and PUT; *fails* says by method and path which are answered 503. Signatures are not read."""
 
-    daemon_threads = True
+    daemon_threads = False  # so that `server_close` waits for them
 
     def __init__(self) -> None:
+        self._connections: list[socket.socket] = []
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.fails: Callable[[str, str], bool] = lambda method, path: False
@@ -22,6 +25,16 @@ class FailingObjects(ThreadingHTTPServer):
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def hang_up(self) -> None:
+        """End connections that clients keep."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -32,6 +45,7 @@ def failing_objects() -> Iterator[FailingObjects]:
         yield server
         server.shutdown()
         thread.join()
+        server.hang_up()
 
 
 class _Handler(BaseHTTPRequestHandler):
