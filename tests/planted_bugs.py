@@ -29,6 +29,20 @@ class Bug:
 
 BUGS = [
     Bug(
+        "the end of a document is packed with what one question has after it",
+        "store/remote/segment_names.py",
+        "max(_TIMES_WHAT_FOLLOWS * (len(levels) - at - 1), _ALWAYS_ALLOWED)",
+        "len(levels)",
+        "tests/store/remote/test_segment_search.py",
+    ),
+    Bug(
+        "a segment whose last block is known from before is not asked for again",
+        "store/remote/segment_search.py",
+        "            if end in self._found:",
+        "            if end not in self._missing:",
+        "tests/store/remote/test_object_remote.py",
+    ),
+    Bug(
         "a run that begins within an interval is taken for all of it",
         "store/remote/segment_names.py",
         "    begun = level_of(run[0].parent) if run[0].parent else TOP",

@@ -24,6 +24,7 @@ from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.store.remote_store import RemoteRecord, RemoteUsage
 
 BLOCK_TOKENS = 16
+QUESTION_BLOCKS = 30  # a question and its answer
 DOLLARS_A_WRITE = 0.005 / 1000
 DOLLARS_A_READ = 0.0004 / 1000
 SHARE = 0.05  # of the baseline's requests, for a document that was put at once
@@ -66,6 +67,7 @@ class Costs:
     asked: RemoteUsage
     read: RemoteUsage
     in_vain: RemoteUsage  # asked for a document that nobody has put
+    shared: float  # of the document what is found with another question behind it, if it was put with a first one
 
 
 def main() -> None:
@@ -105,6 +107,7 @@ def _rows(document: Document, settings: ObjectSettings, num_chains: int) -> list
         Row(f"{name}: GETs to ask", num_asked, ""),
         Row(f"{name}: GETs to read", num_read, ""),
         Row(f"{name}: GETs to ask in vain", _median(cost.in_vain.num_questions for cost in costs), ""),
+        Row(f"{name}: found by another question", 100 * _median(cost.shared for cost in costs), "%"),
         Row(f"{name}: put", _median(cost.put.written_bytes for cost in costs) / MIB, "MiB"),
         Row(f"{name}: read", _median(cost.read.read_bytes for cost in costs) / MIB, "MiB"),
         Row(f"{name}: a segment", _median(c.put.written_bytes / c.put.num_writes for c in costs) / MIB, "MiB"),
@@ -137,9 +140,19 @@ def _costs(document: Document, settings: ObjectSettings, seed: int) -> Costs:
         assert not any(isinstance(value, Fault) for value in values), "not all that was found is read"
         del values
         assert not any(stranger.ask_many(_chain(document.num_blocks, namespace, "never put")))
-        costs = Costs(writer.usage(), asked, reader.usage(), stranger.usage())
+        costs = Costs(writer.usage(), asked, reader.usage(), stranger.usage(), _shared(document, settings, namespace))
         writer.forget(namespace)
     return costs
+
+
+def _shared(document: Document, settings: ObjectSettings, namespace: bytes) -> float:
+    """Put a document with a question, at once, and ask for it with another: the share of it that is found."""
+    keys = _chain(document.num_blocks, namespace, "shared")
+    first, second = ([*keys, *_chain(QUESTION_BLOCKS, namespace, seed)] for seed in ("one question", "another"))
+    with ObjectRemote(settings) as writer, ObjectRemote(settings) as reader:
+        assert all(writer.put_many(_records(first, 0, len(first), document.block_bytes)))
+        found = [*reader.ask_many(second), False]
+    return found.index(False) / document.num_blocks
 
 
 def _chain(num_blocks: int, namespace: bytes, seed: str) -> list[bytes]:

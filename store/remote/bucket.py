@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _PAGE = 1000  # names that one LIST gives and one DELETE takes
 _MOST_AT_ONCE_BYTES = 80 << 20  # a longer object, one whose only block is so long, is put in parts
 _PART_BYTES = 16 << 20
-
-
-_NOT_SO_LONG = re.compile(r"\b416\b|InvalidRange")
+_NOT_SO_LONG = re.compile(
+    r"\b416 R|InvalidRange"
+)  # how a server, and a file system, say that a range is beyond the end
 
 
 class ObjectGone(Exception):
@@ -50,8 +50,12 @@ class Bucket:
     def __init__(self, settings: ObjectSettings) -> None:
         self.meter = UsageMeter()
         self.where = settings.url
-        self._obstore, self._store = _open(settings)
+        self._obstore, self._opened = _open(settings)
         self._has_suffixes = settings.scheme != "az"  # Azure knows no range of an object's last bytes
+
+    def close(self) -> None:
+        """Let go of the connections, once calls under way have ended; later ones raise `RemoteUnavailable`."""
+        self._opened = None
 
     def read_tail(self, path: str, num_bytes: int) -> Tail | None:
         """The object's last *num_bytes* or fewer, None if there is none. Azure is asked twice."""
@@ -117,16 +121,25 @@ class Bucket:
                 except FileNotFoundError:
                     continue
 
+    @property
+    def _store(self) -> "ObjectStore":
+        opened = self._opened
+        if opened is None:
+            raise RemoteUnavailable("the store is closed")
+        return opened
+
     @contextmanager
     def _told(self) -> Iterator[None]:
         """Errors of the package, whose texts may have an address with a signature, as `RemoteUnavailable`."""
         try:
             yield
+        except RemoteUnavailable:
+            raise
         except (OSError, ValueError, self._obstore.exceptions.BaseError) as error:
             raise RemoteUnavailable(f"{self.where}: {_reason(error)}") from None
 
 
-def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore"]:
+def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore | None"]:
     """The package and its store; ImportError says what to install, ValueError what is wrong with the settings."""
     try:
         import obstore

@@ -88,6 +88,7 @@ class ObjectRemote:
 
     def close(self) -> None:
         self._calls.close()
+        self._bucket.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +106,8 @@ class ObjectRemote:
         searches = [SegmentSearch(chain, known=places) for chain in _chains(keys)]
         while names := [name for search in searches for name in search.next_round()]:
             found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
+            if all(is_there is None for is_there in found):
+                break  # nobody answers
             places = self._known.places(keys)
             there = [name for name, is_there in zip(names, found, strict=True) if is_there]
             for search in searches:

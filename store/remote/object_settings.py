@@ -63,7 +63,7 @@ def _value(name: str, given: object, kind: type) -> object:
     else:
         try:
             value = kind(given)
-        except ValueError:
+        except (TypeError, ValueError):
             value = None
     if value is None:
         raise ValueError(f"object store: {name} = {given!r} is no {kind.__name__}")

@@ -16,7 +16,7 @@ _ENTRY = struct.Struct("<HQ8s")  # bytes of the key after its namespace, bytes o
 _FIELDS = struct.Struct("<4sHIQ")  # magic, version, number of entries, bytes of the entries
 _CHECKSUM_BYTES = 8
 _TRAILER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
-_MOST_FOOTER_BYTES = 16 << 20  # no run has so many blocks; what asks for more is not ours
+_MOST_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; what claims more is not ours
 
 
 class Entry(NamedTuple):

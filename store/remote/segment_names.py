@@ -18,6 +18,10 @@ TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of bloc
 MOST_BYTES = 64 << 20  # of values in a segment, unless one alone has more; else the interval is cut at a lower level
 
 
+_TIMES_WHAT_FOLLOWS = 4
+_ALWAYS_ALLOWED = 8  # blocks
+
+
 class SegmentName(NamedTuple):
     """The interval of *level* that ends with the key *last*; level 0: that block alone.
 
@@ -75,7 +79,11 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Each time the longest interval that begins there, ends within the run, and has no more than `MOST_BYTES`."""
+    """Each time the longest interval that begins there, ends within the run, and has no more than `MOST_BYTES`.
+
+    It has at most four times as many blocks as follow it in the run (or 8): a prompt that shares a document with this
+    one, and goes on otherwise behind it, misses less of it than four times what this one has there.
+    """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
     begun = level_of(run[0].parent) if run[0].parent else TOP  # intervals up to this level begin with the next block
@@ -99,5 +107,7 @@ def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int
         if highest >= begun or num_bytes > MOST_BYTES:
             break
         if levels[at] > highest:
+            if at + 1 - start > max(_TIMES_WHAT_FOLLOWS * (len(levels) - at - 1), _ALWAYS_ALLOWED):
+                break
             highest, end = levels[at], at + 1
     return end

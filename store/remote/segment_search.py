@@ -22,22 +22,21 @@ class SegmentSearch:
         self._keys = keys
         self._levels = [level_of(key) for key in keys]
         self._missing = [at for at, key in enumerate(keys) if key not in known]
-        self._num_wanted = len(self._missing)
+        self._found: set[int] = set()  # in this search; of what is known from before, others may be asked for again
         self._num_parts_asked = 0
         self._asked: dict[SegmentName, int] = {}  # to the level at which it was asked for, of the last round
         self._seen: set[SegmentName] = set()
-        self._reach = [1] * TOP  # by level: how many intervals of the level above it are gone through
+        self._reach = [1] * (TOP + 1)  # by level: how many intervals of the level above it are gone through
         self._has_asked_top = False
 
     def next_round(self) -> list[SegmentName]:
         """What to ask for beside each other; nothing if the search is over."""
         if not self._has_asked_top:
             self._has_asked_top = True
-            top = self._ask({name: TOP for at in self._missing for name in self._names(at, TOP)})
+            top = self._ask({name: TOP for _, _, name in self._ahead(TOP)})
             if top:
                 return top
-        num_found = self._num_wanted - len(self._missing)
-        most = max(_FREE_QUESTIONS + num_found - self._num_parts_asked, 0)
+        most = max(_FREE_QUESTIONS + len(self._found) - self._num_parts_asked, 0)
         ahead = sorted(question for level in range(TOP) for question in self._ahead(level))
         parts = self._ask({name: level for _, level, name in ahead[:most]})  # the last of the chain is left out
         self._num_parts_asked += len(parts)
@@ -48,7 +47,8 @@ class SegmentSearch:
 
         Names of another search are passed over.
         """
-        self._missing = [at for at in self._missing if self._keys[at] not in keys]
+        self._found.update(at for at in self._missing if self._keys[at] in keys)
+        self._missing = [at for at in self._missing if at not in self._found]
         for level in {self._asked.get(name, TOP) for name in names} - {TOP}:
             self._reach[level] *= _GROWTH
 
@@ -58,19 +58,24 @@ class SegmentSearch:
         return list(self._asked)
 
     def _ahead(self, level: int) -> Iterator[tuple[int, int, SegmentName]]:
-        """Where intervals of *level* that hold missing keys end, and their names, as far as that level reaches."""
-        num_passed = 0
+        """Where intervals of *level* end that have missing keys, and their names, as far as that level reaches."""
+        num_passed, end = 0, -1
         for at in self._missing:
-            yield from ((at, level, name) for name in self._names(at, level) if name not in self._seen)
-            num_passed += self._levels[at] > level
+            if at <= end:
+                continue
+            end = next((n for n in range(at, len(self._keys)) if self._levels[n] >= level), len(self._keys))
+            if end == len(self._keys):
+                return
+            if end in self._found:
+                continue  # the interval is there in parts
+            yield from ((end, level, name) for name in self._names(end, level) if name not in self._seen)
+            num_passed += self._levels[end] > level
             if num_passed == self._reach[level]:
                 return
 
     def _names(self, at: int, level: int) -> Iterator[SegmentName]:
-        """Names of the interval of *level* that ends at key *at*: none if it ends no such one, several where the chain
-        may have begun before the first key, so that not all of the interval is known."""
-        if self._levels[at] < level:
-            return
+        """Names that the interval of *level* that ends at key *at* may have: several where the chain may have begun
+        before the first key, so that not all of the interval is known."""
         inner = -1
         for before in range(at - 1, -1, -1):
             if self._levels[before] >= level:

@@ -23,6 +23,7 @@ def test_options_may_be_text_or_values() -> None:
         ({"time_out": 3}, "unknown option time_out"),
         ({"timeout_s": "soon"}, "timeout_s"),
         ({"allow_http": "perhaps"}, "allow_http"),
+        ({"timeout_s": None}, "timeout_s"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"num_connections": 0}, "num_connections"),
     ],

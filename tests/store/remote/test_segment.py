@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.store.record import NAMESPACE_BYTES
@@ -11,6 +11,8 @@ from kvtier.store.remote.segment import Entry, checksum, footer_bytes, pack, rea
 from kvtier.store.remote_store import RemoteRecord
 
 NAMESPACE = b"n" * NAMESPACE_BYTES
+
+bounded = settings(deadline=None)
 
 RECORDS = st.lists(
     st.builds(
@@ -32,6 +34,7 @@ def packed_bytes(records: list[RemoteRecord]) -> bytes:
     return bytes(pack(records).data)
 
 
+@bounded
 @given(RECORDS)
 def test_what_was_packed_is_where_the_footer_says(records: list[RemoteRecord]) -> None:
     packed = pack(records)
@@ -45,6 +48,7 @@ def test_what_was_packed_is_where_the_footer_says(records: list[RemoteRecord]) -
     assert [entry.checksum for entry in entries] == [checksum(value) for value in values]
 
 
+@bounded
 @given(RECORDS)
 def test_the_footer_alone_is_enough(records: list[RemoteRecord]) -> None:
     packed = pack(records)
@@ -57,6 +61,7 @@ def test_the_footer_alone_is_enough(records: list[RemoteRecord]) -> None:
     assert read_footer(footer[1:], len(bytes(packed.data)), NAMESPACE) == []
 
 
+@bounded
 @given(RECORDS, st.data())
 def test_a_flipped_bit_of_the_footer_is_seen(records: list[RemoteRecord], data: st.DataObject) -> None:
     packed = pack(records)
@@ -69,6 +74,7 @@ def test_a_flipped_bit_of_the_footer_is_seen(records: list[RemoteRecord], data: 
     assert read(bytes(damaged)) == []
 
 
+@bounded
 @given(RECORDS, st.data())
 def test_a_segment_that_lacks_bytes_or_has_more_is_none(records: list[RemoteRecord], data: st.DataObject) -> None:
     whole = packed_bytes(records)
@@ -79,11 +85,13 @@ def test_a_segment_that_lacks_bytes_or_has_more_is_none(records: list[RemoteReco
     assert read(b"x" + whole) == []
 
 
+@bounded
 @given(RECORDS)
 def test_a_segment_of_another_namespace_is_none(records: list[RemoteRecord]) -> None:
     assert read(packed_bytes(records), b"m" * NAMESPACE_BYTES) == []
 
 
+@bounded
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
 def test_a_footer_that_somebody_made_up_gives_entries_within_the_segment_or_none(middle: bytes, count: int) -> None:
     """With a checksum that is right, as whoever may write there can compute one."""
@@ -96,6 +104,7 @@ def test_a_footer_that_somebody_made_up_gives_entries_within_the_segment_or_none
             assert all(0 <= entry.start <= entry.start + entry.num_bytes <= len(data) for entry in entries)
 
 
+@bounded
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_segment_are_none(data: bytes) -> None:
     assert read(data) == []
