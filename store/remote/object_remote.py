@@ -8,13 +8,13 @@ from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
 from kvtier.store.record import NAMESPACE_BYTES, Fault
-from kvtier.store.remote.bucket import Bucket, ObjectGone
-from kvtier.store.remote.known_segments import KnownSegment, KnownSegments, Place
 from kvtier.store.remote.object_settings import ObjectSettings
-from kvtier.store.remote.parallel_calls import ParallelCalls
-from kvtier.store.remote.segment import Packed, checksum, footer_bytes, pack, read_footer
-from kvtier.store.remote.segment_names import Segment, cut, folder_of
-from kvtier.store.remote.segment_search import SegmentSearch
+from kvtier.store.remote.objects.bucket import Bucket, ObjectGone
+from kvtier.store.remote.objects.known_segments import KnownSegment, KnownSegments, Place
+from kvtier.store.remote.objects.parallel_calls import ParallelCalls
+from kvtier.store.remote.objects.segment import Packed, checksum, footer_bytes, pack, read_footer
+from kvtier.store.remote.objects.segment_names import Segment, cut, folder_of
+from kvtier.store.remote.objects.segment_search import SegmentSearch
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
 
 T = TypeVar("T")

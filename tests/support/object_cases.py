@@ -9,8 +9,8 @@ from obstore.store import from_url
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.remote.object_remote import ObjectRemote
 from kvtier.store.remote.object_settings import ObjectSettings
-from kvtier.store.remote.segment import pack, read_footer
-from kvtier.store.remote.segment_names import folder_of
+from kvtier.store.remote.objects.segment import pack, read_footer
+from kvtier.store.remote.objects.segment_names import folder_of
 from kvtier.store.remote_store import RemoteRecord, RemoteStore
 
 

@@ -2,8 +2,8 @@
 
 from chains import chain_keys
 
-from kvtier.store.remote.known_segments import KnownSegment, KnownSegments
-from kvtier.store.remote.segment import Entry
+from kvtier.store.remote.objects.known_segments import KnownSegment, KnownSegments
+from kvtier.store.remote.objects.segment import Entry
 
 KEYS = chain_keys(40)
 

@@ -21,8 +21,8 @@ from kvtier.store.codec.codec import CODECS, NO_CODEC
 from kvtier.store.record import Fault, digest
 from kvtier.store.remote.object_remote import ObjectRemote
 from kvtier.store.remote.object_settings import ObjectSettings
+from kvtier.store.remote.objects.segment_names import folder_of
 from kvtier.store.remote.sealed_remote import SealedRemote
-from kvtier.store.remote.segment_names import folder_of
 from kvtier.store.remote_store import RemoteUnavailable
 
 BLOCK_BYTES = 120

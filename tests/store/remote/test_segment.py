@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.store.record import NAMESPACE_BYTES
-from kvtier.store.remote.segment import Entry, checksum, footer_bytes, pack, read_footer
+from kvtier.store.remote.objects.segment import Entry, checksum, footer_bytes, pack, read_footer
 from kvtier.store.remote_store import RemoteRecord
 
 NAMESPACE = b"n" * NAMESPACE_BYTES

@@ -5,7 +5,7 @@ import random
 import pytest
 from chains import chain_keys, records_of
 
-from kvtier.store.remote.segment_names import MOST_BYTES, TOP, SegmentName, cut, level_of
+from kvtier.store.remote.objects.segment_names import MOST_BYTES, TOP, SegmentName, cut, level_of
 from kvtier.store.remote_store import RemoteRecord
 
 

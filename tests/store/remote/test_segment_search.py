@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 from chains import chain_keys, records_of
 
-from kvtier.store.remote.segment_names import SegmentName, cut
-from kvtier.store.remote.segment_search import SegmentSearch
+from kvtier.store.remote.objects.segment_names import SegmentName, cut
+from kvtier.store.remote.objects.segment_search import SegmentSearch
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.store.remote.segment import Entry
-from kvtier.store.remote.segment_names import folder_of
+from kvtier.store.remote.objects.segment import Entry
+from kvtier.store.remote.objects.segment_names import folder_of
 
 _MOST_KEYS = 200_000  # about 100 MB; a document of a million tokens has 62,500 blocks
 _MOST_REFUSED = 1_000

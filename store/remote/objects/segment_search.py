@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Sequence
 
-from kvtier.store.remote.segment_names import TOP, SegmentName, level_of
+from kvtier.store.remote.objects.segment_names import TOP, SegmentName, level_of
 
 _FREE_QUESTIONS = 64  # for segments below the top level, in a search that finds nothing
 _GROWTH = 4

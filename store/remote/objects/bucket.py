@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.store.remote.object_settings import ObjectSettings
-from kvtier.store.remote.usage_meter import UsageMeter
+from kvtier.store.remote.objects.usage_meter import UsageMeter
 from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
 
 if TYPE_CHECKING:
