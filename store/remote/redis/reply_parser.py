@@ -23,8 +23,9 @@ _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by defau
 class ReplyParser(BaseParser):
     """RESP 2, of which each value is a memoryview over memory of its own.
 
-    redis-py's own parsers receive 32 KiB at a time, append them to a buffer and copy the value out of it; this one
-    receives a value of 1 MiB in a few calls, at its place. Belongs to one connection.
+    redis-py's own parsers, hiredis too, receive 32 KiB at a time, append them to a buffer and copy the value out of it;
+    this one receives a value of 1 MiB in a few calls, at its place. They bear so much silence in each call, this one
+    has a deadline for the whole reply, however it drips. Belongs to one connection.
     """
 
     def __init__(self, socket_read_size: int, memory: ValueMemory) -> None:
