@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-_KEPT_BYTES = 16 << 20
+_KEPT_BYTES = 64 << 20  # of a process
 _LEAST_BYTES = 128 << 10  # malloc takes anything from here on from the kernel, and gives it back
 
 Memory = npt.NDArray[np.uint8]
