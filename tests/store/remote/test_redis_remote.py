@@ -91,6 +91,30 @@ def test_a_large_record_that_does_not_fit_is_not_half_there(redis_server: RedisS
         assert put_blocks(store, 1, num_bytes=40 * MIB) == [False]
 
         assert store.ask_many([key_of(1)]) == [False]
+        assert redis_server.ask("DBSIZE") == 0
+
+
+def test_a_large_record_that_is_there_stays_when_it_is_put_into_a_full_server(
+    redis_server: RedisServer, store: RedisRemote
+) -> None:
+    put_blocks(store, 1, num_bytes=10 * MIB)
+    with room_for(redis_server, 0, "noeviction"):
+        assert put_blocks(store, 1, num_bytes=10 * MIB) == [False]
+
+        assert read_blocks(store, 1, num_bytes=10 * MIB) == [blob_of(1, 10 * MIB).digest]
+
+
+@pytest.mark.parametrize(("num_bytes", "num_parts"), [(4 * MIB, 1), (4 * MIB + 4098, 2), (8 * MIB, 2), (20 * MIB, 5)])
+def test_a_record_has_as_few_parts_as_it_needs(
+    redis_server: RedisServer, store: RedisRemote, num_bytes: int, num_parts: int
+) -> None:
+    sealed = SealedRemote(store, NO_CODEC, Cipher(bytes(32)))  # which makes it a little longer
+    out = memoryview(bytearray(num_bytes))
+
+    assert sealed.put_many([blob_of(1, num_bytes)]) == [True]
+
+    assert redis_server.ask("DBSIZE") == num_parts
+    assert sealed.read_many([key_of(1)], [out]) == [blob_of(1, num_bytes).digest]
 
 
 def test_a_server_that_evicts_takes_everything_and_never_has_more_than_it_may(
