@@ -19,9 +19,7 @@ class RemoteLoad:
     """The load of *blobs*, which are all there when it begins. What it has seen may be read at any time."""
 
     def __init__(self, store: RemoteStore, blobs: Sequence[Blob]) -> None:
-        self.wrong: list[
-            object
-        ] = []  # errors that are not `RemoteUnavailable`, results that are neither right nor missing
+        self.wrong: list[object] = []  # errors but `RemoteUnavailable`, results that are neither right nor a miss
         self.num_calls = 0
         self.num_unavailable = 0  # calls of these
         self.num_incomplete = 0  # reads that have found some and not all
@@ -32,11 +30,8 @@ class RemoteLoad:
         self._keys = [blob.key for blob in blobs]
         self._good = [blob.digest for blob in blobs]
         self._is_over = threading.Event()
-        calls = [
-            *[self._read] * NUM_READERS,
-            lambda: self._store.ask_many(self._keys),
-            lambda: self._store.put_many(blobs),
-        ]
+        reads: list[Callable[[], object]] = [self._read] * NUM_READERS
+        calls = [*reads, lambda: self._store.ask_many(self._keys), lambda: self._store.put_many(blobs)]
         self._threads = [threading.Thread(target=self._play, args=(call,)) for call in calls]
 
     def __enter__(self) -> Self:
