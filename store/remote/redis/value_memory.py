@@ -19,9 +19,8 @@ class ValueMemory:
     """
 
     def __init__(self) -> None:
-        self._free: deque[Memory] = (
-            deque()
-        )  # its methods are whole: no lock, which a thread might hold as memory comes back
+        # Its methods are whole. A lock might be held by the very thread in which memory comes back.
+        self._free: deque[Memory] = deque()
 
     def take(self, num_bytes: int) -> memoryview:
         """Memory of *num_bytes*, with arbitrary bytes."""
