@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from foreign.told_script import ToldScript
 from redis import Redis
-from redis_servers import running_server
+from redis_servers import SERVER, running_server
 
 from bench.report import Row, arguments, publish
 from bench.rounds import KIB, MIB, Side, Work, alternate, compared, gb_per_s, in_words, ready, seconds
@@ -236,7 +236,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--python", help="of an environment with lmcache: make .venv/foreign/installed")
     parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
     parser.add_argument("--rounds", type=int, help=f"of each measurement ({Scale.rounds})")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.url is None and SERVER is None:
+        parser.error("needs redis-server: apt-get install redis-server, or name a server with --url")
+    return options
 
 
 def main() -> None:

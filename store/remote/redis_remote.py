@@ -142,16 +142,19 @@ class RedisRemote:
         ]
 
     def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
-        """Put the first part last: who reads finds all parts, or those of the record before, which go then."""
+        """Put the first part last: who reads finds all parts, or those of the record before.
+
+        What no record needs then is deleted: parts of the one before, or ours if not all of them were taken.
+        """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
         parts, old = Parts.named_in(first), Parts.named_in(before) if isinstance(before, memoryview) else None
         assert parts is not None
-        for reply in self._set(list(zip(parts.names(name), rest, strict=True)), until):
-            if isinstance(reply, Exception):
-                return reply
-        (done,) = self._set([(name, first)], until)
-        if old is not None and old != parts:
-            self._ask([Command(b"UNLINK", (part,)) for part in old.names(name)], until)
+        replies = self._set(list(zip(parts.names(name), rest, strict=True)), until)
+        refusals = [reply for reply in replies if isinstance(reply, Exception)]
+        (done,) = refusals[:1] or self._set([(name, first)], until)
+        in_vain = parts if isinstance(done, Exception) else old
+        if in_vain is not None and old != parts:
+            self._ask([Command(b"UNLINK", (part,)) for part in in_vain.names(name)], until)
         return done
 
     def _set(self, values: Sequence[tuple[bytes, bytes | memoryview]], until: float) -> list[Reply]:

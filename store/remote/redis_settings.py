@@ -22,7 +22,10 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class RedisTls:
-    """Files in PEM: who signed the server's certificate (None: whom this machine trusts), and our own if it asks."""
+    """Files in PEM: who signed the server's certificate (None: whom this machine trusts), and our own if it asks.
+
+    A node of a cluster needs a certificate for the name, or the IP address, that it announces to clients.
+    """
 
     ca_file: str | None = None
     cert_file: str | None = None

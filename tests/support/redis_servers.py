@@ -21,6 +21,7 @@ from kvtier.store.remote.redis_settings import Address, RedisSettings
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 
 HOST = "127.0.0.1"
+PATIENT_S = 60.0  # a client's timeout, unless a test says otherwise: the machine may be busy
 NUM_SLOTS = 16384
 _QUIET = ("--bind", HOST, "--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", "log")
 _CLUSTER = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
@@ -48,7 +49,7 @@ class RedisServer:
         return Address(HOST, self.port)
 
     def settings(self, **others: Any) -> RedisSettings:
-        return RedisSettings((self.address,), **others)
+        return RedisSettings((self.address,), **{"timeout_s": PATIENT_S, **others})
 
     def client(self, **options: Any) -> Any:
         """redis-py's own client, by which tests see and change what is there."""
@@ -129,7 +130,8 @@ class ClusterOfSix:
         wait_for(self._is_whole, 0.02)
 
     def settings(self, **others: Any) -> RedisSettings:
-        return RedisSettings(tuple(node.address for node in self.nodes), is_cluster=True, **others)
+        addresses = tuple(node.address for node in self.nodes)
+        return RedisSettings(addresses, is_cluster=True, **{"timeout_s": PATIENT_S, **others})
 
     def primaries(self) -> list[RedisServer]:
         return [node for node in self.nodes if node.is_up() and node.told("INFO replication", "role") == "master"]

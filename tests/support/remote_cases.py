@@ -5,10 +5,13 @@ from typing import Any, Protocol
 
 import pytest
 from redis_servers import SERVER
+from store_cases import blob_of, key_of
 
+from kvtier.store.record import Fault
 from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.redis_settings import RedisSettings
-from kvtier.store.remote_store import RemoteStore
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.store.remote_store import RemoteStore, RemoteUnavailable
 
 needs_redis = pytest.mark.skipif(SERVER is None, reason="needs redis-server: apt-get install redis-server")
 
@@ -77,3 +80,22 @@ class RedisCase:
 def redis_name(key: bytes) -> bytes:
     """What a record's key is called in a server."""
     return b"kvtier:{%b}" % key.hex().encode()
+
+
+def put_blocks(store: RemoteStore, *numbers: int, num_bytes: int = 20_000) -> list[bool]:
+    return SealedRemote(store).put_many([blob_of(number, num_bytes) for number in numbers])
+
+
+def read_blocks(store: RemoteStore, *numbers: int, num_bytes: int = 20_000) -> list[bytes | Fault]:
+    """The digest of each block, by which its bytes are known to be right, or its fault."""
+    outs = [memoryview(bytearray(num_bytes)) for _ in numbers]
+    return SealedRemote(store).read_many([key_of(number) for number in numbers], outs)
+
+
+def why_unavailable(call: Callable[[], object]) -> str:
+    """What people are told, in a line."""
+    with pytest.raises(RemoteUnavailable) as told:
+        call()
+    text = str(told.value)
+    assert "\n" not in text
+    return text

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from redis.connection import BlockingConnectionPool, Connection, SSLConnection
@@ -15,7 +14,6 @@ from redis.exceptions import TimeoutError as NoAnswer
 
 from kvtier.store.remote.redis.command import Command, Reply, batches
 from kvtier.store.remote.redis.reply_parser import ReplyParser
-from kvtier.store.remote.redis.value_memory import ValueMemory
 from kvtier.store.remote.redis_settings import Address, RedisSettings
 
 _READ_BYTES = 32 << 10  # of small replies, in one call
@@ -151,7 +149,7 @@ def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
         "socket_timeout": settings.timeout_s,
         "socket_connect_timeout": settings.timeout_s,
         "socket_read_size": _READ_BYTES,
-        "parser_class": partial(ReplyParser, memory=ValueMemory()),
+        "parser_class": ReplyParser,
         "protocol": 2,
         "driver_info": None,
     }

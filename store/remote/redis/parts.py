@@ -8,6 +8,7 @@ import xxhash
 from kvtier.store.remote_store import RemoteRecord
 
 PART_BYTES = 4 << 20
+_SLACK_BYTES = 4096  # that a part may have beyond: what encryption adds is worth no part of its own
 _MAGIC = b"KVTP"  # no record begins like this
 _ID_BYTES = 16
 _MOST_PARTS = 1024  # of a value; 2 GiB, the most that a block may have, are 512
@@ -39,16 +40,20 @@ class Parts(NamedTuple):
 
 
 def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
-    """What is put under the record's own name, and the parts that are put before it: none for a small record."""
+    """What is put under the record's own name, and the parts that are put before it: none for a small record.
+
+    All have about as many bytes. The parts are views of the record's payload.
+    """
     payload = record.payload.cast("B")
-    num_first = PART_BYTES - HEAD_BYTES - len(record.header)
-    if payload.nbytes <= num_first:
+    num_parts = max(1, -(-(payload.nbytes - _SLACK_BYTES) // PART_BYTES))
+    if num_parts == 1:
         return b"".join((record.header, payload)), []
+    part_bytes = -(-payload.nbytes // num_parts)
+    first, *rest = [payload[start : start + part_bytes] for start in range(0, payload.nbytes, part_bytes)]
     hashed = xxhash.xxh3_128(record.header)
     hashed.update(payload)
-    rest = [payload[start : start + PART_BYTES] for start in range(num_first, payload.nbytes, PART_BYTES)]
     head = _HEAD.pack(_MAGIC, hashed.digest(), len(rest))
-    return b"".join((head, record.header, payload[:num_first])), rest
+    return b"".join((head, record.header, first)), rest
 
 
 def joined(first: memoryview, rest: list[memoryview]) -> memoryview:

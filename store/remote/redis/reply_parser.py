@@ -16,6 +16,7 @@ from kvtier.store.remote.redis.command import Reply
 from kvtier.store.remote.redis.value_memory import ValueMemory
 
 _NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_MEMORY = ValueMemory()  # of all connections: what one has received is of use to the next
 _MOST_NESTED = 8  # lists in lists
 _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
 
@@ -23,14 +24,14 @@ _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by defau
 class ReplyParser(BaseParser):
     """RESP 2, of which each value is a memoryview over memory of its own.
 
-    redis-py's own parsers receive 32 KiB at a time, append them to a buffer and copy the value out of it; this one
-    receives a value of 1 MiB in a few calls, at its place. Belongs to one connection.
+    redis-py's own parsers, hiredis too, receive 32 KiB at a time, append them to a buffer and copy the value out of it;
+    this one receives a value of 1 MiB in a few calls, at its place. They bear so much silence in each call, this one
+    has a deadline for the whole reply, however it drips. Belongs to one connection.
     """
 
-    def __init__(self, socket_read_size: int, memory: ValueMemory) -> None:
+    def __init__(self, socket_read_size: int) -> None:
         self._socket: socket.socket | None = None
         self._silence_s: float | None = None  # that the socket bears in one call
-        self._memory = memory
         self._buffer = bytearray(socket_read_size)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what has come and was not parsed
@@ -96,7 +97,7 @@ class ReplyParser(BaseParser):
     def _value(self, num_bytes: int, until: float | None) -> memoryview:
         if not 0 <= num_bytes <= _MOST_VALUE_BYTES:
             raise InvalidResponse(f"a value of {num_bytes} bytes")
-        value = self._memory.take(num_bytes)
+        value = _MEMORY.take(num_bytes)
         num_there = min(num_bytes, self._end - self._start)
         value[:num_there] = self._view[self._start : self._start + num_there]
         self._start += num_there

@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-_KEPT_BYTES = 16 << 20
+_KEPT_BYTES = 64 << 20  # of a process
 _LEAST_BYTES = 128 << 10  # malloc takes anything from here on from the kernel, and gives it back
 
 Memory = npt.NDArray[np.uint8]
@@ -19,9 +19,8 @@ class ValueMemory:
     """
 
     def __init__(self) -> None:
-        self._free: deque[Memory] = (
-            deque()
-        )  # its methods are whole: no lock, which a thread might hold as memory comes back
+        # Its methods are whole. A lock might be held by the very thread in which memory comes back.
+        self._free: deque[Memory] = deque()
 
     def take(self, num_bytes: int) -> memoryview:
         """Memory of *num_bytes*, with arbitrary bytes."""
