@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TypeAlias
 
-from kvtier.engine.commands import serve_arguments, sidecar_arguments
+from kvtier.engine.commands import route_arguments, serve_arguments, sidecar_arguments
 from kvtier.engine.commands.arguments import MODELS, HelpFormatter, OneLineParser, path, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.prove_arguments import add_prove
+from kvtier.engine.commands.route_arguments import add_route
 from kvtier.engine.commands.serve_arguments import add_serve
 from kvtier.engine.commands.sidecar_arguments import add_sidecar
 from kvtier.engine.commands.store_arguments import add_store
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
   kvtier doc add report.txt                    a document that the server keeps warm
   kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
+  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address before several servers
   kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
   kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
   kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
@@ -105,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve(commands, _serve)
     add_doc(commands, _doc)
     add_sidecar(commands, _sidecar)
+    add_route(commands, _route)
     add_explain(commands, _explain)
     add_operate(commands, _operate)
     add_prove(commands, _prove)
@@ -243,6 +246,12 @@ def _prove(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ImportError(f"prove: {error}; pip install 'kvtier[prove]'") from error
     return run(options)
+
+
+def _route(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.route import route
+
+    return route(options.config, route_arguments.given_tables(options), options.check_config)
 
 
 def _sidecar(options: argparse.Namespace) -> int:

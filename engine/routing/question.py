@@ -1,0 +1,137 @@
+"""Question: what a request's body says about where it should go."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
+ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # what has a prompt, and may be asked again if it failed
+
+_SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
+_MOST_SESSION = 1024  # characters of a session's name that count
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The prompt of a request, before it is tokens.
+
+    *text* is of the whole prompt, and of a longer one it is the beginning, as a conversation's is of its next turn's.
+    *tokenize* is what `/tokenize` has to be asked for its tokens; None if it cannot be.
+    """
+
+    text: bytes
+    model: str | None = None
+    salt: str | None = None
+    session: bytes | None = None
+    token_ids: Sequence[int] | None = None
+    tokenize: Mapping[str, object] | None = None
+
+
+def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
+    """The question in the *body* of a request to *path*; None if it has none that can be looked for.
+
+    *session* is what the request's headers call its conversation, *who* the header that says who asks: what two
+    clients call the same is not the same.
+    """
+    if path not in ASKING:
+        return None
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(content, dict) or b'"document_id"' in body or content.get("kvtier"):
+        return None  # a document that was put by name is at one replica
+    text, token_ids, tokenize = _PROMPTS[path](content)
+    return Question(
+        text,
+        _text(content.get("model")),
+        _text(content.get("cache_salt")),
+        _session(content, session, who),
+        token_ids,
+        tokenize,
+    )
+
+
+_Prompt = tuple[bytes, Sequence[int] | None, Mapping[str, object] | None]
+
+
+def _completion(content: Mapping[str, Any]) -> _Prompt:
+    prompt = content.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # of several prompts the first decides
+    if _are_token_ids(prompt):
+        return msgspec.json.encode(prompt), prompt, None
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass"), None, _known(content, "model") | {"prompt": prompt}
+    return msgspec.json.encode(prompt), None, None
+
+
+def _chat(content: Mapping[str, Any]) -> _Prompt:
+    tokenize = {**_known(content, "model", "messages", "tools", "chat_template_kwargs"), "add_generation_prompt": True}
+    return _texts(content, "tools", "messages"), None, tokenize if content.get("messages") else None
+
+
+def _messages(content: Mapping[str, Any]) -> _Prompt:
+    """Anthropic's: a chat whose system message stands beside the others."""
+    text = _texts(content, "tools", "system", "messages")
+    messages, system = content.get("messages"), content.get("system")
+    if content.get("tools") or not isinstance(messages, list):
+        return text, None, None
+    system_messages = [{"role": "system", "content": system}] if system else []
+    chat = [_plain(message) for message in [*system_messages, *messages]]
+    if not chat or None in chat:
+        return text, None, None
+    return text, None, {**_known(content, "model", "chat_template_kwargs"), "messages": chat}
+
+
+def _response(content: Mapping[str, Any]) -> _Prompt:
+    return _texts(content, "tools", "instructions", "input"), None, None
+
+
+_PROMPTS = {COMPLETIONS: _completion, CHAT: _chat, MESSAGES: _messages, RESPONSES: _response}
+
+
+def _are_token_ids(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list) and bool(prompt) and all(type(each) is int and 0 <= each < 1 << 32 for each in prompt)
+    )
+
+
+def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:
+    return {name: content[name] for name in names if content.get(name) is not None}
+
+
+def _texts(content: Mapping[str, Any], *names: str) -> bytes:
+    """What stands under *names*, without the bracket behind the last list, so that a longer list begins with it."""
+    return b"\n".join(msgspec.json.encode(content.get(name)) for name in names).removesuffix(b"]")
+
+
+def _plain(message: object) -> object:
+    """A message of texts alone as OpenAI's chats have it; None for one with anything else in it."""
+    if not isinstance(message, dict):
+        return None
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            return None
+        content = [{"type": "text", "text": part.get("text")} for part in content]
+    return {"role": role, "content": content}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes | None:
+    metadata = content.get("metadata")
+    of_body = [content.get(name) for name in _SESSION_FIELDS]
+    if isinstance(metadata, dict):
+        of_body.append(metadata.get("user_id"))
+    name = next((each for each in (header, *of_body) if isinstance(each, str) and each), None)
+    if name is None:
+        return None
+    text = f"{len(who)} {who}{name[:_MOST_SESSION]}"
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

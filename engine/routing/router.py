@@ -1,0 +1,125 @@
+"""Router: what is known of all replicas, and the choice among them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.engine.routing.config import RouteConfig
+from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
+from kvtier.engine.routing.kv_event import Batch
+from kvtier.engine.routing.policy import Candidate, Choice, RoutingPolicy
+from kvtier.engine.routing.prefix_index import NOTHING, Matched, PrefixIndex
+from kvtier.engine.routing.question import Question
+from kvtier.engine.routing.replica import Health, Replica
+from kvtier.engine.routing.ring import HashRing
+from kvtier.engine.routing.sessions import Sessions
+from kvtier.engine.routing.tokens import TokenArray
+
+TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
+MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
+BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt as it is looked for: its prefixes, in one or several sizes of steps; the first are noted when it is
+    sent. *ring_key* is of its first blocks."""
+
+    num_tokens: int
+    views: Sequence[Prefixes]
+    ring_key: bytes
+    session: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A choice, and how much of the prompt the replica had."""
+
+    choice: Choice
+    matched: Matched
+
+
+class Router:
+    """Chooses, and learns from what replicas tell and what they are sent. Owned by the event loop."""
+
+    def __init__(self, config: RouteConfig, fingerprints: Fingerprints | None = None) -> None:
+        self.replicas: Mapping[str, Replica] = {each.name: Replica(each) for each in config.replicas}
+        self.index = PrefixIndex(fingerprints or Fingerprints(), config.index.max_blocks)
+        self.sessions = Sessions(config.index.max_sessions)
+        self._policy = RoutingPolicy(config.policy)
+        self._first_tokens = config.policy.first_tokens
+        self._ring = HashRing(sorted(self.replicas))
+        for name in self.replicas:
+            self.index.add(name)
+
+    def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
+        """The question as it is looked for. *salt* is what the replicas name its blocks with; *who* keeps texts apart
+        whose tokens are not known."""
+        if tokens is None or not self.index.block_sizes:
+            return self._by_text(question, len(tokens) if tokens is not None else None, who)
+        fingerprints = self.index.fingerprints
+        root = fingerprints.root(question.model if question.model in self.index.loras else None, salt)
+        views = [Prefixes(fingerprints.chain(root, tokens, size), size) for size in sorted(self.index.block_sizes)]
+        first = views[0].fingerprints[: max(1, self._first_tokens // int(views[0].step_tokens))]
+        ring_key = first[-1].to_bytes(8, "big") if first else tokens.tobytes()
+        return RoutedPrompt(len(tokens), views, ring_key, question.session)
+
+    def _by_text(self, question: Question, num_tokens: int | None, who: str) -> RoutedPrompt:
+        fingerprints = self.index.fingerprints
+        root = fingerprints.root("text", question.model, question.salt, who)
+        text = np.frombuffer(question.text[:MOST_TEXT], dtype=np.uint8)
+        prefixes = fingerprints.chain(root, text, TEXT_STEP)
+        first = question.text[: int(self._first_tokens * BYTES_PER_TOKEN)]
+        length = int(len(question.text) / BYTES_PER_TOKEN) if num_tokens is None else num_tokens
+        return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
+
+    def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
+        """The replica for the prompt, none of those that were *tried*; None if no other is open."""
+        matched = self._matched(prompt.views)
+        candidates = [
+            Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
+            for name in self._ring.order(prompt.ring_key)
+            for replica in [self.replicas[name]]
+        ]
+        session = None if prompt.session is None else self.sessions.replica_of(prompt.session)
+        choice = self._policy.choose(prompt.num_tokens, candidates, session)
+        return None if choice is None else Routed(choice, matched.get(choice.name, NOTHING))
+
+    def sent(self, prompt: RoutedPrompt, name: str) -> None:
+        """The prompt was sent to that replica, which will have it soon."""
+        if prompt.views:
+            self.index.expect(name, prompt.views[0])
+        if prompt.session is not None:
+            self.sessions.keep(prompt.session, name)
+
+    def any_open(self, key: bytes, tried: Collection[str] = ()) -> str | None:
+        """A replica for a request without a prompt: always the same for the same *key*, while it is open."""
+        order = self._ring.order(key)
+        return next((name for name in order if self.replicas[name].is_open and name not in tried), None)
+
+    def learn(self, name: str, batch: Batch) -> None:
+        """Take in what a replica tells."""
+        for event in batch.events:
+            self.index.learn(name, event)
+
+    def forget(self, name: str) -> None:
+        """The replica has nothing any more, as far as is known."""
+        self.index.forget(name)
+
+    def bury(self, name: str) -> None:
+        """The replica is dead: what it had is forgotten, and its conversations go elsewhere."""
+        replica = self.replicas[name]
+        if replica.health is not Health.DEAD:
+            replica.health = Health.DEAD
+            self.index.forget(name)
+            self.sessions.forget(name)
+
+    def _matched(self, views: Sequence[Prefixes]) -> Mapping[str, Matched]:
+        """How much each replica has, in the steps in which it has most."""
+        best: dict[str, Matched] = {}
+        for view in views:
+            for name, matched in self.index.matched(view).items():
+                if matched.total > best.get(name, NOTHING).total:
+                    best[name] = matched
+        return best

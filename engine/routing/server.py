@@ -1,0 +1,145 @@
+"""RouteServer: the router on its port, with all that goes on beside answering."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from kvtier.engine.operating.audit_log import AuditLog
+from kvtier.engine.operating.operators import Operators
+from kvtier.engine.routing.app import RouteApp
+from kvtier.engine.routing.config import RouteConfig
+from kvtier.engine.routing.event_feed import EventFeed
+from kvtier.engine.routing.health import HealthCheck
+from kvtier.engine.routing.metrics import RouteMetrics, RouterCollector
+from kvtier.engine.routing.proxy import Proxy
+from kvtier.engine.routing.router import Router
+from kvtier.engine.routing.tokens import Tokens
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.gate import ConnectionLimits, Gate
+from kvtier.engine.server.http_connection import HttpConnection
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+IDLE_S = 4.0  # a connection to a replica is kept: servers of uvicorn's close one after 5
+LEAVING_S = 5  # for the last bytes of answers
+LOOK_S = 0.05  # how often it is looked whether all answers have ended
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server without its handlers of signals, which `commands/route.py` sets for the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RouteServer:
+    """Routes requests that come to a socket which is bound already; `run` runs until `stop`."""
+
+    def __init__(
+        self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
+    ) -> None:
+        """*operators* may drain replicas; *keys* are the replicas'."""
+        self.router = Router(config)
+        self.metrics = RouteMetrics()
+        self._config = config
+        self._bound = bound
+        self._stop = asyncio.Event()
+        self._ends = AsyncExitStack()
+        self._client = _client(config)
+        self._ends.push_async_callback(self._client.aclose)
+        tokens = Tokens(config.tokens, self._client)
+        self.feeds: Mapping[str, EventFeed] = {
+            each.name: EventFeed(each, partial(self.router.learn, each.name), partial(self.router.forget, each.name))
+            for each in config.replicas
+            if each.events is not None
+        }
+        self.metrics.registry.register(RouterCollector(self.router, self.feeds, tokens))
+        proxy = Proxy(config, self.router, tokens, self._client, self.metrics, keys)
+        audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
+        if audit is not None:
+            self._ends.callback(audit.close)
+        self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit)
+        self._health = HealthCheck(config.health, self.router, self._client)
+
+    def stop(self) -> None:
+        """Begin to drain, then end. Called on the event loop."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Route until `stop`. Raises the error that ended what goes on beside."""
+        async with self._ends:
+            await self._health.look()
+            server = _Uvicorn(_settings(self._config, self.app, self.metrics))
+            beside = [asyncio.create_task(each) for each in self._beside()]
+            answering = asyncio.create_task(server.serve([self._bound]))
+            stopping = asyncio.create_task(self._stop.wait())
+            try:
+                done, _ = await asyncio.wait({*beside, answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                await self._drain()
+            finally:
+                server.should_exit = True
+                await answering
+                for task in (*beside, stopping):
+                    task.cancel()
+                await asyncio.gather(*beside, stopping, return_exceptions=True)
+
+    def _beside(self) -> Iterator[Coroutine[Any, Any, None]]:
+        yield self._health.run()
+        for feed in self.feeds.values():
+            yield feed.run()
+
+    async def _drain(self) -> None:
+        """Refuse what comes, and let what runs go on for a while."""
+        self.app.is_ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                while self.app.num_running:
+                    await asyncio.sleep(LOOK_S)
+        if self.app.num_running:
+            log.warning("%d answers were not complete within %g s", self.app.num_running, self._config.drain_s)
+
+
+def _client(config: RouteConfig) -> httpx.AsyncClient:
+    """What asks replicas: over connections that are kept, and by no proxy of the environment."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_S)
+    timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
+    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+
+
+def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        max_header_bytes=config.max_header,
+        header_timeout_s=config.header_timeout_s,
+        max_connections=config.max_connections,
+        max_per_address=config.max_connections_per_address,
+    )
+    gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
+    return uvicorn.Config(
+        app,
+        http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=LEAVING_S,
+    )
+
+
+def keys_of(config: RouteConfig) -> ApiKeys | None:
+    """The replicas' keys. ValueError for a file that cannot be used."""
+    return None if config.api_keys is None else ApiKeys.from_file(Path(config.api_keys).expanduser())

@@ -1,0 +1,76 @@
+"""Tokens: those of a question, which a replica is asked for."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import httpx
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.engine.routing.config import TokensConfig
+from kvtier.engine.routing.question import Question
+from kvtier.engine.routing.replica import Replica
+
+log = logging.getLogger(__name__)
+
+TokenArray = NDArray[np.uint32]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+class Tokens:
+    """Asks the least busy replica's `/tokenize`, as only it has the tokenizer and the chat template that count.
+
+    The newest answers are kept. A replica that has no such route is not asked again. Owned by the event loop.
+    """
+
+    def __init__(self, config: TokensConfig, client: httpx.AsyncClient) -> None:
+        self._config = config
+        self._client = client
+        self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
+        self._unable: set[str] = set()
+        self.num_asked = self.num_failed = 0
+
+    async def of(self, question: Question, replicas: Iterable[Replica], authorization: str | None) -> TokenArray | None:
+        """The question's tokens; None if nobody says in time."""
+        if question.token_ids is not None:
+            return np.array(question.token_ids, dtype=np.uint32)
+        able = [each for each in replicas if each.is_open and each.name not in self._unable]
+        if not self._config.ask or question.tokenize is None or not able:
+            return None
+        body = msgspec.json.encode(question.tokenize)
+        key = blake2b(body, digest_size=16).digest()  # whoever asks: the tokens of a text are no secret to who has it
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        tokens = await self._ask(min(able, key=lambda each: each.load.num_waiting_tokens), body, authorization)
+        if tokens is not None:
+            self._kept[key] = tokens
+            if len(self._kept) > self._config.max_cached:
+                self._kept.popitem(last=False)
+        return tokens
+
+    async def _ask(self, replica: Replica, body: bytes, authorization: str | None) -> TokenArray | None:
+        headers = {"content-type": "application/json"} | ({"authorization": authorization} if authorization else {})
+        self.num_asked += 1
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                answer = await self._client.post(f"{replica.url}/tokenize", content=body, headers=headers)
+            if answer.status_code in (404, 405):
+                log.warning("%s has no /tokenize: prompts are compared by their texts", replica.name)
+                self._unable.add(replica.name)
+            if answer.status_code == 200:
+                return np.array(_ANSWER.decode(answer.content).tokens, dtype=np.uint32)
+        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, OverflowError):
+            pass  # the text has to do
+        self.num_failed += 1
+        return None
