@@ -63,8 +63,8 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 
     host_cost: Part = 0.1
     disk_cost: Part = 0.3
-    queue_weight: Weight = 0.5
-    request_tokens: Weight = 256.0
+    queue_weight: Weight = 0.1
+    request_tokens: Weight = 128.0
     session_tokens: Weight = 1024.0
     first_tokens: Count = 1024
     hash_slack: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.25

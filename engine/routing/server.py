@@ -136,6 +136,7 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,  # the address behind the others in X-Forwarded-For is the one that is connected
         timeout_graceful_shutdown=LEAVING_S,
     )
 
