@@ -22,9 +22,9 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """The replica has these blocks in *medium*. They follow each other, and *parent_block_hash*, if it has
     *token_ids*. Of *group_idx* only the first group is looked at, whose blocks decide how far a prefix goes."""
 
-    block_hashes: list[Name]
+    block_hashes: Sequence[Name]
     parent_block_hash: Name | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     medium: str | None = None
     lora_name: str | None = None
@@ -40,7 +40,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """The replica has these blocks no longer in *medium*."""
 
-    block_hashes: list[Name]
+    block_hashes: Sequence[Name]
     medium: str | None = None
     group_idx: int | None = None
 
