@@ -63,7 +63,10 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     route.add_argument("--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     route.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8080)")
     route.add_argument(
-        "--api-keys", type=some_text, metavar="FILE", help="the servers' own file of API keys, if they have one"
+        "--api-keys",
+        type=some_text,
+        metavar="FILE",
+        help="the servers' own file of API keys, if they have one (default: none)",
     )
     route.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     route.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")

@@ -39,6 +39,7 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
         try:
             parts = urlsplit(self.url)
             is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_usable = is_usable and not (parts.query or parts.fragment or parts.username)  # the name is the URL
         except ValueError:
             is_usable = False
         if not is_usable:
@@ -71,7 +72,7 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 
 
 class IndexConfig(Table, frozen=True, kw_only=True):
-    """`[index]`: *max_blocks* that are known of, some 300 bytes each; *max_sessions* conversations."""
+    """`[index]`: *max_blocks* that are known of, some 250 bytes each; *max_sessions* conversations."""
 
     max_blocks: Count = 2_000_000
     max_sessions: Count = 100_000

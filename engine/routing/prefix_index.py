@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import count
 from math import floor
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvtier.engine.routing.fingerprints import Fingerprint, Fingerprints, Prefix
 from kvtier.engine.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, Event, Name
 from kvtier.tiers.naming.tier import Tier
 
+SWEPT = 1000  # prefixes that are looked at with each event, if a replica was forgotten: 0.2 ms
 MOST_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
 
 
@@ -78,24 +80,33 @@ class PrefixIndex:
         self.num_orphans = 0  # blocks that cannot be placed: the parent was told before the router listened
         self._most_blocks = most_blocks
         self._shifts: dict[str, int] = {}  # where a replica's four bits are
+        self._told_of: set[str] = set()  # replicas that something is known of
+        self._retired = 0  # the bits of replicas from before they were forgotten …
+        self._unswept: list[Fingerprint] = []  # … which these prefixes may have
         self._holders: dict[Fingerprint, int] = {}
         self._names: OrderedDict[Name, Fingerprint] = OrderedDict()
         self._expected: OrderedDict[Fingerprint, None] = OrderedDict()
 
     @property
     def num_prefixes(self) -> int:
-        """How many prefixes some replica has, or should have."""
+        """How many prefixes some replica has, or should have; and had, where that is not swept away yet."""
         return len(self._holders)
 
     def add(self, replica: str) -> None:
         """Begin to know a replica."""
-        free = (shift for shift in range(0, (len(self._shifts) + 1) * _BITS, _BITS))
-        self._shifts[replica] = next(shift for shift in free if shift not in self._shifts.values())
+        self._shifts[replica] = self._free_shift()
 
     def forget(self, replica: str) -> None:
-        """The replica has nothing any more, as far as is known. What its blocks are called is still known."""
-        keep = ~(_ALL << self._shifts[replica])
-        self._holders = {prefix: left for prefix, held in self._holders.items() if (left := held & keep)}
+        """The replica has nothing any more, as far as is known. What its blocks are called is still known.
+
+        It has other bits from now on; those that it had are swept away, some with each event that comes (a new dict of
+        a million prefixes takes half a second, in which nobody could choose).
+        """
+        if replica in self._told_of:
+            self._told_of.discard(replica)
+            self._retired |= _ALL << self._shifts[replica]
+            self._shifts[replica] = self._free_shift()
+            self._unswept = list(self._holders)
 
     def learn(self, replica: str, event: Event) -> None:
         """Take in what a replica tells."""
@@ -103,12 +114,16 @@ class PrefixIndex:
             case AllBlocksCleared():
                 self.forget(replica)
             case BlockStored() if not event.group_idx:
+                self._told_of.add(replica)
                 self._store(self._shifts[replica], event)
             case BlockRemoved() if not event.group_idx:
                 self._remove(self._shifts[replica], event)
+        self._sweep()
 
     def expect(self, replica: str, prefixes: Prefixes) -> None:
         """The replica was sent a prompt with these prefixes. Those that it has by its own word stay as they are."""
+        self._told_of.add(replica)
+        self._sweep()
         shift = self._shifts[replica]
         for prefix in prefixes.fingerprints:
             held = self._holders.get(prefix, 0)
@@ -120,6 +135,12 @@ class PrefixIndex:
         while len(self._expected) > self._most_blocks:
             oldest, _ = self._expected.popitem(last=False)
             self._drop(oldest, self._every(Standing.EXPECTED))
+
+    def expect_no_longer(self, replica: str, prefixes: Prefixes) -> None:
+        """The replica will not compute the prompt that it was sent."""
+        bit = Standing.EXPECTED << self._shifts[replica]
+        for prefix in prefixes.fingerprints:
+            self._drop(prefix, bit)
 
     def matched(self, prefixes: Prefixes) -> Mapping[str, Matched]:
         """How much of a prompt each replica has, of those that have something."""
@@ -148,7 +169,7 @@ class PrefixIndex:
 
     def _counted(self, prefixes: Prefixes, runs: Sequence["_Run"], shift: int) -> Matched:
         """How much one replica has of what the *runs* say."""
-        count = dict.fromkeys(Standing, 0)
+        counts = dict.fromkeys(Standing, 0)
         for run in runs:
             standing = _BEST[run.held >> shift & _ALL]
             if standing is None:  # somewhere up to the run's first block that was looked up
@@ -156,10 +177,10 @@ class PrefixIndex:
                     standing = _BEST[self._holders.get(prefix, 0) >> shift & _ALL]
                     if standing is None:
                         break
-                    count[standing] += 1
+                    counts[standing] += 1
                 break
-            count[standing] += run.end - run.start
-        return Matched(*(floor(blocks * prefixes.step_tokens) for blocks in count.values()))
+            counts[standing] += run.end - run.start
+        return Matched(*(floor(blocks * prefixes.step_tokens) for blocks in counts.values()))
 
     def _store(self, shift: int, event: BlockStored) -> None:
         if event.token_ids:
@@ -185,6 +206,19 @@ class PrefixIndex:
             self._holders[prefix] = left
         else:
             self._holders.pop(prefix, None)
+
+    def _free_shift(self) -> int:
+        """Four bits that no replica has, and none had whose bits are not swept away."""
+        taken = self._retired | sum(_ALL << shift for shift in self._shifts.values())
+        return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
+
+    def _sweep(self) -> None:
+        """Clear the bits that replicas had before they were forgotten, of some prefixes."""
+        for prefix in self._unswept[-SWEPT:]:
+            self._drop(prefix, self._retired)
+        del self._unswept[-SWEPT:]
+        if not self._unswept:
+            self._retired = 0
 
     def _every(self, standing: Standing) -> int:
         """The mask with the bit of that standing for each replica."""

@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -45,6 +44,7 @@ class _Way:
     prompt: RoutedPrompt | None
     key: bytes
     may_repeat: bool
+    reading_s: float = 0.0  # seconds that the prompt's prefixes took
     tried: set[str] = field(default_factory=set)
     refusal: Answer | None = None  # a 503, complete, which is the answer if no other replica gives one
 
@@ -110,9 +110,9 @@ class Proxy:
         tokens = None
         if self._router.index.block_sizes:
             tokens = await self._tokens.of(question, self._router.replicas.values(), headers.get("authorization"))
-        with self._timed():
-            prompt = self._router.prompt(question, tokens, self._salt(who, question.salt), who)
-        return _Way(asked, prompt, key, may_repeat=True)
+        began_at = self._clock()
+        prompt = self._router.prompt(question, tokens, self._salt(who, question.salt), who)
+        return _Way(asked, prompt, key, may_repeat=True, reading_s=self._clock() - began_at)
 
     def _salt(self, who: str, asked: str | None) -> str | None:
         """What the replicas name the blocks of this request with."""
@@ -127,8 +127,9 @@ class Proxy:
             if name is not None:
                 self._metrics.passed(name)
             return None if name is None else _Stop(self._router.replicas[name], 0)
-        with self._timed():
-            routed = self._router.choose(way.prompt, way.tried)
+        began_at = self._clock()
+        routed = self._router.choose(way.prompt, way.tried)
+        self._metrics.choose_seconds.observe(way.reading_s + self._clock() - began_at)
         if routed is None:
             return None
         self._metrics.sent(way.prompt, routed)
@@ -144,7 +145,7 @@ class Proxy:
                 async with answered(self._client, replica.url, way.asked) as answer:
                     work.begin()
                     if answer.status == REFUSED and answer.is_whole:
-                        self._metrics.retries.labels("refused").inc()
+                        self._refused(way, replica, "refused")
                         way.refusal = answer
                         return False
                     await self._send(answer, send)
@@ -162,7 +163,12 @@ class Proxy:
             self._metrics.failures.labels(error.why).inc()
             what = "did not answer in time" if error.why == "timeout" else "ended before it answered"
             raise ApiError(504 if error.why == "timeout" else 502, f"the replica {what}", code="replica_failed")
-        self._metrics.retries.labels(error.why).inc()
+        self._refused(way, replica, error.why)
+
+    def _refused(self, way: _Way, replica: Replica, why: str) -> None:
+        self._metrics.retries.labels(why).inc()
+        if way.prompt is not None:
+            self._router.refused(way.prompt, replica.name)
 
     async def _send(self, answer: Answer, send: Send) -> None:
         """Send the answer on, each part as it comes. `Broken` if it ends too early: then the client's ends too."""
@@ -177,12 +183,6 @@ class Proxy:
                 await send({"type": "http.response.body", "body": _BROKEN_EVENT, "more_body": True})
             raise
         await send({"type": "http.response.body", "body": b""})
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began_at = self._clock()
-        yield
-        self._metrics.choose_seconds.observe(self._clock() - began_at)
 
 
 def _target(scope: Scope) -> bytes:

@@ -93,6 +93,11 @@ class Router:
         if prompt.session is not None:
             self.sessions.keep(prompt.session, name)
 
+    def refused(self, prompt: RoutedPrompt, name: str) -> None:
+        """That replica has not computed the prompt, and will not."""
+        if prompt.views:
+            self.index.expect_no_longer(name, prompt.views[0])
+
     def any_open(self, key: bytes, tried: Collection[str] = ()) -> str | None:
         """A replica for a request without a prompt: always the same for the same *key*, while it is open."""
         order = self._ring.order(key)

@@ -12,7 +12,7 @@ from kvtier.engine.kv_events import EventEncoder
 from kvtier.engine.routing import kv_event
 from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.engine.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
-from kvtier.engine.routing.prefix_index import MOST_LOOKED_UP, Matched, PrefixIndex
+from kvtier.engine.routing.prefix_index import MOST_LOOKED_UP, SWEPT, Matched, PrefixIndex
 from kvtier.tiers.naming import events as own
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.groups import FullAttention
@@ -162,6 +162,23 @@ def test_nothing_is_left_of_a_replica_that_is_forgotten(clear: object) -> None:
 
     assert index.matched(prefixes(index, range(64))) == {"b": Matched(device=64)}
     assert index.matched(prefixes(index, range(100, 200))) == {"b": Matched(expected=96)}
+
+
+def test_what_a_replica_had_is_swept_away_as_events_come_however_often_it_is_forgotten() -> None:
+    index = made()
+    for number in range(3 * SWEPT // 10):
+        index.learn("a", stored(range(1000 * number, 1000 * number + 160)))
+    assert index.num_prefixes == 3 * SWEPT
+
+    for _ in range(5):
+        index.forget("a")
+        index.learn("a", stored(range(160)))
+        index.learn("b", stored(range(160)))
+    for _ in range(3):
+        index.learn("b", stored(range(160)))
+
+    assert index.num_prefixes == 10
+    assert index.matched(prefixes(index, range(160))) == {"a": Matched(device=160), "b": Matched(device=160)}
 
 
 def test_names_are_bounded_and_what_is_forgotten_is_believed_of_nobody() -> None:
