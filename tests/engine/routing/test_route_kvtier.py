@@ -1,21 +1,19 @@
 """The router before real servers of kvtier with a small model: what is cached is found, and no request is lost."""
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import anthropic_client
 import pytest
+from foreign.running import free_port
+from routed_servers import Router, routing
 from served_config import configured
 from serving import (
     DEADLINE_S,
@@ -30,49 +28,10 @@ from serving import (
 )
 from small_models import build
 
-from kvtier.engine.routing.config import route_config
-from kvtier.engine.routing.server import RouteServer
-
 pytestmark = pytest.mark.long
 
 DOCUMENT = "The report says that the {} of the year was dry, and that the harvest was small in all parts of it. " * 8
-MATCHED = 'kvtier_route_matched_tokens_total{tier="device"}'
 SEASONS = ("spring", "summer", "autumn", "winter")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
-
-
-@dataclass(frozen=True)
-class Router(Address):
-    """A router in a thread."""
-
-    server: RouteServer
-
-    def metric(self, line: str) -> float:
-        lines = self.get("/metrics").text.splitlines()
-        return sum(float(each.rsplit(" ", 1)[1]) for each in lines if each.startswith(line))
-
-
-@contextmanager
-def routing(replicas: list[dict[str, object]]) -> Iterator[Router]:
-    bound = socket.create_server(("127.0.0.1", 0))
-    loop = asyncio.new_event_loop()
-    config = route_config(None, {"replicas": replicas, "health": {"every_s": 0.2}, "tokens": {"timeout_s": DEADLINE_S}})
-    server = RouteServer(config, bound)
-    thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
-    thread.start()
-    router = Router(bound.getsockname()[1], server)
-    try:
-        come_true(lambda: router.get("/ready").json()["num_open"] == len(replicas))
-        yield router
-    finally:
-        loop.call_soon_threadsafe(server.stop)
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-        loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +86,8 @@ def _ask_until_found(router: Router, text: str) -> None:
     asked(router, text + "Why?")
 
     def is_found() -> bool:
-        before = router.metric(MATCHED)
-        return asked(router, text + "When?") >= least and router.metric(MATCHED) >= before + least
+        before = router.matched("device")
+        return asked(router, text + "When?") >= least and router.matched("device") >= before + least
 
     come_true(is_found)
 
@@ -139,9 +98,9 @@ def test_anthropics_messages_go_the_same_way(servers: tuple[list[ServerInThread]
     least = len(text) // 16 * 16 - 16
 
     def is_found() -> bool:
-        before = router.metric(MATCHED)
+        before = router.matched("device")
         message = anthropic_client.ask(router, 2, messages=[{"role": "user", "content": f"{text} When?"}])
-        return message.usage.cache_read_input_tokens >= least and router.metric(MATCHED) >= before + least
+        return message.usage.cache_read_input_tokens >= least and router.matched("device") >= before + least
 
     come_true(is_found)
 
