@@ -16,7 +16,7 @@ from kvtier.engine.routing.kv_event import Batch, decode
 
 log = logging.getLogger(__name__)
 
-REPLAY_S = 5.0  # in which the next part of a replay comes, or it is given up
+REPLAY_S = 10.0  # nothing else is heard meanwhile
 AGAIN_S = 1.0  # after an error, before the feed begins anew
 _END = -1
 _SEQ_BYTES = 8  # big-endian, signed: the end of a replay is -1
@@ -39,12 +39,19 @@ class EventFeed:
     until it is cancelled.
     """
 
-    def __init__(self, config: ReplicaConfig, take: Callable[[Batch], None], lose: Callable[[], None]) -> None:
-        """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt."""
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        take: Callable[[Batch], None],
+        lose: Callable[[], None],
+        replay_s: float = REPLAY_S,
+    ) -> None:
+        """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt. A replay is
+        given up when its next part has not come for *replay_s* seconds."""
         assert config.events is not None, "nothing to listen to"
         self._name = config.name
         self._endpoint, self._replay_endpoint, self._topic = config.events, config.replay, config.topic.encode()
-        self._take, self._lose = take, lose
+        self._take, self._lose, self._replay_s = take, lose, replay_s
         self._last: Told | None = None  # that was taken
         self._is_in_doubt = False  # the connection was lost: another publisher may answer now
         self.num_batches = self.num_gaps = self.num_replays = self.num_losses = 0
@@ -176,7 +183,7 @@ class EventFeed:
             socket.setsockopt(zmq.IPV6, int("[" in self._replay_endpoint))
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", start.to_bytes(_SEQ_BYTES, "big")])
-            while await socket.poll(int(1000 * REPLAY_S)):
+            while await socket.poll(int(1000 * self._replay_s)):
                 seq, payload = (await socket.recv_multipart())[-2:]
                 if int.from_bytes(seq, "big", signed=True) == _END:
                     return told

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 import httpx
@@ -37,11 +37,14 @@ class Tokens:
         self._config = config
         self._client = client
         self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
+        self._num_kept = 0  # tokens of all that is kept
         self._unable: set[str] = set()
         self.num_asked = self.num_failed = 0
 
-    async def of(self, question: Question, replicas: Iterable[Replica], authorization: str | None) -> TokenArray | None:
-        """The question's tokens; None if nobody says in time."""
+    async def of(
+        self, question: Question, replicas: Iterable[Replica], credentials: Mapping[str, str]
+    ) -> TokenArray | None:
+        """The question's tokens; None if nobody says in time. *credentials*: the headers by which a replica lets in."""
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
         able = [each for each in replicas if each.is_open and each.name not in self._unable]
@@ -52,15 +55,20 @@ class Tokens:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        tokens = await self._ask(min(able, key=lambda each: each.load.num_waiting_tokens), body, authorization)
-        if tokens is not None:
-            self._kept[key] = tokens
-            if len(self._kept) > self._config.max_cached:
-                self._kept.popitem(last=False)
+        tokens = await self._ask(min(able, key=lambda each: each.load.num_waiting_tokens), body, credentials)
+        if tokens is not None and key not in self._kept:
+            self._keep(key, tokens)
         return tokens
 
-    async def _ask(self, replica: Replica, body: bytes, authorization: str | None) -> TokenArray | None:
-        headers = {"content-type": "application/json"} | ({"authorization": authorization} if authorization else {})
+    def _keep(self, key: bytes, tokens: TokenArray) -> None:
+        self._kept[key] = tokens
+        self._num_kept += len(tokens)
+        while self._num_kept > self._config.max_cached:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_kept -= len(oldest)
+
+    async def _ask(self, replica: Replica, body: bytes, credentials: Mapping[str, str]) -> TokenArray | None:
+        headers = {"content-type": "application/json", **credentials}
         self.num_asked += 1
         try:
             async with asyncio.timeout(self._config.timeout_s):

@@ -34,7 +34,9 @@ def routing(replicas: list[dict[str, object]]) -> Iterator[Router]:
     """A router before *replicas*, tables of its configuration, once all are open."""
     bound = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.new_event_loop()
-    config = route_config(None, {"replicas": replicas, "health": {"every_s": 0.2}, "tokens": {"timeout_s": DEADLINE_S}})
+    patient = {"timeout_s": DEADLINE_S}
+    given = {"replicas": replicas, "health": {"every_s": 0.2, **patient}, "tokens": patient}
+    config = route_config(None, given)
     server = RouteServer(config, bound)
     thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
     thread.start()

@@ -61,7 +61,7 @@ async def listening(
 ) -> AsyncIterator[EventFeed]:
     again = publisher.replay_endpoint if replay else None
     config = ReplicaConfig(url="http://replica", events=events or publisher.endpoint, replay=again)
-    feed = EventFeed(config, heard.take, heard.lose)
+    feed = EventFeed(config, heard.take, heard.lose, DEADLINE_S)
     task = asyncio.create_task(feed.run())
     try:
         yield feed

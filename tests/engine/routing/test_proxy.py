@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 from fake_replica import FakeReplica, Heard, begin_events, end_events, event, whole
+from plain_http import NO_TLS
 
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import ZmqPublisher
@@ -23,6 +24,7 @@ from kvtier.tiers.naming.tier import Tier
 
 DEADLINE_S = 60.0  # for what takes milliseconds: reached only when a test fails
 PAUSE_S = 0.005
+HEALTH = {"every_s": 3600.0, "timeout_s": DEADLINE_S}  # replicas are looked at once
 TOKEN = "operators-token"
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 LONG = "A long text that many questions are asked about. " * 100
@@ -60,13 +62,13 @@ async def routing(
     listed = [
         {"url": each.url, "name": each.name, **(endpoints[i] if endpoints else {})} for i, each in enumerate(replicas)
     ]
-    given = {"replicas": listed, "health": {"every_s": 3600.0}, "tokens": {"timeout_s": DEADLINE_S}, **tables}
+    given = {"replicas": listed, "health": HEALTH, "tokens": {"timeout_s": DEADLINE_S}, **tables}
     config: RouteConfig = route_config(None, given)
     bound = socket.create_server(("127.0.0.1", 0))
     server = RouteServer(config, bound, operators, keys)
     running = asyncio.create_task(server.run())
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=NO_TLS) as client:
         await come_true(lambda: server.router.replicas[replicas[0].name].health != "unknown")
         try:
             yield Routed(server, client, running)
@@ -314,7 +316,10 @@ def test_what_is_no_question_is_not_sent_again_once_a_replica_may_have_done_it()
 
 def test_a_replica_that_is_alive_again_is_asked_again() -> None:
     async def play() -> None:
-        async with FakeReplica("a", ready=503) as replica, routing(replica, health={"every_s": 0.01}) as routed:
+        async with (
+            FakeReplica("a", ready=503) as replica,
+            routing(replica, health={**HEALTH, "every_s": 0.01}) as routed,
+        ):
             assert (await routed.complete()).status_code == 503
             replica.ready = 200
             await come_true(lambda: routed.server.router.replicas["a"].is_open)
@@ -443,6 +448,7 @@ def test_with_the_replicas_keys_a_tenants_blocks_are_known_by_its_key() -> None:
 
                 assert await routed.replica_of(tokens, authorization="Bearer anns-api-key") == "a"
                 assert await routed.replica_of(tokens, authorization="Bearer bobs-api-key") == "b"
+                assert await routed.replica_of(tokens, x_api_key="bobs-api-key") == "b"
 
     run(play)
 
