@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -62,12 +61,12 @@ class EventFeed:
         return None if self._last is None else self._last.seq + 1
 
     async def run(self) -> None:
-        """Listen until cancelled. An error of a publisher's is logged, and listening begins anew."""
+        """Listen until cancelled. Whatever a publisher sends, the router lives: listening begins anew."""
         while True:
             try:
                 await self._listen()
-            except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as error:
-                log.warning("events of %s: %s; what it has is learnt anew", self._name, error)
+            except Exception as error:
+                log.warning("events of %s: %r; what it has is learnt anew", self._name, error)
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
 

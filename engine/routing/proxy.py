@@ -33,7 +33,7 @@ SESSION_HEADER = "x-session-id"
 _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 REFUSED = 503  # a replica that loads, drains or is full says so before it begins
 _BROKEN = ApiError(502, "the replica ended before its answer did", code="replica_failed").content()
-_BROKEN_EVENT = b"event: error\n" + data_event({"type": "error", **_BROKEN})
+_BROKEN_EVENT = b"\n\nevent: error\n" + data_event({"type": "error", **_BROKEN})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # what may be asked again although a replica has begun to answer it
 
 

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def _client(config: RouteConfig) -> httpx.AsyncClient:
     # Reading the certificates of all authorities takes a tenth of a second.
     is_encrypted = any(each.url.startswith("https://") for each in config.replicas)
     verify = ssl.create_default_context() if is_encrypted else False
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=verify)
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))  # they are its clients'
+    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=verify, cookies=no_cookies)
 
 
 def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvicorn.Config:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import httpx
 
+from kvtier.engine.server.api_error import ApiError
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 MOST_WHOLE = 64 << 20  # bytes of an answer that says its length: it is read to its end before a byte is sent on
@@ -36,7 +38,11 @@ class NoAnswer(Exception):
 
 
 class Broken(Exception):
-    """A replica's answer has ended too early, and a part of it was sent on."""
+    """A replica's answer has ended too early. *why*: it died, or nothing has come for too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +67,39 @@ class Answer:
 
     @property
     def is_events(self) -> bool:
-        """Whether it is a stream of server-sent events."""
-        return _content_type(self.headers).startswith(b"text/event-stream")
+        """Whether it is a stream of server-sent events, to which one can be added."""
+        headers = dict(self.headers)
+        is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
+        return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
 
 
 @asynccontextmanager
 async def answered(client: httpx.AsyncClient, url: str, asked: Asked) -> AsyncIterator[Answer]:
     """The answer of the replica at *url*; on leaving the replica learns that nobody reads any longer.
 
-    Raises `NoAnswer` if nothing of it has come; *rest* raises `Broken`.
+    Raises `NoAnswer` if nothing of it has come, ApiError for a request that HTTP does not allow; *rest* raises
+    `Broken`.
     """
+    # The target stands beside the URL, as it was sent: it is neither parsed nor made another.
+    target = httpx.URL(url).raw_path.rstrip(b"/") + asked.target
     request = httpx.Request(
-        asked.method, url + asked.target.decode("ascii"), headers=[*asked.headers], content=asked.body
+        asked.method, url, headers=[*asked.headers], content=asked.body, extensions={"target": target}
     )
     try:
         response = await client.send(request, stream=True)
     except (httpx.ConnectError, httpx.ConnectTimeout):
         raise NoAnswer("connect", was_connected=False) from None
-    except httpx.ReadTimeout:
-        raise NoAnswer("timeout", was_connected=True) from None
-    except httpx.TransportError:
-        raise NoAnswer("died", was_connected=True) from None
+    except httpx.LocalProtocolError as error:
+        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_request") from None
+    except httpx.TransportError as error:
+        raise NoAnswer(_why(error), was_connected=True) from None
     async with aclosing(response), aclosing(_pieces(response)) as pieces:
         length = response.headers.get("content-length", "")
         is_whole = length.isdecimal() and int(length) <= MOST_WHOLE
         try:
             first = b"".join([piece async for piece in pieces]) if is_whole else await anext(pieces, b"")
-        except Broken:
-            raise NoAnswer("died", was_connected=True) from None
+        except Broken as error:
+            raise NoAnswer(error.why, was_connected=True) from None
         yield Answer(response.status_code, passed_on(response.headers.raw), first, pieces, is_whole)
 
 
@@ -97,7 +108,11 @@ async def _pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
         async for piece in response.aiter_raw():
             yield piece
     except httpx.TransportError as error:
-        raise Broken(type(error).__name__) from None
+        raise Broken(_why(error)) from None
+
+
+def _why(error: httpx.TransportError) -> str:
+    return "timeout" if isinstance(error, httpx.TimeoutException) else "died"
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
@@ -113,7 +128,3 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     of_connection = _HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}
     return [(name.lower(), value) for name, value in headers if name.lower() not in of_connection]
-
-
-def _content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return next((value.lower() for name, value in headers if name.lower() == b"content-type"), b"")

@@ -65,7 +65,7 @@ async def _play(engine: ToldScript, config: ReplicaConfig) -> None:
         listening.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await listening
-    assert index.block_sizes == {BLOCK, CHUNK}
+    assert set(index.block_sizes) == {BLOCK, CHUNK}
     assert (feed.num_gaps, feed.num_losses) == (0, 0)
 
 

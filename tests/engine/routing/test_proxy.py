@@ -200,6 +200,52 @@ def test_a_body_that_is_too_large_is_refused_in_the_words_of_the_api() -> None:
     run(play)
 
 
+def test_a_target_is_neither_parsed_nor_made_another() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            url = routed.client.base_url
+            for target in (b"/a/../b/./c", b"//@elsewhere/x", b"/a%2e%2e/b;c?d=/../e"):
+                request = httpx.Request("GET", url, extensions={"target": target})
+                assert (await routed.client.send(request)).json() == {"replica": "a"}
+
+            assert [heard.target for heard in replica.heard] == [
+                "/a/../b/./c",
+                "//@elsewhere/x",
+                "/a%2e%2e/b;c?d=/../e",
+            ]
+
+    run(play)
+
+
+def test_what_a_replica_wants_to_have_kept_is_its_clients() -> None:
+    async def play() -> None:
+        async def gives_a_cookie(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nset-cookie: who=ann\r\ncontent-length: 2\r\n\r\n{}")
+
+        async with FakeReplica("a", answer=gives_a_cookie) as replica, routing(replica) as routed:
+            answer = await routed.complete()
+            routed.client.cookies.clear()
+            await routed.complete()
+
+            assert answer.headers["set-cookie"] == "who=ann"
+            assert ["cookie" in heard.headers for heard in replica.heard] == [False, False]
+
+    run(play)
+
+
+def test_a_replica_with_a_path_has_it_before_every_target() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica:
+            replica.url += "/behind/a/proxy"
+            replica.ready_paths = ("/behind/a/proxy/ready",)
+            async with routing(replica) as routed:
+                await routed.complete()
+
+            assert [heard.target for heard in replica.heard] == ["/behind/a/proxy/v1/completions"]
+
+    run(play)
+
+
 # Replicas that fail
 
 
