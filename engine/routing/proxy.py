@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import httpx
+from aiohttp import ClientSession
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -71,13 +71,13 @@ class Proxy:
         config: RouteConfig,
         router: Router,
         tokens: Tokens,
-        client: httpx.AsyncClient,
+        session: ClientSession,
         metrics: RouteMetrics,
         keys: ApiKeys | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """*keys* are those of the replicas, whose blocks are named by tenant."""
-        self._router, self._tokens, self._client, self._metrics = router, tokens, client, metrics
+        self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
         self._keys, self._is_strict = keys, config.tenant_isolation == "strict"
         self._limits = ServerConfig(max_body=config.max_body, body_timeout_s=BODY_S)
         self._clock = clock
@@ -147,7 +147,7 @@ class Proxy:
         replica = stop.replica
         with replica.working(stop.num_tokens) as work:
             try:
-                async with answered(self._client, replica.url, way.asked) as answer:
+                async with answered(self._session, replica.url, way.asked) as answer:
                     work.begin()
                     if answer.status == REFUSED and answer.is_whole:
                         self._refused(way, replica, "refused")

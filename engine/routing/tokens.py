@@ -6,14 +6,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
-import httpx
 import msgspec
 import numpy as np
+from aiohttp import ClientError, ClientSession
 from numpy.typing import NDArray
 
 from kvtier.engine.routing.config import TokensConfig
 from kvtier.engine.routing.question import Question
 from kvtier.engine.routing.replica import Replica
+from kvtier.engine.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,9 @@ class Tokens:
     The newest answers are kept. A replica that has no such route is not asked again. Owned by the event loop.
     """
 
-    def __init__(self, config: TokensConfig, client: httpx.AsyncClient) -> None:
+    def __init__(self, config: TokensConfig, session: ClientSession) -> None:
         self._config = config
-        self._client = client
+        self._session = session
         self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
         self._num_kept = 0  # tokens of all that is kept
         self._unable: set[str] = set()
@@ -72,13 +73,14 @@ class Tokens:
         self.num_asked += 1
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                answer = await self._client.post(f"{replica.url}/tokenize", content=body, headers=headers)
-            if answer.status_code in (404, 405):
+                async with self._session.post(f"{replica.url}/tokenize", data=body, headers=headers) as answer:
+                    status, content = answer.status, await answer.read()
+            if status in (404, 405):
                 log.warning("%s has no /tokenize: prompts are compared by their texts", replica.name)
                 self._unable.add(replica.name)
-            if answer.status_code == 200:
-                return np.array(_ANSWER.decode(answer.content).tokens, dtype=np.uint32)
-        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, OverflowError):
+            if status == 200:
+                return np.array(_ANSWER.decode(content).tokens, dtype=np.uint32)
+        except (NoAnswer, ClientError, OSError, msgspec.MsgspecError, OverflowError):
             pass  # the text has to do
         self.num_failed += 1
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serving import DEADLINE_S, Address, come_true
 
-from kvtier.engine.routing.config import route_config
+from kvtier.engine.routing.config import RouteConfig, route_config
 from kvtier.engine.routing.server import RouteServer
 
 
@@ -37,7 +37,7 @@ def routing(replicas: list[dict[str, object]]) -> Iterator[Router]:
     patient = {"timeout_s": DEADLINE_S}
     given = {"replicas": replicas, "health": {"every_s": 0.2, **patient}, "tokens": patient}
     config = route_config(None, given)
-    server = RouteServer(config, bound)
+    server = loop.run_until_complete(_made(config, bound))
     thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
     thread.start()
     router = Router(bound.getsockname()[1], server)
@@ -49,3 +49,7 @@ def routing(replicas: list[dict[str, object]]) -> Iterator[Router]:
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
         loop.close()
+
+
+async def _made(config: RouteConfig, bound: socket.socket) -> RouteServer:
+    return RouteServer(config, bound)

@@ -217,6 +217,34 @@ def test_a_target_is_neither_parsed_nor_made_another() -> None:
     run(play)
 
 
+def test_an_answer_to_head_has_the_length_and_no_body() -> None:
+    async def play() -> None:
+        async def answers(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n")
+
+        async with FakeReplica("a", answer=answers) as replica, routing(replica) as routed:
+            answer = await routed.client.head("/v1/models")
+
+            assert (answer.status_code, answer.headers["content-length"], answer.content) == (200, "500", b"")
+
+    run(play)
+
+
+@pytest.mark.parametrize("lines", [b"GET /v1/x HTTP/1.1\r\nx-own: \xff", b"GET /\xc3\xa4 HTTP/1.1"])
+def test_what_cannot_be_passed_on_is_refused_and_no_replica_is_believed_to_be_dead(lines: bytes) -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            reader, writer = await asyncio.open_connection("127.0.0.1", routed.client.base_url.port)
+            writer.write(lines + b"\r\nhost: x\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+
+            assert status.startswith(b"HTTP/1.1 400 ")
+            assert (replica.heard, await routed.replica_of()) == ([], "a")
+
+    run(play)
+
+
 def test_what_a_replica_wants_to_have_kept_is_its_clients() -> None:
     async def play() -> None:
         async def gives_a_cookie(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
