@@ -60,6 +60,11 @@ class EventFeed:
         """The number of the batch that comes next; None before the first."""
         return None if self._last is None else self._last.seq + 1
 
+    def start_over(self) -> None:
+        """What was told is forgotten: learn anew all that can be replayed, when the next batch comes."""
+        self._last = None
+        self._is_in_doubt = False
+
     async def run(self) -> None:
         """Listen until cancelled. Whatever a publisher sends, the router lives: listening begins anew."""
         while True:
@@ -145,8 +150,7 @@ class EventFeed:
 
     def _forget(self) -> None:
         self.num_losses += 1
-        self._last = None
-        self._is_in_doubt = False
+        self.start_over()
         self._lose()
 
     def _take_from(self, seq: int, replayed: Sequence[Told]) -> bool:

@@ -51,7 +51,7 @@ class RouteServer:
         self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
     ) -> None:
         """Made on the event loop that it runs on. *operators* may drain replicas; *keys* are the replicas'."""
-        self.router = Router(config)
+        self.router = Router(config, on_dead=self._on_dead)
         self.metrics = RouteMetrics()
         self._config = config
         self._bound = bound
@@ -72,6 +72,11 @@ class RouteServer:
             self._ends.callback(audit.close)
         self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit)
         self._health = HealthCheck(config.health, self.router, session)
+
+    def _on_dead(self, name: str) -> None:
+        """Should it only have been out of reach, its events are learnt anew."""
+        if name in self.feeds:
+            self.feeds[name].start_over()
 
     def stop(self) -> None:
         """Begin to drain, then end. Called on the event loop."""

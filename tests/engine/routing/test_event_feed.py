@@ -91,6 +91,25 @@ def test_what_was_told_before_is_learnt_and_what_follows_too() -> None:
     run(play)
 
 
+def test_what_was_told_is_learnt_anew_when_it_was_forgotten() -> None:
+    async def play() -> None:
+        heard = Heard()
+        with publishing() as publisher:
+            for number in (1, 2):
+                publisher.publish(removal(number))
+            async with listening(publisher, heard) as feed:
+                await heard.become(1, 2)
+                feed.start_over()
+                async with asyncio.timeout(DEADLINE_S):
+                    while 3 not in heard.all:
+                        publisher.publish(removal(3))
+                        await asyncio.sleep(PAUSE_S)
+
+                assert heard.all[:5] == [1, 2, 1, 2, 3]
+
+    run(play)
+
+
 class Wire:
     """A publisher that can leave out messages: it sends what it is told to, with the numbers that it is told."""
 

@@ -493,6 +493,25 @@ def test_a_prompt_goes_to_the_replica_that_has_told_of_it(path: str) -> None:
     run(play)
 
 
+def test_a_replica_that_was_out_of_reach_is_believed_again_when_its_events_come() -> None:
+    async def play() -> None:
+        replica, tokens = FakeReplica("a"), [*range(200)]
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored(tokens))
+            async with replica, routing(replica, endpoints=endpoints, health={**HEALTH, "every_s": 0.01}) as routed:
+                router = routed.server.router
+                await come_true(lambda: router.index.num_prefixes > 0)
+                router.bury("a")
+                await come_true(lambda: router.replicas["a"].is_open)
+                publishers[0].publish(stored([7] * 16))
+                await come_true(lambda: router.index.num_prefixes == 13)
+
+                await routed.complete(tokens)
+                assert await routed.metric('kvtier_route_matched_tokens_total{tier="device"}') == 192
+
+    run(play)
+
+
 def test_token_ids_need_nobody_to_be_asked_and_a_salt_is_looked_at() -> None:
     async def play() -> None:
         replicas = [FakeReplica(name, can_tokenize=False) for name in "ab"]
