@@ -141,6 +141,18 @@ def test_a_prompt_that_was_sent_is_expected_until_it_is_told_of() -> None:
     assert index.matched(sent) == {}, "it was told of, and has gone"
 
 
+def test_what_a_replica_will_not_compute_is_expected_no_longer_and_what_it_has_is_still_had() -> None:
+    index = made()
+    index.learn("a", stored(range(32)))
+    sent = prefixes(index, range(64))
+    for replica in "ab":
+        index.expect(replica, sent)
+
+    index.expect_no_longer("a", sent)
+
+    assert index.matched(sent) == {"a": Matched(device=32), "b": Matched(expected=64)}
+
+
 def test_what_is_expected_does_not_hide_what_is_told() -> None:
     index = made()
     index.learn("a", stored(range(64)))

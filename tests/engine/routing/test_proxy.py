@@ -561,6 +561,22 @@ def test_a_replica_without_tokenize_is_asked_once_and_texts_are_compared() -> No
     run(play)
 
 
+@pytest.mark.parametrize(("max_cached", "num_asked"), [(2 * len(LONG), 1), (len(LONG) // 2, 3)])
+def test_answers_of_tokenize_are_kept_as_far_as_there_is_room(max_cached: int, num_asked: int) -> None:
+    async def play() -> None:
+        replica, tokens = FakeReplica("a"), {"timeout_s": DEADLINE_S, "max_cached": max_cached}
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored([*range(32)]))
+            async with replica, routing(replica, endpoints=endpoints, tokens=tokens) as routed:
+                await come_true(lambda: routed.server.router.index.num_prefixes > 0)
+                for _ in range(3):
+                    await routed.complete(LONG)
+
+                assert await routed.metric('kvtier_route_tokenize_total{result="answered"}') == num_asked
+
+    run(play)
+
+
 def test_documents_and_the_questions_that_name_them_are_at_one_replica() -> None:
     async def play() -> None:
         replicas = [FakeReplica(name) for name in "abc"]
