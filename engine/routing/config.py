@@ -81,13 +81,14 @@ class IndexConfig(Table, frozen=True, kw_only=True):
 class TokensConfig(Table, frozen=True, kw_only=True):
     """`[tokens]`: how the router comes to know a prompt's tokens, which is what events are about.
 
-    With *ask* a replica's `/tokenize` is asked for *timeout_s* seconds at most, and *max_cached* answers are kept.
+    With *ask* a replica's `/tokenize` is asked for *timeout_s* seconds at most, and answers of *max_cached* tokens in
+    all are kept, four bytes each.
     Without it, or without an answer, the prompt's text is compared with what was sent to whom.
     """
 
     ask: bool = True
     timeout_s: Seconds = 1.0
-    max_cached: Count = 1000
+    max_cached: Count = 16_000_000
 
 
 class HealthConfig(Table, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -16,7 +15,7 @@ from kvtier.engine.routing.kv_event import Batch, decode
 
 log = logging.getLogger(__name__)
 
-REPLAY_S = 5.0  # in which the next part of a replay comes, or it is given up
+REPLAY_S = 10.0  # nothing else is heard meanwhile
 AGAIN_S = 1.0  # after an error, before the feed begins anew
 _END = -1
 _SEQ_BYTES = 8  # big-endian, signed: the end of a replay is -1
@@ -39,12 +38,19 @@ class EventFeed:
     until it is cancelled.
     """
 
-    def __init__(self, config: ReplicaConfig, take: Callable[[Batch], None], lose: Callable[[], None]) -> None:
-        """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt."""
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        take: Callable[[Batch], None],
+        lose: Callable[[], None],
+        replay_s: float = REPLAY_S,
+    ) -> None:
+        """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt. A replay is
+        given up when its next part has not come for *replay_s* seconds."""
         assert config.events is not None, "nothing to listen to"
         self._name = config.name
         self._endpoint, self._replay_endpoint, self._topic = config.events, config.replay, config.topic.encode()
-        self._take, self._lose = take, lose
+        self._take, self._lose, self._replay_s = take, lose, replay_s
         self._last: Told | None = None  # that was taken
         self._is_in_doubt = False  # the connection was lost: another publisher may answer now
         self.num_batches = self.num_gaps = self.num_replays = self.num_losses = 0
@@ -54,13 +60,18 @@ class EventFeed:
         """The number of the batch that comes next; None before the first."""
         return None if self._last is None else self._last.seq + 1
 
+    def start_over(self) -> None:
+        """What was told is forgotten: learn anew all that can be replayed, when the next batch comes."""
+        self._last = None
+        self._is_in_doubt = False
+
     async def run(self) -> None:
-        """Listen until cancelled. An error of a publisher's is logged, and listening begins anew."""
+        """Listen until cancelled. Whatever a publisher sends, the router lives: listening begins anew."""
         while True:
             try:
                 await self._listen()
-            except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as error:
-                log.warning("events of %s: %s; what it has is learnt anew", self._name, error)
+            except Exception as error:
+                log.warning("events of %s: %r; what it has is learnt anew", self._name, error)
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
 
@@ -139,8 +150,7 @@ class EventFeed:
 
     def _forget(self) -> None:
         self.num_losses += 1
-        self._last = None
-        self._is_in_doubt = False
+        self.start_over()
         self._lose()
 
     def _take_from(self, seq: int, replayed: Sequence[Told]) -> bool:
@@ -176,7 +186,7 @@ class EventFeed:
             socket.setsockopt(zmq.IPV6, int("[" in self._replay_endpoint))
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", start.to_bytes(_SEQ_BYTES, "big")])
-            while await socket.poll(int(1000 * REPLAY_S)):
+            while await socket.poll(int(1000 * self._replay_s)):
                 seq, payload = (await socket.recv_multipart())[-2:]
                 if int.from_bytes(seq, "big", signed=True) == _END:
                     return told

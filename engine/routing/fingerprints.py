@@ -54,7 +54,9 @@ class Fingerprints:
     ) -> NDArray[np.uint64]:
         """The same, as an array."""
         num_blocks = len(tokens) // block_size
-        powers = self._powers.setdefault(block_size, _Powers(block_size))
+        powers = self._powers.get(block_size)
+        if powers is None:
+            powers = self._powers[block_size] = _Powers(block_size)
         up, down = powers.of(num_blocks)
         mixed = _mixed(tokens[: num_blocks * block_size].astype(np.uint64), self._key)
         blocks = (mixed.reshape(num_blocks, block_size) * powers.in_block).sum(axis=1, dtype=np.uint64)

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 
-import httpx
+from aiohttp import ClientError, ClientSession
 
 from kvtier.engine.routing.config import HealthConfig
 from kvtier.engine.routing.replica import Health, Replica
 from kvtier.engine.routing.router import Router
+from kvtier.engine.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +18,10 @@ READY, HEALTH = "/ready", "/health"  # kvtier has both, vLLM the second
 class HealthCheck:
     """Asks all replicas; what does not answer is forgotten, and what answers again is open again."""
 
-    def __init__(self, config: HealthConfig, router: Router, client: httpx.AsyncClient) -> None:
+    def __init__(self, config: HealthConfig, router: Router, session: ClientSession) -> None:
         self._config = config
         self._router = router
-        self._client = client
+        self._session = session
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -54,9 +55,13 @@ class HealthCheck:
         """What the replica says; None if it says nothing."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                status = (await self._client.get(replica.url + READY)).status_code
+                status = await self._status(replica.url + READY)
                 if status == 404:
-                    status = (await self._client.get(replica.url + HEALTH)).status_code
-        except (httpx.HTTPError, TimeoutError):
+                    status = await self._status(replica.url + HEALTH)
+        except (NoAnswer, ClientError, OSError):
             return None
         return Health.READY if status == 200 else Health.NOT_READY
+
+    async def _status(self, url: str) -> int:
+        async with self._session.get(url, allow_redirects=False) as answer:
+            return answer.status

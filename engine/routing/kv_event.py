@@ -1,7 +1,7 @@
 """KV events as they come over the wire: vLLM's format of today and of before, and LMCache's, which vLLM publishes."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -24,8 +24,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: Sequence[Name]
     parent_block_hash: Name | None
-    token_ids: Sequence[int]
-    block_size: int
+    token_ids: Sequence[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[list[object] | None] | None = None

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvtier.engine.metrics.metric_name import counter, gauge, histogram
+from kvtier.engine.metrics.metric_name import MetricName, counter, gauge, histogram
 from kvtier.engine.routing.event_feed import EventFeed
 from kvtier.engine.routing.replica import Health
 from kvtier.engine.routing.router import Routed, RoutedPrompt, Router
@@ -32,7 +32,7 @@ EVENT_REPLAYS = counter("kvtier_route_event_replays", "Times that a replica was 
 EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that a replica's blocks were forgotten", "replica")
 TOKENIZE = counter("kvtier_route_tokenize", "Questions to replicas for a prompt's tokens, by result", "result")
 
-ALL = tuple(value for value in list(globals().values()) if type(value).__name__ == "MetricName")
+CATALOGUE: tuple[MetricName, ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricName))
 _CHOOSE_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 

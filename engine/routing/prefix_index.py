@@ -1,6 +1,6 @@
 """PrefixIndex: which replica has which prefixes, and in which tier."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,6 +13,7 @@ from kvtier.engine.routing.fingerprints import Fingerprint, Fingerprints, Prefix
 from kvtier.engine.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, Event, Name
 from kvtier.tiers.naming.tier import Tier
 
+MOST_SIZES = 3  # of blocks: an engine's own, and those of one or two caches below it
 SWEPT = 1000  # prefixes that are looked at with each event, if a replica was forgotten: 0.2 ms
 MOST_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
 
@@ -75,10 +76,10 @@ class PrefixIndex:
     def __init__(self, fingerprints: Fingerprints, most_blocks: int) -> None:
         """*most_blocks*: names to know, and as many prefixes that were sent and not told of."""
         self.fingerprints = fingerprints
-        self.block_sizes: set[int] = set()  # of events so far
         self.loras: set[str] = set()
         self.num_orphans = 0  # blocks that cannot be placed: the parent was told before the router listened
         self._most_blocks = most_blocks
+        self._sizes: Counter[int] = Counter()  # of blocks told of, by their sizes
         self._shifts: dict[str, int] = {}  # where a replica's four bits are
         self._told_of: set[str] = set()  # replicas that something is known of
         self._retired = 0  # the bits of replicas from before they were forgotten …
@@ -86,6 +87,11 @@ class PrefixIndex:
         self._holders: dict[Fingerprint, int] = {}
         self._names: OrderedDict[Name, Fingerprint] = OrderedDict()
         self._expected: OrderedDict[Fingerprint, None] = OrderedDict()
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """The most frequent sizes of blocks that are told of: the last chunk of a prompt in LMCache may have any."""
+        return [size for size, _ in self._sizes.most_common(MOST_SIZES)]
 
     @property
     def num_prefixes(self) -> int:
@@ -230,7 +236,7 @@ class PrefixIndex:
         before = self._before(event)
         if before is None or len(event.token_ids) != size * len(event.block_hashes):
             return
-        self.block_sizes.add(size)
+        self._sizes[size] += len(event.block_hashes)
         if event.lora_name is not None:
             self.loras.add(event.lora_name)
         tokens = np.array(event.token_ids, dtype=np.uint64)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import httpx
+from aiohttp import ClientSession
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 BODY_S = 60.0  # in which a body comes
 SESSION_HEADER = "x-session-id"
+_CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 REFUSED = 503  # a replica that loads, drains or is full says so before it begins
 _BROKEN = ApiError(502, "the replica ended before its answer did", code="replica_failed").content()
-_BROKEN_EVENT = b"event: error\n" + data_event({"type": "error", **_BROKEN})
+_BROKEN_EVENT = b"\n\nevent: error\n" + data_event({"type": "error", **_BROKEN})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # what may be asked again although a replica has begun to answer it
 
 
@@ -70,13 +71,13 @@ class Proxy:
         config: RouteConfig,
         router: Router,
         tokens: Tokens,
-        client: httpx.AsyncClient,
+        session: ClientSession,
         metrics: RouteMetrics,
         keys: ApiKeys | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """*keys* are those of the replicas, whose blocks are named by tenant."""
-        self._router, self._tokens, self._client, self._metrics = router, tokens, client, metrics
+        self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
         self._keys, self._is_strict = keys, config.tenant_isolation == "strict"
         self._limits = ServerConfig(max_body=config.max_body, body_timeout_s=BODY_S)
         self._clock = clock
@@ -100,7 +101,9 @@ class Proxy:
         await self._send(way.refusal, send)
 
     async def _way(self, scope: Scope, headers: Headers, body: bytes) -> _Way:
-        path, who = scope["path"], headers.get("authorization") or headers.get("x-api-key") or ""
+        path = scope["path"]
+        credentials = {name: headers[name] for name in _CREDENTIALS if name in headers}
+        who = next(iter(credentials.values()), "")
         asked = Asked(scope["method"], _target(scope), _headers_of(scope), body)
         question = read_question(path, body, headers.get(SESSION_HEADER), who)
         # What has no prompt that could be looked for is always answered by one replica, which has a client's documents.
@@ -109,7 +112,7 @@ class Proxy:
             return _Way(asked, None, key, may_repeat=asked.method in _SAFE or path in ASKING)
         tokens = None
         if self._router.index.block_sizes:
-            tokens = await self._tokens.of(question, self._router.replicas.values(), headers.get("authorization"))
+            tokens = await self._tokens.of(question, self._router.replicas.values(), credentials)
         began_at = self._clock()
         prompt = self._router.prompt(question, tokens, self._salt(who, question.salt), who)
         return _Way(asked, prompt, key, may_repeat=True, reading_s=self._clock() - began_at)
@@ -118,7 +121,9 @@ class Proxy:
         """What the replicas name the blocks of this request with."""
         if self._keys is None:
             return asked
-        return effective_salt(self._keys.tenant_of(who.removeprefix("Bearer ").strip()), asked, self._is_strict)
+        scheme, _, token = who.partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else who
+        return effective_salt(self._keys.tenant_of(key), asked, self._is_strict)
 
     def _next(self, way: _Way) -> _Stop | None:
         """Where the request goes now; None if there is nobody who has not had it."""
@@ -142,7 +147,7 @@ class Proxy:
         replica = stop.replica
         with replica.working(stop.num_tokens) as work:
             try:
-                async with answered(self._client, replica.url, way.asked) as answer:
+                async with answered(self._session, replica.url, way.asked) as answer:
                     work.begin()
                     if answer.status == REFUSED and answer.is_whole:
                         self._refused(way, replica, "refused")

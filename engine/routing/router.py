@@ -1,6 +1,6 @@
 """Router: what is known of all replicas, and the choice among them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +43,17 @@ class Routed:
 class Router:
     """Chooses, and learns from what replicas tell and what they are sent. Owned by the event loop."""
 
-    def __init__(self, config: RouteConfig, fingerprints: Fingerprints | None = None) -> None:
+    def __init__(
+        self,
+        config: RouteConfig,
+        fingerprints: Fingerprints | None = None,
+        on_dead: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """*on_dead* is called with the name of a replica that has died, when what it had is forgotten."""
         self.replicas: Mapping[str, Replica] = {each.name: Replica(each) for each in config.replicas}
         self.index = PrefixIndex(fingerprints or Fingerprints(), config.index.max_blocks)
         self.sessions = Sessions(config.index.max_sessions)
+        self._on_dead = on_dead
         self._policy = RoutingPolicy(config.policy)
         self._first_tokens = config.policy.first_tokens
         self._ring = HashRing(sorted(self.replicas))
@@ -119,6 +126,7 @@ class Router:
             replica.health = Health.DEAD
             self.index.forget(name)
             self.sessions.forget(name)
+            self._on_dead(name)
 
     def _matched(self, views: Sequence[Prefixes]) -> Mapping[str, Matched]:
         """How much each replica has, in the steps in which it has most."""

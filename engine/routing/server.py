@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvicorn
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
@@ -23,6 +23,7 @@ from kvtier.engine.routing.metrics import RouteMetrics, RouterCollector
 from kvtier.engine.routing.proxy import Proxy
 from kvtier.engine.routing.router import Router
 from kvtier.engine.routing.tokens import Tokens
+from kvtier.engine.routing.upstream import sent_once
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.server.http_connection import HttpConnection
@@ -49,28 +50,33 @@ class RouteServer:
     def __init__(
         self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
     ) -> None:
-        """*operators* may drain replicas; *keys* are the replicas'."""
-        self.router = Router(config)
+        """Made on the event loop that it runs on. *operators* may drain replicas; *keys* are the replicas'."""
+        self.router = Router(config, on_dead=self._on_dead)
         self.metrics = RouteMetrics()
         self._config = config
         self._bound = bound
         self._stop = asyncio.Event()
         self._ends = AsyncExitStack()
-        self._client = _client(config)
-        self._ends.push_async_callback(self._client.aclose)
-        tokens = Tokens(config.tokens, self._client)
+        session = _session(config)
+        self._ends.push_async_callback(session.close)
+        tokens = Tokens(config.tokens, session)
         self.feeds: Mapping[str, EventFeed] = {
             each.name: EventFeed(each, partial(self.router.learn, each.name), partial(self.router.forget, each.name))
             for each in config.replicas
             if each.events is not None
         }
         self.metrics.registry.register(RouterCollector(self.router, self.feeds, tokens))
-        proxy = Proxy(config, self.router, tokens, self._client, self.metrics, keys)
+        proxy = Proxy(config, self.router, tokens, session, self.metrics, keys)
         audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
         if audit is not None:
             self._ends.callback(audit.close)
         self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit)
-        self._health = HealthCheck(config.health, self.router, self._client)
+        self._health = HealthCheck(config.health, self.router, session)
+
+    def _on_dead(self, name: str) -> None:
+        """Should it only have been out of reach, its events are learnt anew."""
+        if name in self.feeds:
+            self.feeds[name].start_over()
 
     def stop(self) -> None:
         """Begin to drain, then end. Called on the event loop."""
@@ -112,11 +118,16 @@ class RouteServer:
             log.warning("%d answers were not complete within %g s", self.app.num_running, self._config.drain_s)
 
 
-def _client(config: RouteConfig) -> httpx.AsyncClient:
-    """What asks replicas: over connections that are kept, and by no proxy of the environment."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_S)
-    timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+def _session(config: RouteConfig) -> ClientSession:
+    """What asks replicas: over connections that are kept, and with nothing of its own in a request."""
+    return ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+        timeout=ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=config.timeout_s),
+        cookie_jar=DummyCookieJar(),  # they are its clients'
+        auto_decompress=False,
+        middlewares=(sent_once,),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
 
 
 def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvicorn.Config:

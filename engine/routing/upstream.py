@@ -1,10 +1,22 @@
 """Upstream: one request as it goes to a replica, and its answer as it comes back."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass
+from io import BytesIO
 
-import httpx
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientHandlerType,
+    ClientRequest,
+    ClientResponse,
+    ClientSession,
+    ConnectionTimeoutError,
+)
+from yarl import URL
+
+from kvtier.engine.server.api_error import ApiError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -36,7 +48,11 @@ class NoAnswer(Exception):
 
 
 class Broken(Exception):
-    """A replica's answer has ended too early, and a part of it was sent on."""
+    """A replica's answer has ended too early. *why*: it died, or nothing has come for too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +77,65 @@ class Answer:
 
     @property
     def is_events(self) -> bool:
-        """Whether it is a stream of server-sent events."""
-        return _content_type(self.headers).startswith(b"text/event-stream")
+        """Whether it is a stream of server-sent events, to which one can be added."""
+        headers = dict(self.headers)
+        is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
+        return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
 
 
 @asynccontextmanager
-async def answered(client: httpx.AsyncClient, url: str, asked: Asked) -> AsyncIterator[Answer]:
+async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncIterator[Answer]:
     """The answer of the replica at *url*; on leaving the replica learns that nobody reads any longer.
 
-    Raises `NoAnswer` if nothing of it has come; *rest* raises `Broken`.
+    *session* has the middleware `sent_once`. Raises `NoAnswer` if nothing of it has come, ApiError for a request that
+    HTTP does not allow; *rest* raises `Broken`.
     """
-    request = httpx.Request(
-        asked.method, url + asked.target.decode("ascii"), headers=[*asked.headers], content=asked.body
-    )
+    with closing(await _response(session, url, asked)) as response:
+        async with aclosing(_pieces(response)) as pieces:
+            is_whole = response.content_length is not None and response.content_length <= MOST_WHOLE
+            try:
+                first = b"".join([piece async for piece in pieces]) if is_whole else await anext(pieces, b"")
+            except Broken as error:
+                raise NoAnswer(error.why, was_connected=True) from None
+            yield Answer(response.status, passed_on(response.raw_headers), first, pieces, is_whole)
+
+
+async def _response(session: ClientSession, url: str, asked: Asked) -> ClientResponse:
+    """The answer's head."""
     try:
-        response = await client.send(request, stream=True)
-    except (httpx.ConnectError, httpx.ConnectTimeout):
+        # The target begins with a slash, or it would be a part of the replica's address. It is not made another.
+        if not asked.target.startswith(b"/"):
+            raise ValueError("its target is no path")
+        target = URL(url + asked.target.decode("ascii"), encoded=True)
+        headers = [(name.decode(), value.decode()) for name, value in asked.headers]
+        body = BytesIO(asked.body) if asked.body else None
+        return await session.request(asked.method, target, headers=headers, data=body, allow_redirects=False)
+    except ValueError as error:  # aiohttp's of a URL is a ClientError too
+        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_request") from None
+    except (ClientError, OSError) as error:
+        raise NoAnswer(_why(error), was_connected=True) from None
+
+
+async def sent_once(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
+    """A middleware of aiohttp's, without which it sends GET, PUT and others again by itself. Raises `NoAnswer`."""
+    try:
+        return await handler(request)
+    except (ClientConnectorError, ConnectionTimeoutError):
         raise NoAnswer("connect", was_connected=False) from None
-    except httpx.ReadTimeout:
-        raise NoAnswer("timeout", was_connected=True) from None
-    except httpx.TransportError:
-        raise NoAnswer("died", was_connected=True) from None
-    async with aclosing(response), aclosing(_pieces(response)) as pieces:
-        length = response.headers.get("content-length", "")
-        is_whole = length.isdecimal() and int(length) <= MOST_WHOLE
-        try:
-            first = b"".join([piece async for piece in pieces]) if is_whole else await anext(pieces, b"")
-        except Broken:
-            raise NoAnswer("died", was_connected=True) from None
-        yield Answer(response.status_code, passed_on(response.headers.raw), first, pieces, is_whole)
+    except (ClientError, OSError) as error:
+        raise NoAnswer(_why(error), was_connected=True) from None
 
 
-async def _pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
+async def _pieces(response: ClientResponse) -> AsyncGenerator[bytes]:
     try:
-        async for piece in response.aiter_raw():
+        async for piece in response.content.iter_any():
             yield piece
-    except httpx.TransportError as error:
-        raise Broken(type(error).__name__) from None
+    except (ClientError, OSError) as error:
+        raise Broken(_why(error)) from None
+
+
+def _why(error: Exception) -> str:
+    return "timeout" if isinstance(error, TimeoutError) else "died"
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
@@ -113,7 +151,3 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     of_connection = _HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}
     return [(name.lower(), value) for name, value in headers if name.lower() not in of_connection]
-
-
-def _content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return next((value.lower() for name, value in headers if name.lower() == b"content-type"), b"")

@@ -14,6 +14,7 @@ from kvtier.engine.config import Config, as_config, tree_from_dict
 from kvtier.engine.doors.vllm_connector import counts
 from kvtier.engine.doors.vllm_offloading import tier_counts
 from kvtier.engine.metrics.names import CATALOGUE
+from kvtier.engine.routing.metrics import CATALOGUE as ROUTERS
 from kvtier.engine.sidecar.config import SidecarConfig
 
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
@@ -147,9 +148,15 @@ def test_the_metrics_page_has_each_metric_and_no_other() -> None:
     assert named == exported
 
 
+def test_the_page_of_several_servers_has_each_metric_of_the_routers() -> None:
+    named = set(re.findall(r"\bkvtier_route_\w+", (ROOT / "docs" / "cluster.md").read_text()))
+
+    assert named == {each.name for each in ROUTERS}
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_metric_that_is_named_exists(page: str) -> None:
-    exported = exported_metrics() | metrics_in_vllm()
+    exported = exported_metrics() | metrics_in_vllm() | {each.name for each in ROUTERS}
     named = set(re.findall(r"\bkvtier_\w+", (ROOT / page).read_text())) - {"kvtier_"}
 
     assert named <= exported

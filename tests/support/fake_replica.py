@@ -29,6 +29,7 @@ class FakeReplica:
     heard: list[Heard] = field(default_factory=list)
     answer: "Callable[[FakeReplica, Heard, asyncio.StreamWriter], Awaitable[None]] | None" = None
     can_tokenize: bool = True
+    ready_paths: tuple[str, ...] = ("/ready", "/health")
     num_left: int = 0  # connections on which a client had gone while it was answered
 
     async def __aenter__(self) -> "FakeReplica":
@@ -59,7 +60,7 @@ class FakeReplica:
             writer.close()
 
     async def _respond(self, heard: Heard, writer: asyncio.StreamWriter) -> None:
-        if heard.target in ("/ready", "/health"):
+        if heard.target in self.ready_paths:
             await whole(writer, {"status": "as told"}, self.ready)
         elif heard.target == "/tokenize" and self.can_tokenize:
             tokens = list(json.dumps(heard.content.get("messages", heard.content.get("prompt"))).encode())

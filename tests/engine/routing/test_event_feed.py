@@ -61,7 +61,7 @@ async def listening(
 ) -> AsyncIterator[EventFeed]:
     again = publisher.replay_endpoint if replay else None
     config = ReplicaConfig(url="http://replica", events=events or publisher.endpoint, replay=again)
-    feed = EventFeed(config, heard.take, heard.lose)
+    feed = EventFeed(config, heard.take, heard.lose, DEADLINE_S)
     task = asyncio.create_task(feed.run())
     try:
         yield feed
@@ -87,6 +87,25 @@ def test_what_was_told_before_is_learnt_and_what_follows_too() -> None:
                 await heard.become(1, 2, 3, 4)
                 assert heard.all == [1, 2, 3, 4]
                 assert (feed.num_gaps, feed.num_losses, feed.next_seq) == (0, 0, 4)
+
+    run(play)
+
+
+def test_what_was_told_is_learnt_anew_when_it_was_forgotten() -> None:
+    async def play() -> None:
+        heard = Heard()
+        with publishing() as publisher:
+            for number in (1, 2):
+                publisher.publish(removal(number))
+            async with listening(publisher, heard) as feed:
+                await heard.become(1, 2)
+                feed.start_over()
+                async with asyncio.timeout(DEADLINE_S):
+                    while 3 not in heard.all:
+                        publisher.publish(removal(3))
+                        await asyncio.sleep(PAUSE_S)
+
+                assert heard.all[:5] == [1, 2, 1, 2, 3]
 
     run(play)
 

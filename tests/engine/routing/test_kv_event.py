@@ -67,7 +67,15 @@ def test_events_of_kinds_that_are_not_known_are_left_out_and_the_others_taken() 
 
 
 @pytest.mark.parametrize(
-    "wrong", [b"", b"\xc1", msgspec.msgpack.encode("text"), payload({**STORED, "block_size": "x"})]
+    "wrong",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode("text"),
+        payload({**STORED, "block_size": "x"}),
+        payload({**STORED, "block_size": 0}),
+        payload({**STORED, "token_ids": [-1]}),
+    ],
 )
 def test_what_is_no_batch_is_an_error(wrong: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):

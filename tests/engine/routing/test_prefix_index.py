@@ -141,6 +141,18 @@ def test_a_prompt_that_was_sent_is_expected_until_it_is_told_of() -> None:
     assert index.matched(sent) == {}, "it was told of, and has gone"
 
 
+def test_what_a_replica_will_not_compute_is_expected_no_longer_and_what_it_has_is_still_had() -> None:
+    index = made()
+    index.learn("a", stored(range(32)))
+    sent = prefixes(index, range(64))
+    for replica in "ab":
+        index.expect(replica, sent)
+
+    index.expect_no_longer("a", sent)
+
+    assert index.matched(sent) == {"a": Matched(device=32), "b": Matched(expected=64)}
+
+
 def test_what_is_expected_does_not_hide_what_is_told() -> None:
     index = made()
     index.learn("a", stored(range(64)))
@@ -218,8 +230,21 @@ def test_blocks_of_other_sizes_are_found_at_their_own_ends() -> None:
     index.learn("a", BlockStored([1], None, list(range(64)), 64, "cpu"))
     index.learn("a", BlockStored([2], 1, list(range(64, 128)), 64, "cpu"))
 
-    assert index.block_sizes == {64}
+    assert index.block_sizes == [64]
     assert index.matched(prefixes(index, range(200), size=64)) == {"a": Matched(host=128)}
+
+
+def test_sizes_that_come_once_do_not_push_out_those_that_come_often() -> None:
+    """LMCache's last chunk of a prompt is as long as what is left of it."""
+    index = made()
+    for size in range(1, 60):
+        index.learn("a", BlockStored([1000 + size], None, [*range(size)], size, "cpu"))
+    for number in range(100, 110):
+        index.learn("a", stored(range(number, number + 64)))
+        index.learn("a", BlockStored([number], None, [*range(number, number + 256)], 256, "cpu"))
+
+    assert index.block_sizes[:2] == [16, 256]
+    assert len(index.block_sizes) == 3
 
 
 def test_kvtiers_own_events_are_what_the_router_looks_for() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 from fake_replica import FakeReplica, Heard, begin_events, end_events, event, whole
+from plain_http import NO_TLS
 
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import ZmqPublisher
@@ -23,6 +24,7 @@ from kvtier.tiers.naming.tier import Tier
 
 DEADLINE_S = 60.0  # for what takes milliseconds: reached only when a test fails
 PAUSE_S = 0.005
+HEALTH = {"every_s": 3600.0, "timeout_s": DEADLINE_S}  # replicas are looked at once
 TOKEN = "operators-token"
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 LONG = "A long text that many questions are asked about. " * 100
@@ -60,13 +62,13 @@ async def routing(
     listed = [
         {"url": each.url, "name": each.name, **(endpoints[i] if endpoints else {})} for i, each in enumerate(replicas)
     ]
-    given = {"replicas": listed, "health": {"every_s": 3600.0}, "tokens": {"timeout_s": DEADLINE_S}, **tables}
+    given = {"replicas": listed, "health": HEALTH, "tokens": {"timeout_s": DEADLINE_S}, **tables}
     config: RouteConfig = route_config(None, given)
     bound = socket.create_server(("127.0.0.1", 0))
     server = RouteServer(config, bound, operators, keys)
     running = asyncio.create_task(server.run())
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=NO_TLS) as client:
         await come_true(lambda: server.router.replicas[replicas[0].name].health != "unknown")
         try:
             yield Routed(server, client, running)
@@ -198,6 +200,81 @@ def test_a_body_that_is_too_large_is_refused_in_the_words_of_the_api() -> None:
     run(play)
 
 
+def test_a_target_is_neither_parsed_nor_made_another() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            url = routed.client.base_url
+            for target in (b"/a/../b/./c", b"//@elsewhere/x", b"/a%2e%2e/b;c?d=/../e"):
+                request = httpx.Request("GET", url, extensions={"target": target})
+                assert (await routed.client.send(request)).json() == {"replica": "a"}
+
+            assert [heard.target for heard in replica.heard] == [
+                "/a/../b/./c",
+                "//@elsewhere/x",
+                "/a%2e%2e/b;c?d=/../e",
+            ]
+
+    run(play)
+
+
+def test_an_answer_to_head_has_the_length_and_no_body() -> None:
+    async def play() -> None:
+        async def answers(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n")
+
+        async with FakeReplica("a", answer=answers) as replica, routing(replica) as routed:
+            answer = await routed.client.head("/v1/models")
+
+            assert (answer.status_code, answer.headers["content-length"], answer.content) == (200, "500", b"")
+
+    run(play)
+
+
+@pytest.mark.parametrize("lines", [b"GET /v1/x HTTP/1.1\r\nx-own: \xff", b"GET /\xc3\xa4 HTTP/1.1"])
+def test_what_cannot_be_passed_on_is_refused_and_no_replica_is_believed_to_be_dead(lines: bytes) -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            reader, writer = await asyncio.open_connection("127.0.0.1", routed.client.base_url.port)
+            writer.write(lines + b"\r\nhost: x\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+
+            assert status.startswith(b"HTTP/1.1 400 ")
+            assert replica.heard == []
+            assert await routed.replica_of() == "a"
+
+    run(play)
+
+
+def test_what_a_replica_wants_to_have_kept_is_its_clients() -> None:
+    async def play() -> None:
+        async def gives_a_cookie(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nset-cookie: who=ann\r\ncontent-length: 2\r\n\r\n{}")
+
+        async with FakeReplica("a", answer=gives_a_cookie) as replica, routing(replica) as routed:
+            answer = await routed.complete()
+            routed.client.cookies.clear()
+            await routed.complete()
+
+            assert answer.headers["set-cookie"] == "who=ann"
+            assert ["cookie" in heard.headers for heard in replica.heard] == [False, False]
+
+    run(play)
+
+
+def test_a_replica_with_a_path_has_it_before_every_target() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica:
+            replica.url += "/behind/a/proxy"
+            replica.ready_paths = ("/behind/a/proxy/ready",)
+            async with routing(replica) as routed:
+                await routed.complete()
+
+            assert [heard.target for heard in replica.heard] == ["/behind/a/proxy/v1/completions"]
+
+    run(play)
+
+
 # Replicas that fail
 
 
@@ -314,7 +391,10 @@ def test_what_is_no_question_is_not_sent_again_once_a_replica_may_have_done_it()
 
 def test_a_replica_that_is_alive_again_is_asked_again() -> None:
     async def play() -> None:
-        async with FakeReplica("a", ready=503) as replica, routing(replica, health={"every_s": 0.01}) as routed:
+        async with (
+            FakeReplica("a", ready=503) as replica,
+            routing(replica, health={**HEALTH, "every_s": 0.01}) as routed,
+        ):
             assert (await routed.complete()).status_code == 503
             replica.ready = 200
             await come_true(lambda: routed.server.router.replicas["a"].is_open)
@@ -413,6 +493,25 @@ def test_a_prompt_goes_to_the_replica_that_has_told_of_it(path: str) -> None:
     run(play)
 
 
+def test_a_replica_that_was_out_of_reach_is_believed_again_when_its_events_come() -> None:
+    async def play() -> None:
+        replica, tokens = FakeReplica("a"), [*range(200)]
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored(tokens))
+            async with replica, routing(replica, endpoints=endpoints, health={**HEALTH, "every_s": 0.01}) as routed:
+                router = routed.server.router
+                await come_true(lambda: router.index.num_prefixes > 0)
+                router.bury("a")
+                await come_true(lambda: router.replicas["a"].is_open)
+                publishers[0].publish(stored([7] * 16))
+                await come_true(lambda: router.index.num_prefixes == 13)
+
+                await routed.complete(tokens)
+                assert await routed.metric('kvtier_route_matched_tokens_total{tier="device"}') == 192
+
+    run(play)
+
+
 def test_token_ids_need_nobody_to_be_asked_and_a_salt_is_looked_at() -> None:
     async def play() -> None:
         replicas = [FakeReplica(name, can_tokenize=False) for name in "ab"]
@@ -443,6 +542,7 @@ def test_with_the_replicas_keys_a_tenants_blocks_are_known_by_its_key() -> None:
 
                 assert await routed.replica_of(tokens, authorization="Bearer anns-api-key") == "a"
                 assert await routed.replica_of(tokens, authorization="Bearer bobs-api-key") == "b"
+                assert await routed.replica_of(tokens, x_api_key="bobs-api-key") == "b"
 
     run(play)
 
@@ -457,6 +557,22 @@ def test_a_replica_without_tokenize_is_asked_once_and_texts_are_compared() -> No
 
                 assert len({await routed.replica_of(LONG + str(number)) for number in range(5)}) == 1
                 assert await routed.metric('kvtier_route_tokenize_total{result="failed"}') == 2
+
+    run(play)
+
+
+@pytest.mark.parametrize(("max_cached", "num_asked"), [(2 * len(LONG), 1), (len(LONG) // 2, 3)])
+def test_answers_of_tokenize_are_kept_as_far_as_there_is_room(max_cached: int, num_asked: int) -> None:
+    async def play() -> None:
+        replica, tokens = FakeReplica("a"), {"timeout_s": DEADLINE_S, "max_cached": max_cached}
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored([*range(32)]))
+            async with replica, routing(replica, endpoints=endpoints, tokens=tokens) as routed:
+                await come_true(lambda: routed.server.router.index.num_prefixes > 0)
+                for _ in range(3):
+                    await routed.complete(LONG)
+
+                assert await routed.metric('kvtier_route_tokenize_total{result="answered"}') == num_asked
 
     run(play)
 

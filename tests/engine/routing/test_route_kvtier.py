@@ -1,21 +1,21 @@
 """The router before real servers of kvtier with a small model: what is cached is found, and no request is lost."""
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import anthropic_client
+import httpx
 import pytest
+from foreign.running import free_port
+from plain_http import NO_TLS
+from routed_servers import Router, routing
 from served_config import configured
 from serving import (
     DEADLINE_S,
@@ -30,49 +30,10 @@ from serving import (
 )
 from small_models import build
 
-from kvtier.engine.routing.config import route_config
-from kvtier.engine.routing.server import RouteServer
-
 pytestmark = pytest.mark.long
 
 DOCUMENT = "The report says that the {} of the year was dry, and that the harvest was small in all parts of it. " * 8
-MATCHED = 'kvtier_route_matched_tokens_total{tier="device"}'
 SEASONS = ("spring", "summer", "autumn", "winter")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
-
-
-@dataclass(frozen=True)
-class Router(Address):
-    """A router in a thread."""
-
-    server: RouteServer
-
-    def metric(self, line: str) -> float:
-        lines = self.get("/metrics").text.splitlines()
-        return sum(float(each.rsplit(" ", 1)[1]) for each in lines if each.startswith(line))
-
-
-@contextmanager
-def routing(replicas: list[dict[str, object]]) -> Iterator[Router]:
-    bound = socket.create_server(("127.0.0.1", 0))
-    loop = asyncio.new_event_loop()
-    config = route_config(None, {"replicas": replicas, "health": {"every_s": 0.2}, "tokens": {"timeout_s": DEADLINE_S}})
-    server = RouteServer(config, bound)
-    thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
-    thread.start()
-    router = Router(bound.getsockname()[1], server)
-    try:
-        come_true(lambda: router.get("/ready").json()["num_open"] == len(replicas))
-        yield router
-    finally:
-        loop.call_soon_threadsafe(server.stop)
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-        loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +88,8 @@ def _ask_until_found(router: Router, text: str) -> None:
     asked(router, text + "Why?")
 
     def is_found() -> bool:
-        before = router.metric(MATCHED)
-        return asked(router, text + "When?") >= least and router.metric(MATCHED) >= before + least
+        before = router.matched("device")
+        return asked(router, text + "When?") >= least and router.matched("device") >= before + least
 
     come_true(is_found)
 
@@ -139,9 +100,9 @@ def test_anthropics_messages_go_the_same_way(servers: tuple[list[ServerInThread]
     least = len(text) // 16 * 16 - 16
 
     def is_found() -> bool:
-        before = router.metric(MATCHED)
+        before = router.matched("device")
         message = anthropic_client.ask(router, 2, messages=[{"role": "user", "content": f"{text} When?"}])
-        return message.usage.cache_read_input_tokens >= least and router.metric(MATCHED) >= before + least
+        return message.usage.cache_read_input_tokens >= least and router.matched("device") >= before + least
 
     come_true(is_found)
 
@@ -174,24 +135,42 @@ def test_a_server_that_forgets_all_is_not_believed_to_have_anything(
 def test_a_killed_server_loses_no_request_that_had_not_begun(
     servers: tuple[list[ServerInThread], Router], tmp_path: Path, model_folder: Path
 ) -> None:
-    """A server's process is killed with requests that wait in it: they are answered by the other."""
+    """A server's process is killed with requests that wait in it, half of them for streams. What had not begun is
+    answered by the other; a stream that had begun ends with an error, and none is begun twice."""
     found, _ = servers
     with serving_process(tmp_path, model_folder, configured(tmp_path)) as victim:
         replicas = [{"url": found[0].url, "name": "stays"}, {"url": victim.url, "name": "victim"}]
         with routing(replicas) as router, ThreadPoolExecutor(24) as asking:
-            body = {"model": MODEL, "temperature": 0, "ignore_eos": True, "max_tokens": 200}
-            prompts = [
-                f"{number} is the number of this question, and nobody has asked it before" for number in range(24)
-            ]
-            answers = [
-                asking.submit(router.post, "/v1/completions", json={**body, "prompt": prompt}) for prompt in prompts
-            ]
-            come_true(lambda: router.metric('kvtier_route_replica_requests{replica="victim"}') > 2)
+            answers = [asking.submit(_answer, router, number, number % 2 == 0) for number in range(24)]
+            come_true(lambda: router.metric('kvtier_route_replica_requests{replica="victim"}') > 4)
             victim.signal(signal.SIGKILL)
+            texts = [answer.result() for answer in answers]
 
-            assert [answer.result().status_code for answer in answers] == [200] * 24
-            assert router.metric("kvtier_route_retries_total") > 2
-            assert router.metric("kvtier_route_failures_total") == 0
+            num_broken = router.metric('kvtier_route_failures_total{why="broken"}')
+            assert router.metric("kvtier_route_failures_total") == num_broken
+            assert router.metric("kvtier_route_retries_total") > 0
+            assert all(texts)
+            assert sum("replica_failed" in text for text in texts) == num_broken
+
+
+def _answer(router: Router, number: int, is_streamed: bool) -> str:
+    """All that came of an answer."""
+    prompt = f"{number} is the number of this question, and nobody has asked it before"
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 200}
+    if not is_streamed:
+        answer = router.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+    text = ""
+    with (
+        suppress(httpx.RemoteProtocolError),
+        httpx.Client(timeout=DEADLINE_S, verify=NO_TLS) as client,
+        client.stream("POST", f"{router.url}/v1/completions", json={**body, "stream": True}) as answer,
+    ):
+        for piece in answer.iter_text():
+            text += piece
+    assert text.endswith("data: [DONE]\n\n") or '"replica_failed"' in text
+    return text
 
 
 def test_the_command_routes_until_it_is_told_to_end(servers: tuple[list[ServerInThread], Router]) -> None:
