@@ -75,14 +75,14 @@ BUGS = [
         "store/remote/objects/segment.py",
         "    return packed + fields + checksum(packed, fields, namespace)",
         "    return packed + fields + checksum(packed, fields)",
-        "tests/store/remote/test_segment.py",
+        "tests/store/remote/test_object_segment.py",
     ),
     Bug(
         "a footer may leave bytes of its segment out",
         "store/remote/objects/segment.py",
         "    if len(entries) != num_entries or value_bytes != segment_bytes - num_bytes:",
         "    if len(entries) != num_entries:",
-        "tests/store/remote/test_segment.py",
+        "tests/store/remote/test_object_segment.py",
     ),
     Bug(
         "a level of which something was found is asked for no further ahead",
