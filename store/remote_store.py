@@ -64,8 +64,9 @@ class RemoteStore(Protocol):
         means that the store took it not, or that this is not known: for lack of room, or as part of the store is away.
         """
 
-    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether there is something under it, without reading it. Keys of one chain come in its order."""
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
+        """For each key whether there is something under it, without reading it. Keys of one chain come in its order;
+        *apart*: they are of no chain, and each may be there without those before it."""
 
     def forget(self, namespace: bytes) -> None:
         """Delete everything whose key begins with *namespace* (16 bytes). For operators: takes as long as it takes."""

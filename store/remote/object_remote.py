@@ -46,11 +46,11 @@ class ObjectRemote:
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
         call = self._call()
-        places = self._find(keys, call)
+        places = self._find(_chains(keys), call)
         values = self._read(places, call)
         changed = places.keys() - values.keys()
         if changed:  # in segments that are not what they were: where are they now?
-            places = self._find(keys, call)
+            places = self._find(_chains(keys), call)
             values |= self._read({key: places[key] for key in changed if key in places}, call)
         call.raise_if_in_vain()
         absent = Fault.IO_ERROR if call.errors else Fault.MISSING
@@ -70,10 +70,10 @@ class ObjectRemote:
         }
         return [record.key in done for record in records]
 
-    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
         """See `RemoteStore`. What is known from earlier calls is not asked again, so it may be gone since."""
         call = self._call()
-        places = self._find(keys, call)
+        places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
             call.raise_if_in_vain()
         return [key in places for key in keys]
@@ -100,10 +100,11 @@ class ObjectRemote:
         self._calls.check_open()
         return _Call(self._calls, time.monotonic() + _TIMEOUTS_PER_CALL * self._timeout_s)
 
-    def _find(self, keys: Sequence[bytes], call: "_Call") -> dict[bytes, Place]:
-        """Places of those keys that are in a segment: known already, or asked for."""
+    def _find(self, chains: Sequence[Sequence[bytes]], call: "_Call") -> dict[bytes, Place]:
+        """Places of those of the chains' keys that are in a segment: known already, or asked for."""
+        keys = [key for chain in chains for key in chain]
         places = self._known.places(keys)
-        searches = [SegmentSearch(chain, known=places) for chain in _chains(keys)]
+        searches = [SegmentSearch(chain, known=places) for chain in chains]
         while names := [name for search in searches for name in search.next_round()]:
             found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
             if all(is_there is None for is_there in found):

@@ -56,7 +56,7 @@ class RedisRemote:
         self._check(replies)
         return [not isinstance(reply, Exception) for reply in replies]
 
-    def ask_many(self, keys: Sequence[bytes]) -> list[bool]:
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
         replies = self._asked([Command(b"EXISTS", (self._name(key),)) for key in keys], self._deadline())
         self._count(RemoteUsage(num_questions=len(keys)))
         return [reply == 1 for reply in replies]

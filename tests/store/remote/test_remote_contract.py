@@ -81,6 +81,18 @@ def test_presence_is_told_key_by_key(store: RemoteStore) -> None:
     assert store.ask_many([]) == []
 
 
+def test_blocks_that_are_of_use_without_those_before_them_are_found_apart(case: RemoteCase) -> None:
+    """A window's last blocks are there, and none of the many before them."""
+    blobs = [blob_of(number) for number in (20, 21, 22)]
+    with case.open() as writer, case.open() as reader:
+        SealedRemote(writer).put_many(blobs)
+
+        assert reader.ask_many([key_of(number) for number in range(24)], apart=True) == [
+            number in (20, 21, 22) for number in range(24)
+        ]
+        assert [result for result, _ in read(reader, [blob.key for blob in blobs])] == [blob.digest for blob in blobs]
+
+
 def test_a_call_about_nothing_gives_nothing(store: RemoteStore) -> None:
     assert store.get_many([]) == []
     assert store.put_many([]) == []

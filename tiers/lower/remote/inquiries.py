@@ -104,8 +104,10 @@ class Inquiries:
             return False
         question = Question(group_id, names, min(most, len(names)), attempt, self._clock(), began_at, waiting)
         keys = [self._remote.key(group_id, name) for name in names[: question.num_asked]]
+        apart = self._forgets[group_id]
+        remote = self._remote
         if not self._transfers.watch(
-            self._remote.asks, lambda: self._remote.ask(keys), lambda transfer: self._on_answered(question, transfer)
+            remote.asks, lambda: remote.ask(keys, apart), lambda transfer: self._on_answered(question, transfer)
         ):
             self._remote.asking.withdraw(attempt)
             return False
