@@ -26,11 +26,17 @@ from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
 from kvtier.engine.doors.vllm_connector.settings import settings_of
 from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.engine.doors.vllm_connector.worker_side import WorkerSide
+from kvtier.tiers.naming.tier import Tier
 
 KVConnectorMetadata.register(StepWork)
 KVConnectorWorkerMetadata.register(WorkerReport)
 
 NOTHING_TO_DO = StepWork(0)
+SOURCES = {  # vLLM has no name for a tier that machines share
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
+    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -85,9 +91,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         side = self._half.side
-        num_disk = self._guard.run(lambda: side.disk_tokens(request, num_external_tokens), 0)
-        by_source = {CacheHitSource.DISK: num_disk, CacheHitSource.HOST: num_external_tokens - num_disk}
-        return {source: num_tokens for source, num_tokens in by_source.items() if num_tokens}
+        by_tier = self._guard.run(
+            lambda: side.tokens_by_tier(request, num_external_tokens), {Tier.HOST: num_external_tokens}
+        )
+        return {SOURCES[tier]: num_tokens for tier, num_tokens in by_tier.items() if num_tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         half, state = self._half, scheduler_output.kv_connector_block_state

@@ -13,7 +13,8 @@ from kvtier.engine.doors.vllm_connector.counts import METRIC_PREFIX, Counts
 NAMES = tuple(each.name for each in fields(Counts))
 DOCUMENTATION = {
     "host_tokens": "prompt tokens loaded from host memory",
-    "disk_tokens": "prompt tokens loaded from disk or a remote tier",
+    "disk_tokens": "prompt tokens loaded from disk",
+    "remote_tokens": "prompt tokens loaded from the tier that machines share",
     "late_loads": "prompts that went on with less than was found, at their deadline",
     "stored_blocks": "blocks stored",
     "unstored_blocks": "blocks that found no host slot before their request had ended",

@@ -10,7 +10,8 @@ class Counts:
     """Totals since they were taken last."""
 
     host_tokens: int = 0  # that were loaded from host memory
-    disk_tokens: int = 0  # that were loaded, and on disk or a remote tier only when they were asked for
+    disk_tokens: int = 0  # that were loaded, and on disk only when they were asked for
+    remote_tokens: int = 0  # that were loaded, and in the remote tier only when they were asked for
     late_loads: int = 0  # prompts that went on with less than was found, at their deadline
     stored_blocks: int = 0
     unstored_blocks: int = 0  # that found no slot before their request had ended

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.names import RequestNames
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, are_cold
+from kvtier.tiers.lower.lower_tiers import ON_DISK, ON_REMOTE, Fetch, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.host_memory import HostMemory
 
 
@@ -34,7 +34,7 @@ class _Part:
     first: int
     fetch: Fetch
     names: Sequence[BlockName]
-    was_cold: npt.NDArray[np.bool_]
+    places: Places  # where they were when they were asked for
     states: npt.NDArray[np.uint8] = field(init=False)  # of `_State`
     come: list[int] = field(default_factory=list)  # places that are leased and not given to be verified
 
@@ -88,14 +88,17 @@ class Load:
             found.append(int(part.fetch.slots[place]) if is_good else None)
         return found
 
-    def disk_tokens(self, start: int, end: int) -> int:
-        """How many of the tokens *start* to before *end* were on disk only when they were asked for. The first group
-        that forgets nothing tells, as it has all of them."""
+    def tokens_by_tier(self, start: int, end: int) -> dict[Tier, int]:
+        """How many of the tokens *start* to before *end* were where when they were asked for. The first group that
+        forgets nothing tells, as it has all of them."""
         groups = self._where.groups
         group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
         part, size = self._parts[group_id], groups[group_id].block_size
         blocks = slice(max(0, start // size - part.first), max(0, end // size - part.first))
-        return int(np.count_nonzero(part.was_cold[blocks])) * size
+        from_disk, from_remote = (
+            np.count_nonzero(part.places[blocks] == where) * size for where in (ON_DISK, ON_REMOTE)
+        )
+        return {Tier.HOST: end - start - from_disk - from_remote, Tier.DISK: from_disk, Tier.REMOTE: from_remote}
 
     def poll(self) -> None:
         """Have what has come verified."""
@@ -116,7 +119,7 @@ class Load:
         wanted = names.of(size, first, self.end // size)
         parent = names.of(size, first - 1, first)[0] if first else None
         parents = [None] * len(wanted) if group.forgets else [parent, *wanted[:-1]][: len(wanted)]
-        was_cold = are_cold(where.tiers.find(group_id, wanted))
+        places = where.tiers.find(group_id, wanted)
         blocks = NamedBlocks(wanted, parents, tenant)
         part: _Part
 
@@ -128,7 +131,7 @@ class Load:
                 part.come.append(place)
 
         fetch = where.tiers.fetch(group_id, blocks, on_fetched)
-        part = _Part(first, fetch, wanted, was_cold)
+        part = _Part(first, fetch, wanted, places)
         for place in np.flatnonzero(fetch.slots != ABSENT).tolist():
             on_fetched(fetch, place, None)
         for place, failure in fetch.failures.items():

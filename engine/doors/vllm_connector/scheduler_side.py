@@ -16,6 +16,7 @@ from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest
 from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.host_memory import HostMemory
 
 MOST_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
@@ -140,12 +141,12 @@ class SchedulerSide:
         """`on_allocated` has failed: none of the request's pages has what vLLM was told of."""
         self._next.unloadable += [page for ids in pages for page in ids if page != NULL_PAGE]
 
-    def disk_tokens(self, request: VllmRequest, num_loaded: int) -> int:
-        """How many of the tokens that were loaded for the request just now were on disk."""
+    def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
+        """Where the tokens were that were loaded for the request just now."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self._next.loaded:
-            return 0
-        return self._next.loaded[-1].disk_tokens(tracked.num_local, tracked.num_local + num_loaded)
+            return {Tier.HOST: num_loaded}
+        return self._next.loaded[-1].tokens_by_tier(tracked.num_local, tracked.num_local + num_loaded)
 
     def step(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> StepWork:
         """The workers' part of the step in which vLLM computes so many tokens of each request."""
@@ -302,9 +303,10 @@ class SchedulerSide:
         if load is not None:
             gathered.loaded.append(load)
             tracked.load = None
-            from_disk = load.disk_tokens(start, end)
-            self.counts.disk_tokens += from_disk
-            self.counts.host_tokens += end - start - from_disk
+            num_tokens = load.tokens_by_tier(start, end)
+            self.counts.host_tokens += num_tokens[Tier.HOST]
+            self.counts.disk_tokens += num_tokens[Tier.DISK]
+            self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: Tracked, end: int) -> None:
         """The blocks that the request goes on from after *end* tokens were used just now, the first one last."""

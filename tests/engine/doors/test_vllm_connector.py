@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from foreign.running import (
     Sidecar,
@@ -15,9 +16,12 @@ from foreign.running import (
     connector_config,
     flip_disk,
     free_endpoint,
+    free_port,
     make_adapter,
     make_model,
 )
+from plain_http import NO_TLS
+from waiting import wait_for
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
@@ -26,6 +30,12 @@ ONE_DIGEST = """
 from kvtier.engine.doors.vllm_connector import digests
 digests.digest_among = lambda num_threads: lambda data: bytes(16)
 """
+
+NO_ANSWER_IS_LATE = """
+from kvtier.tiers.lower.remote import inquiries
+inquiries.ANSWER_S = 120.0
+"""
+ALL_STORED = 'kvtier_remote_blocks_total{outcome="stored"} 8.0'
 
 pytestmark = [
     pytest.mark.engines,
@@ -46,13 +56,13 @@ def model(folder: Path) -> Path:
 class OwnSidecar(Sidecar):
     """A sidecar, and where engines attach to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *remote: str, **running: Any) -> None:
         self.socket = str(folder / "own.sock")
         self.store = folder / "store"
         config = folder / "sidecar.toml"
         config.write_text('extent = "4MiB"\n')  # a hybrid has six groups, each in extents of its own
         options = ["--config", str(config), "--host", "256MiB", "--disk", f"{self.store}:512MiB"]
-        super().__init__(free_endpoint(), *options, "--socket", self.socket)
+        super().__init__(free_endpoint(), *options, "--socket", self.socket, *remote, **running)
 
 
 @pytest.fixture
@@ -105,6 +115,28 @@ def test_what_is_computed_once_is_loaded_after_a_reset_and_after_a_restart_of_al
     assert shared["tokens"] == half_cold["tokens"]
     assert len(set(cold["tokens"][0])) > 2, "a model that repeats itself proves nothing"
     assert counts == {"disk_tokens": 8 * BLOCK}
+
+
+def test_what_one_machine_has_used_twice_another_one_loads_and_says_from_where(model: Path, tmp_path: Path) -> None:
+    one = prompt(5)
+    port = free_port()
+    remote = ["--remote", f"file://{tmp_path}/objects"]
+    (tmp_path / "first").mkdir()
+    with OwnSidecar(tmp_path / "first", *remote, http_port=port) as sidecar, engine(model, sidecar) as first:
+        cold = first.generate([one])
+        first.reset()
+        first.generate([one])
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=NO_TLS) as http:
+            wait_for(lambda: ALL_STORED in http.get("/metrics").text.splitlines())
+    (tmp_path / "second").mkdir()
+    other = OwnSidecar(tmp_path / "second", *remote, before=NO_ANSWER_IS_LATE)
+    with other, engine(model, other) as second:
+        there = second.generate([one])
+        counts = second.counts()
+
+    assert there["tokens"] == cold["tokens"]
+    assert there["scheduled"] == 2
+    assert counts == {"remote_tokens": 8 * BLOCK}
 
 
 def test_bytes_that_are_zeroed_behind_their_digests_are_what_vllm_computes_with(
