@@ -1,5 +1,6 @@
 """The remote tier, made as the configuration asks for it: its store, codec, cipher, and the lane that asks."""
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route
 
+log = logging.getLogger(__name__)
 NUM_GETTERS = 4  # reads at a time
 NUM_PUTTERS = 1
 NUM_ASKERS = 2
@@ -92,6 +94,7 @@ class OpenRemote:
 
     def tier(self, namespace: bytes) -> RemoteTier:
         """The store as a tier of that namespace."""
+        log.info("remote: blocks are put into %s as %s", self._store.where, namespace.hex())
         return RemoteTier(self._records, namespace, self._asks, time.monotonic)
 
     def tier_of(self, namespace: Namespace) -> RemoteTier:

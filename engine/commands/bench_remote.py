@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.engine.byte_size import size_text
-from kvtier.engine.config import RemoteConfig, tree_from_dict
+from kvtier.engine.commands.remote_arguments import remote_of
 from kvtier.engine.remote_store import remote_store
 from kvtier.store.blob_store import Blob
 from kvtier.store.record import NAMESPACE_BYTES, digest
@@ -46,13 +46,7 @@ class Measured:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and say for whom it pays; the exit status."""
-    tables = {
-        name: value
-        for name in ("url", "password_file", "ca_file", "endpoint", "region")
-        if (value := getattr(options, name)) is not None
-    }
-    config = tree_from_dict(RemoteConfig, tables, "bench-remote")
-    with remote_store(config) as store:
+    with remote_store(remote_of(options, "bench-remote")) as store:
         namespace = os.urandom(NAMESPACE_BYTES)
         try:
             found = measure(SealedRemote(store), namespace, options.block, options.blocks, options.readers)

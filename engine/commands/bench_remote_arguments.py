@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, size, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, size
+from kvtier.engine.commands.remote_arguments import add_remote
 
 EXAMPLES = """examples:
   kvtier bench-remote redis://cache:6379
@@ -30,13 +31,7 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    bench.add_argument("url", type=some_text, metavar="URL", help="of [remote]: redis://HOST:6379, s3://BUCKET/PREFIX")
-    bench.add_argument("--password-file", metavar="FILE", help="Redis: the password (default: that of the URL)")
-    bench.add_argument(
-        "--ca-file", metavar="FILE", help="Redis: who signed the server's certificate (default: the system's)"
-    )
-    bench.add_argument("--endpoint", metavar="URL", help="S3: a server that is not the cloud's own (default: none)")
-    bench.add_argument("--region", metavar="NAME", help="S3: (default: the environment's)")
+    add_remote(bench)
     bench.add_argument("--block", type=size, default=1 << 20, metavar="SIZE", help="bytes of a block (default: 1MiB)")
     bench.add_argument("--blocks", type=_count, default=256, metavar="N", help="how many (default: 256)")
     bench.add_argument(

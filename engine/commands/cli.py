@@ -13,6 +13,7 @@ from kvtier.engine.commands.arguments import MODELS, HelpFormatter, OneLineParse
 from kvtier.engine.commands.bench_remote_arguments import add_bench_remote
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
+from kvtier.engine.commands.forget_remote_arguments import add_forget_remote
 from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.prove_arguments import add_prove
 from kvtier.engine.commands.route_arguments import add_route
@@ -114,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_operate(commands, _operate)
     add_prove(commands, _prove)
     add_bench_remote(commands, _bench_remote)
+    add_forget_remote(commands, _forget_remote)
     _add_top(commands)
     add_store(commands, _store)
     _add_help(commands, parser)
@@ -255,6 +257,12 @@ def _bench_remote(options: argparse.Namespace) -> int:
     from kvtier.engine.commands import bench_remote
 
     return bench_remote.run(options)
+
+
+def _forget_remote(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands import forget_remote
+
+    return forget_remote.run(options)
 
 
 def _route(options: argparse.Namespace) -> int:
