@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.engine.routing.config import RouteConfig
+from kvtier.engine.routing.config import IndexConfig, PolicyConfig
 from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.engine.routing.kv_event import Batch
 from kvtier.engine.routing.policy import Candidate, Choice, RoutingPolicy
@@ -45,20 +45,38 @@ class Router:
 
     def __init__(
         self,
-        config: RouteConfig,
+        policy: PolicyConfig,
+        index: IndexConfig,
         fingerprints: Fingerprints | None = None,
         on_dead: Callable[[str], None] = lambda name: None,
     ) -> None:
         """*on_dead* is called with the name of a replica that has died, when what it had is forgotten."""
-        self.replicas: Mapping[str, Replica] = {each.name: Replica(each) for each in config.replicas}
-        self.index = PrefixIndex(fingerprints or Fingerprints(), config.index.max_blocks)
-        self.sessions = Sessions(config.index.max_sessions)
+        self.index = PrefixIndex(fingerprints or Fingerprints(), index.max_blocks)
+        self.sessions = Sessions(index.max_sessions)
+        self._replicas: dict[str, Replica] = {}
         self._on_dead = on_dead
-        self._policy = RoutingPolicy(config.policy)
-        self._first_tokens = config.policy.first_tokens
-        self._ring = HashRing(sorted(self.replicas))
-        for name in self.replicas:
-            self.index.add(name)
+        self._policy = RoutingPolicy(policy)
+        self._first_tokens = policy.first_tokens
+        self._ring = HashRing([])
+
+    @property
+    def replicas(self) -> Mapping[str, Replica]:
+        """Those that there are, by name."""
+        return self._replicas
+
+    def add(self, replica: Replica) -> None:
+        """A replica has come. None of its name is there."""
+        assert replica.name not in self._replicas, "a replica of that name is there"
+        self._replicas[replica.name] = replica
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.add(replica.name)
+
+    def remove(self, name: str) -> None:
+        """The replica has gone for good: nothing is known of it any more."""
+        del self._replicas[name]
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.remove(name)
+        self.sessions.forget(name)
 
     def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
         """The question as it is looked for. *salt* is what the replicas name its blocks with; *who* keeps texts apart
