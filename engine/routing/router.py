@@ -14,7 +14,7 @@ from kvtier.engine.routing.question import Question
 from kvtier.engine.routing.replica import Health, Replica
 from kvtier.engine.routing.ring import HashRing
 from kvtier.engine.routing.sessions import Sessions
-from kvtier.engine.routing.tokens import TokenArray
+from kvtier.engine.routing.token_cache import TokenArray
 
 TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
 MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
@@ -99,9 +99,18 @@ class Router:
         length = int(len(question.text) / BYTES_PER_TOKEN) if num_tokens is None else num_tokens
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
+    def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
+        """How much of the prompt each replica has, in the steps in which it has most."""
+        best: dict[str, Matched] = {}
+        for view in prompt.views:
+            for name, matched in self.index.matched(view).items():
+                if matched.total > best.get(name, NOTHING).total:
+                    best[name] = matched
+        return best
+
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
         """The replica for the prompt, none of those that were *tried*; None if no other is open."""
-        matched = self._matched(prompt.views)
+        matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
             for name in self._ring.order(prompt.ring_key)
@@ -145,12 +154,3 @@ class Router:
             self.index.forget(name)
             self.sessions.forget(name)
             self._on_dead(name)
-
-    def _matched(self, views: Sequence[Prefixes]) -> Mapping[str, Matched]:
-        """How much each replica has, in the steps in which it has most."""
-        best: dict[str, Matched] = {}
-        for view in views:
-            for name, matched in self.index.matched(view).items():
-                if matched.total > best.get(name, NOTHING).total:
-                    best[name] = matched
-        return best

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -158,4 +157,4 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
 
 def keys_of(config: RouteConfig) -> ApiKeys | None:
     """The replicas' keys. ValueError for a file that cannot be used."""
-    return None if config.api_keys is None else ApiKeys.from_file(Path(config.api_keys).expanduser())
+    return ApiKeys.of(config.api_keys)
