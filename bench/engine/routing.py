@@ -22,11 +22,11 @@ import numpy as np
 from exact_lru import chats
 
 from bench.report import Row, arguments, publish
-from kvtier.engine.routing.config import PolicyConfig, ReplicaConfig, RouteConfig
+from kvtier.engine.routing.config import IndexConfig, PolicyConfig
 from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.engine.routing.kv_event import Batch, BlockRemoved, BlockStored, Event
 from kvtier.engine.routing.question import Question
-from kvtier.engine.routing.replica import Health, Work
+from kvtier.engine.routing.replica import Health, Replica, Work
 from kvtier.engine.routing.router import RoutedPrompt, Router
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.naming.block_hash import BlockName
@@ -139,15 +139,13 @@ class Routed(Way):
 
     def __init__(self, num_replicas: int, policy: PolicyConfig, listens: bool = True) -> None:
         super().__init__(num_replicas)
-        replicas = [ReplicaConfig(url=f"http://{i}") for i in range(num_replicas)]
-        config = RouteConfig(replicas=replicas, policy=policy)
-        self._router = Router(config, Fingerprints(key=1))
-        self._names = [each.name for each in config.replicas]
+        self._router = Router(policy, IndexConfig(), Fingerprints(key=1))
+        self._names = [f"http://{i}" for i in range(num_replicas)]
+        for name in self._names:
+            self._router.add(Replica(name, name, Health.READY))
         self._listens = listens
         self._working: dict[int, tuple[Work, ExitStack]] = {}
         self._first = policy.first_tokens // BLOCK_TOKENS
-        for replica in self._router.replicas.values():
-            replica.health = Health.READY
 
     def sent(self, asked: Asked) -> int:
         """The replica that the router chooses."""
@@ -286,18 +284,17 @@ def trace_rows(workload: str, prompts: Sequence[Asked], num_blocks: int) -> list
 
 def choosing_rows(num_indexed: int) -> list[Row]:
     """What choosing takes with a full index: from a prompt's tokens to the replica."""
-    config = RouteConfig(replicas=[ReplicaConfig(url=f"http://{i}") for i in range(NUM_REPLICAS)])
-    router = Router(config, Fingerprints(key=1))
-    for replica in router.replicas.values():
-        replica.health = Health.READY
+    router = Router(PolicyConfig(), IndexConfig(), Fingerprints(key=1))
+    replicas = [f"http://{i}" for i in range(NUM_REPLICAS)]
+    for name in replicas:
+        router.add(Replica(name, name, Health.READY))
     rng = random.Random(1)
     documents = list(_documents(num_indexed, rng))
     numbers = iter(range(1, 10**9))
     began_at = time.perf_counter()
     for i, document in enumerate(documents):
         names = [next(numbers) for _ in range(len(document) // 16)]
-        name = config.replicas[i % NUM_REPLICAS].name
-        router.learn(name, Batch(0.0, [BlockStored(names, None, document.tolist(), 16)]))
+        router.learn(replicas[i % NUM_REPLICAS], Batch(0.0, [BlockStored(names, None, document.tolist(), 16)]))
     learning = time.perf_counter() - began_at
     rows = [Row("indexing, for 1,000 blocks", 1e6 * learning / num_indexed, "ms")]
     all_ms = []

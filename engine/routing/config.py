@@ -19,6 +19,7 @@ from kvtier.engine.config import (
     tree_from_dict,
     with_tables,
 )
+from kvtier.engine.routing.publisher import Publisher
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -51,6 +52,11 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
             raise ValueError("replay without events: give the endpoint of events too")
         msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
         msgspec.structs.force_setattr(self, "name", self.name or self.url)
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """Where it tells what it has; None if it does not."""
+        return None if self.events is None else Publisher(self.name, self.events, self.replay, self.topic)
 
 
 class PolicyConfig(Table, frozen=True, kw_only=True):

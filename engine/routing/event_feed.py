@@ -10,8 +10,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.engine.routing.config import ReplicaConfig
 from kvtier.engine.routing.kv_event import Batch, decode
+from kvtier.engine.routing.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +40,16 @@ class EventFeed:
 
     def __init__(
         self,
-        config: ReplicaConfig,
+        publisher: Publisher,
         take: Callable[[Batch], None],
         lose: Callable[[], None],
         replay_s: float = REPLAY_S,
     ) -> None:
         """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt. A replay is
         given up when its next part has not come for *replay_s* seconds."""
-        assert config.events is not None, "nothing to listen to"
-        self._name = config.name
-        self._endpoint, self._replay_endpoint, self._topic = config.events, config.replay, config.topic.encode()
+        self._name = publisher.name
+        self._endpoint, self._replay_endpoint = publisher.events, publisher.replay
+        self._topic = publisher.topic.encode()
         self._take, self._lose, self._replay_s = take, lose, replay_s
         self._last: Told | None = None  # that was taken
         self._is_in_doubt = False  # the connection was lost: another publisher may answer now

@@ -102,6 +102,11 @@ class PrefixIndex:
         """Begin to know a replica."""
         self._shifts[replica] = self._free_shift()
 
+    def remove(self, replica: str) -> None:
+        """The replica has gone: it has nothing, and is known no longer."""
+        self.forget(replica)
+        del self._shifts[replica]
+
     def forget(self, replica: str) -> None:
         """The replica has nothing any more, as far as is known. What its blocks are called is still known.
 

@@ -11,30 +11,25 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine.config import ServerConfig
+from kvtier.engine.routing.broken_answer import BROKEN_EVENT, replica_failed
 from kvtier.engine.routing.config import RouteConfig
 from kvtier.engine.routing.metrics import RouteMetrics
-from kvtier.engine.routing.question import ASKING, read_question
+from kvtier.engine.routing.question import CREDENTIALS, SESSION_HEADER, may_repeat, read_question
 from kvtier.engine.routing.replica import Replica
 from kvtier.engine.routing.router import RoutedPrompt, Router
+from kvtier.engine.routing.salts import Salts
 from kvtier.engine.routing.tokens import Tokens
 from kvtier.engine.routing.upstream import Answer, Asked, Broken, NoAnswer, answered, forwarded
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.connection import while_connected
-from kvtier.engine.server.event_stream import data_event
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.request_body import read_body
-from kvtier.engine.server.tenancy import effective_salt
 
 log = logging.getLogger(__name__)
 
 BODY_S = 60.0  # in which a body comes
-SESSION_HEADER = "x-session-id"
-_CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 REFUSED = 503  # a replica that loads, drains or is full says so before it begins
-_BROKEN = ApiError(502, "the replica ended before its answer did", code="replica_failed").content()
-_BROKEN_EVENT = b"\n\nevent: error\n" + data_event({"type": "error", **_BROKEN})
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # what may be asked again although a replica has begun to answer it
 
 
 @dataclass(slots=True)
@@ -78,7 +73,7 @@ class Proxy:
     ) -> None:
         """*keys* are those of the replicas, whose blocks are named by tenant."""
         self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
-        self._keys, self._is_strict = keys, config.tenant_isolation == "strict"
+        self._salts = Salts(keys, config.tenant_isolation == "strict")
         self._limits = ServerConfig(max_body=config.max_body, body_timeout_s=BODY_S)
         self._clock = clock
 
@@ -102,28 +97,20 @@ class Proxy:
 
     async def _way(self, scope: Scope, headers: Headers, body: bytes) -> _Way:
         path = scope["path"]
-        credentials = {name: headers[name] for name in _CREDENTIALS if name in headers}
+        credentials = {name: headers[name] for name in CREDENTIALS if name in headers}
         who = next(iter(credentials.values()), "")
         asked = Asked(scope["method"], _target(scope), _headers_of(scope), body)
         question = read_question(path, body, headers.get(SESSION_HEADER), who)
         # What has no prompt that could be looked for is always answered by one replica, which has a client's documents.
         key = who.encode(errors="surrogatepass")
         if question is None:
-            return _Way(asked, None, key, may_repeat=asked.method in _SAFE or path in ASKING)
+            return _Way(asked, None, key, may_repeat=may_repeat(asked.method, path))
         tokens = None
         if self._router.index.block_sizes:
             tokens = await self._tokens.of(question, self._router.replicas.values(), credentials)
         began_at = self._clock()
-        prompt = self._router.prompt(question, tokens, self._salt(who, question.salt), who)
+        prompt = self._router.prompt(question, tokens, self._salts.of(who, question.salt), who)
         return _Way(asked, prompt, key, may_repeat=True, reading_s=self._clock() - began_at)
-
-    def _salt(self, who: str, asked: str | None) -> str | None:
-        """What the replicas name the blocks of this request with."""
-        if self._keys is None:
-            return asked
-        scheme, _, token = who.partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else who
-        return effective_salt(self._keys.tenant_of(key), asked, self._is_strict)
 
     def _next(self, way: _Way) -> _Stop | None:
         """Where the request goes now; None if there is nobody who has not had it."""
@@ -167,7 +154,7 @@ class Proxy:
         if error.why == "timeout" or (error.was_connected and not way.may_repeat):
             self._metrics.failures.labels(error.why).inc()
             what = "did not answer in time" if error.why == "timeout" else "ended before it answered"
-            raise ApiError(504 if error.why == "timeout" else 502, f"the replica {what}", code="replica_failed")
+            raise replica_failed(what, 504 if error.why == "timeout" else 502)
         self._refused(way, replica, error.why)
 
     def _refused(self, way: _Way, replica: Replica, why: str) -> None:
@@ -185,7 +172,7 @@ class Proxy:
         except Broken:
             self._metrics.failures.labels("broken").inc()
             if answer.is_events:
-                await send({"type": "http.response.body", "body": _BROKEN_EVENT, "more_body": True})
+                await send({"type": "http.response.body", "body": BROKEN_EVENT, "more_body": True})
             raise
         await send({"type": "http.response.body", "body": b""})
 

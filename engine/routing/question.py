@@ -10,6 +10,9 @@ import msgspec
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # what has a prompt, and may be asked again if it failed
 
+SESSION_HEADER = "x-session-id"
+CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
 _MOST_SESSION = 1024  # characters of a session's name that count
 
@@ -28,6 +31,11 @@ class Question:
     session: bytes | None = None
     token_ids: Sequence[int] | None = None
     tokenize: Mapping[str, object] | None = None
+
+
+def may_repeat(method: str, path: str) -> bool:
+    """Whether a request may be asked again although a replica has begun to answer it."""
+    return method in _SAFE or path in ASKING
 
 
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from kvtier.engine.routing.config import ReplicaConfig
 from kvtier.engine.routing.policy import Load
 
 
@@ -20,12 +19,13 @@ class Health(StrEnum):
 class Replica:
     """A server: where it is, how it is, and what was sent to it that has not ended. Owned by the event loop."""
 
-    def __init__(self, config: ReplicaConfig) -> None:
-        self.config = config
-        self.name, self.url = config.name, config.url
-        self.health = Health.UNKNOWN
+    def __init__(self, name: str, url: str = "", health: Health = Health.UNKNOWN) -> None:
+        """*url* is where it answers HTTP; empty for one that is reached in another way."""
+        self.name, self.url = name, url
+        self.health = health
         self.is_draining = False  # an operator wants no new request to go there
         self.num_failures = 0  # of asking how it is, in a row
+        self.num_elsewhere = 0  # requests there that others have sent, as far as it says
         self._num_requests = self._num_waiting_tokens = 0
 
     @property
@@ -34,9 +34,14 @@ class Replica:
         return self.health is Health.READY and not self.is_draining
 
     @property
+    def num_sent(self) -> int:
+        """Requests that this router has sent and that have not ended."""
+        return self._num_requests
+
+    @property
     def load(self) -> Load:
-        """What it has to do, of what this router has sent."""
-        return Load(self._num_requests, self._num_waiting_tokens)
+        """What it has to do, as far as is known: how long prompts are is known only of those that were sent here."""
+        return Load(self._num_requests + self.num_elsewhere, self._num_waiting_tokens)
 
     @contextmanager
     def working(self, num_tokens: int) -> Iterator["Work"]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.engine.routing.config import RouteConfig
+from kvtier.engine.routing.config import IndexConfig, PolicyConfig
 from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.engine.routing.kv_event import Batch
 from kvtier.engine.routing.policy import Candidate, Choice, RoutingPolicy
@@ -14,7 +14,7 @@ from kvtier.engine.routing.question import Question
 from kvtier.engine.routing.replica import Health, Replica
 from kvtier.engine.routing.ring import HashRing
 from kvtier.engine.routing.sessions import Sessions
-from kvtier.engine.routing.tokens import TokenArray
+from kvtier.engine.routing.token_cache import TokenArray
 
 TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
 MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
@@ -45,20 +45,38 @@ class Router:
 
     def __init__(
         self,
-        config: RouteConfig,
+        policy: PolicyConfig,
+        index: IndexConfig,
         fingerprints: Fingerprints | None = None,
         on_dead: Callable[[str], None] = lambda name: None,
     ) -> None:
         """*on_dead* is called with the name of a replica that has died, when what it had is forgotten."""
-        self.replicas: Mapping[str, Replica] = {each.name: Replica(each) for each in config.replicas}
-        self.index = PrefixIndex(fingerprints or Fingerprints(), config.index.max_blocks)
-        self.sessions = Sessions(config.index.max_sessions)
+        self.index = PrefixIndex(fingerprints or Fingerprints(), index.max_blocks)
+        self.sessions = Sessions(index.max_sessions)
+        self._replicas: dict[str, Replica] = {}
         self._on_dead = on_dead
-        self._policy = RoutingPolicy(config.policy)
-        self._first_tokens = config.policy.first_tokens
-        self._ring = HashRing(sorted(self.replicas))
-        for name in self.replicas:
-            self.index.add(name)
+        self._policy = RoutingPolicy(policy)
+        self._first_tokens = policy.first_tokens
+        self._ring = HashRing([])
+
+    @property
+    def replicas(self) -> Mapping[str, Replica]:
+        """Those that there are, by name."""
+        return self._replicas
+
+    def add(self, replica: Replica) -> None:
+        """A replica has come. None of its name is there."""
+        assert replica.name not in self._replicas, "a replica of that name is there"
+        self._replicas[replica.name] = replica
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.add(replica.name)
+
+    def remove(self, name: str) -> None:
+        """The replica has gone for good: nothing is known of it any more."""
+        del self._replicas[name]
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.remove(name)
+        self.sessions.forget(name)
 
     def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
         """The question as it is looked for. *salt* is what the replicas name its blocks with; *who* keeps texts apart
@@ -81,9 +99,18 @@ class Router:
         length = int(len(question.text) / BYTES_PER_TOKEN) if num_tokens is None else num_tokens
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
+    def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
+        """How much of the prompt each replica has, in the steps in which it has most."""
+        best: dict[str, Matched] = {}
+        for view in prompt.views:
+            for name, matched in self.index.matched(view).items():
+                if matched.total > best.get(name, NOTHING).total:
+                    best[name] = matched
+        return best
+
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
         """The replica for the prompt, none of those that were *tried*; None if no other is open."""
-        matched = self._matched(prompt.views)
+        matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
             for name in self._ring.order(prompt.ring_key)
@@ -127,12 +154,3 @@ class Router:
             self.index.forget(name)
             self.sessions.forget(name)
             self._on_dead(name)
-
-    def _matched(self, views: Sequence[Prefixes]) -> Mapping[str, Matched]:
-        """How much each replica has, in the steps in which it has most."""
-        best: dict[str, Matched] = {}
-        for view in views:
-            for name, matched in self.index.matched(view).items():
-                if matched.total > best.get(name, NOTHING).total:
-                    best[name] = matched
-        return best

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -21,6 +20,7 @@ from kvtier.engine.routing.event_feed import EventFeed
 from kvtier.engine.routing.health import HealthCheck
 from kvtier.engine.routing.metrics import RouteMetrics, RouterCollector
 from kvtier.engine.routing.proxy import Proxy
+from kvtier.engine.routing.replica import Replica
 from kvtier.engine.routing.router import Router
 from kvtier.engine.routing.tokens import Tokens
 from kvtier.engine.routing.upstream import sent_once
@@ -51,7 +51,9 @@ class RouteServer:
         self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
     ) -> None:
         """Made on the event loop that it runs on. *operators* may drain replicas; *keys* are the replicas'."""
-        self.router = Router(config, on_dead=self._on_dead)
+        self.router = Router(config.policy, config.index, on_dead=self._on_dead)
+        for each in config.replicas:
+            self.router.add(Replica(each.name, each.url))
         self.metrics = RouteMetrics()
         self._config = config
         self._bound = bound
@@ -61,9 +63,10 @@ class RouteServer:
         self._ends.push_async_callback(session.close)
         tokens = Tokens(config.tokens, session)
         self.feeds: Mapping[str, EventFeed] = {
-            each.name: EventFeed(each, partial(self.router.learn, each.name), partial(self.router.forget, each.name))
+            name: EventFeed(publisher, partial(self.router.learn, name), partial(self.router.forget, name))
             for each in config.replicas
-            if each.events is not None
+            if (publisher := each.publisher) is not None
+            for name in [publisher.name]
         }
         self.metrics.registry.register(RouterCollector(self.router, self.feeds, tokens))
         proxy = Proxy(config, self.router, tokens, session, self.metrics, keys)
@@ -154,4 +157,4 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
 
 def keys_of(config: RouteConfig) -> ApiKeys | None:
     """The replicas' keys. ValueError for a file that cannot be used."""
-    return None if config.api_keys is None else ApiKeys.from_file(Path(config.api_keys).expanduser())
+    return ApiKeys.of(config.api_keys)

@@ -26,6 +26,11 @@ class ApiKeys:
                 raise ValueError(f"tenant {tenant!r}: give each key's tenant a name, without NUL")
 
     @classmethod
+    def of(cls, file: str | None) -> "ApiKeys | None":
+        """Those in the *file* that a configuration names; None if it names none. ValueError as of `from_file`."""
+        return None if file is None else cls.from_file(Path(file).expanduser())
+
+    @classmethod
     def from_file(cls, path: Path, what: str = "api keys") -> "ApiKeys":
         """Read the keys of a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
 

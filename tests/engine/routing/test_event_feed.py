@@ -9,9 +9,9 @@ import zmq
 
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import ZmqPublisher
-from kvtier.engine.routing.config import ReplicaConfig
 from kvtier.engine.routing.event_feed import EventFeed
 from kvtier.engine.routing.kv_event import Batch, BlockRemoved
+from kvtier.engine.routing.publisher import Publisher
 from kvtier.tiers.naming import events as own
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
@@ -60,8 +60,7 @@ async def listening(
     publisher: "ZmqPublisher | Wire", heard: Heard, replay: bool = True, events: str | None = None
 ) -> AsyncIterator[EventFeed]:
     again = publisher.replay_endpoint if replay else None
-    config = ReplicaConfig(url="http://replica", events=events or publisher.endpoint, replay=again)
-    feed = EventFeed(config, heard.take, heard.lose, DEADLINE_S)
+    feed = EventFeed(Publisher("replica", events or publisher.endpoint, again), heard.take, heard.lose, DEADLINE_S)
     task = asyncio.create_task(feed.run())
     try:
         yield feed

@@ -10,11 +10,11 @@ import pytest
 from foreign.running import free_port
 from foreign.told_script import ToldScript
 
-from kvtier.engine.routing.config import ReplicaConfig
 from kvtier.engine.routing.event_feed import EventFeed
 from kvtier.engine.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.engine.routing.kv_event import Batch
 from kvtier.engine.routing.prefix_index import Matched, PrefixIndex
+from kvtier.engine.routing.publisher import Publisher
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 DEADLINE_S = 60.0  # for what takes milliseconds: reached only when a test fails
@@ -31,13 +31,11 @@ pytestmark = [
 def test_vllms_blocks_and_lmcaches_chunks_are_found_in_their_tiers() -> None:
     events, replay = (free_port() for _ in range(2))
     with ToldScript(PYTHON, "kv_events.py", *(f"tcp://*:{port}" for port in (events, replay))) as engine:
-        config = ReplicaConfig(
-            url="http://engine", events=f"tcp://127.0.0.1:{events}", replay=f"tcp://127.0.0.1:{replay}"
-        )
-        asyncio.run(_play(engine, config))
+        publisher = Publisher("engine", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
+        asyncio.run(_play(engine, publisher))
 
 
-async def _play(engine: ToldScript, config: ReplicaConfig) -> None:
+async def _play(engine: ToldScript, publisher: Publisher) -> None:
     index = PrefixIndex(Fingerprints(), most_blocks=10_000)
     index.add("engine")
 
@@ -50,7 +48,7 @@ async def _play(engine: ToldScript, config: ReplicaConfig) -> None:
         chain = index.fingerprints.chain(root, np.array(TOKENS, dtype=np.uint32), size)
         return index.matched(Prefixes(chain, size)).get("engine")
 
-    feed = EventFeed(config, take, lambda: None)
+    feed = EventFeed(publisher, take, lambda: None)
     names = list(range(1, 1 + 2 * CHUNK // BLOCK))
     engine.vllm_stores(TOKENS[: 2 * CHUNK], BLOCK, names, None)
     listening = asyncio.create_task(feed.run())

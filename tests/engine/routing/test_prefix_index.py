@@ -163,7 +163,21 @@ def test_what_is_expected_does_not_hide_what_is_told() -> None:
     assert index.matched(prefixes(index, range(64))) == {}
 
 
-@pytest.mark.parametrize("clear", [lambda index: index.learn("a", AllBlocksCleared()), lambda index: index.forget("a")])
+def _replace(index: PrefixIndex) -> None:
+    """The replica goes, and another comes with its name."""
+    index.remove("a")
+    index.add("a")
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda index: index.learn("a", AllBlocksCleared()),
+        lambda index: index.forget("a"),
+        lambda index: index.remove("a"),
+        _replace,
+    ],
+)
 def test_nothing_is_left_of_a_replica_that_is_forgotten(clear: object) -> None:
     index = made()
     for replica in "ab":
@@ -307,7 +321,7 @@ def test_random_events_leave_what_a_plain_model_has(seed: int) -> None:
         replica, tokens, (medium, place) = draw.choice("abc"), draw.choice(prompts), draw.choice(TIERS)
         ends = range(SIZE, len(tokens) + 1, SIZE)
         some = [i for i in range(len(ends)) if draw.random() < 0.7]
-        match draw.choice(["store", "store", "copy", "remove", "remove", "clear"]):
+        match draw.choice(["store", "store", "copy", "remove", "remove", "clear", "replace"]):
             case "store":
                 index.learn(replica, stored(tokens, medium))
                 model.had[replica, place].update(tuple(tokens[:end]) for end in ends)
@@ -319,6 +333,11 @@ def test_random_events_leave_what_a_plain_model_has(seed: int) -> None:
                 model.had[replica, place].difference_update(tuple(tokens[: ends[i]]) for i in some)
             case "clear" if draw.random() < 0.1:
                 index.learn(replica, AllBlocksCleared())
+                for each in PLACES:
+                    model.had[replica, each].clear()
+            case "replace" if draw.random() < 0.1:
+                index.remove(replica)
+                index.add(replica)
                 for each in PLACES:
                     model.had[replica, each].clear()
 

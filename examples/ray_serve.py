@@ -1,0 +1,45 @@
+"""Runs kvtier as an application of Ray Serve on this machine, with as many replicas as there are questions for.
+
+    python examples/ray_serve.py --model smollm2 --most 2
+    python examples/ask_document.py report.pdf "Who wrote it?"
+
+It needs `pip install 'kvtier[ray]'`, and ends with Ctrl-C. configs/ray/serve.yaml is the same for a cluster.
+"""
+
+import argparse
+
+import ray
+from ray import serve
+
+from kvtier.engine.ray_serve.app import build_app
+
+
+def main() -> None:
+    """Deploy the application, and wait."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder, a GGUF file, or a hub id")
+    parser.add_argument("--most", type=int, default=2, help="replicas at most (default: 2)")
+    parser.add_argument("--device", default="1GiB", help="KV memory of each replica (default: 1GiB)")
+    parser.add_argument("--host", default="4GiB", help="host memory of the node's sidecar (default: 4GiB)")
+    parser.add_argument("--disk", metavar="PATH", help="a folder for the node's sidecar (default: no disk)")
+    parser.add_argument("--port", type=int, default=8000, help="of HTTP on this machine (default: 8000)")
+    options = parser.parse_args()
+
+    sidecar: dict[str, object] = {"host": {"capacity": options.host}}
+    if options.disk is not None:
+        sidecar["disk"] = {"path": options.disk, "capacity": "64GiB"}
+    autoscaling = {"min_replicas": 1, "max_replicas": options.most, "target_ongoing_requests": 4}
+    args = {
+        "model": options.model,
+        "engine": {"device": {"capacity": options.device}},
+        "sidecar": sidecar,
+        "replicas": {"autoscaling_config": autoscaling, "ray_actor_options": {"num_cpus": 1}},
+        "fronts": {"ray_actor_options": {"num_cpus": 0}},
+    }
+    ray.init(include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": options.port})
+    serve.run(build_app(args), name="kvtier", blocking=True)
+
+
+if __name__ == "__main__":
+    main()
