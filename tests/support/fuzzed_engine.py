@@ -525,7 +525,9 @@ class FuzzedEngine:
             for found in self.core.explainer.explain(asked.request.timeline.caller.request_id, None):
                 told = [sum(row.end - row.start for row in found.rows if row.tier is tier) for tier in Tier]
                 balance = asked.request.balance()
-                assert told == [balance.device, balance.host, balance.disk], "an explanation that is not the balance"
+                assert told == [balance.device, balance.host, balance.disk, balance.remote], (
+                    "an explanation that is not the balance"
+                )
         tally.num_corrupt += sum(sum(tier.corrupt.values()) for tier in cache.tiers.values())
         tally.num_failed += sum(route.num_failed for route in cache.routes.values())
 
@@ -541,7 +543,7 @@ class FuzzedEngine:
         """An engine whose lanes, clock and disk are this run's."""
         self._queue = StirringQueue(self.rng, self.clock)
         self._queue.lanes = {
-            route: Lane(self._queue, self.rng, self.odds, self.clock, HANGS_S[route]) for route in Route
+            route: Lane(self._queue, self.rng, self.odds, self.clock, hangs_s) for route, hangs_s in HANGS_S.items()
         }
         if self.store is not None:
             self.store.odds, self.store.is_full, self.store.is_gone = self.odds, False, False

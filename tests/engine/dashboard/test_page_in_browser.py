@@ -129,7 +129,7 @@ def test_a_requests_balance_adds_up_to_its_prompt(busy: ServerInThread, browser:
         ]
 
     for row in rows:
-        prompt, *sources = (count_of(text) for text in row[6:11])
+        prompt, *sources = (count_of(text) for text in row[6:12])
         assert sum(sources) == prompt > 0
 
 
