@@ -24,7 +24,7 @@ printf '%s' "$keeper" > valkey/keeper-password
 cat > valkey/users.acl <<ACL
 user default off
 user kvtier on #$(digest "$store") ~kvtier:* resetchannels -@all +get +getrange +set +exists +unlink +scan +hello +ping +cluster|slots +asking
-user keeper on #$(digest "$keeper") resetchannels -@all +ping +cluster
+user keeper on #$(digest "$keeper") resetchannels -@all +ping +cluster +info
 user replica on #$(digest "$replication") resetchannels -@all +psync +replconf +ping
 ACL
 printf 'masteruser replica\nmasterauth %s\n' "$replication" > valkey/replication.conf

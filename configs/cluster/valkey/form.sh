@@ -10,7 +10,7 @@ SLOTS=16384
 
 ask() { # NODE COMMAND...: its answer, without carriage returns
   node=${1%@*}; shift
-  $CLI -t 5 -h "${node%:*}" -p "${node##*:}" "$@" 2>&1 | tr -d '\r'
+  timeout 5 $CLI -h "${node%:*}" -p "${node##*:}" "$@" 2>&1 | tr -d '\r'
 }
 
 address_of() { # NODE: its IP address, which CLUSTER MEET needs
@@ -101,5 +101,6 @@ done
 for node in $NODES; do
   ask "$node" CLUSTER INFO | grep -q '^cluster_state:ok' || later "$node is not ready"
   ask "$node" CLUSTER INFO | grep -q "^cluster_slots_ok:$SLOTS" || later "$node misses slots"
+  ! ask "$node" INFO replication | grep -q '^master_link_status:down' || later "$node has not copied its primary yet"
 done
 echo "whole: $# nodes, $PRIMARIES primaries"
