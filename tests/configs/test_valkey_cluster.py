@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import HOST, NUM_SLOTS, RedisServer, free_port, running_server
+from redis_servers import HOST, RedisServer, free_port, running_server
 from remote_cases import needs_redis, put_blocks, read_blocks
 from store_cases import blob_of
 from waiting import wait_for
@@ -21,6 +21,7 @@ CLUSTER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
 CLI = shutil.which("valkey-cli") or shutil.which("redis-cli")
 NUM_NODES = 6
 NUM_PRIMARIES = 3
+WHOLE = [(5461, 1), (5461, 1), (5462, 1)]  # the slots of each primary, and its replicas
 
 pytestmark = [pytest.mark.long, needs_redis, pytest.mark.skipif(CLI is None, reason="needs redis-cli")]
 
@@ -48,7 +49,8 @@ class FormedCluster:
 
         def is_whole() -> bool:
             done = self.form_once()
-            said.append(done.stdout + done.stderr)
+            said.append(done.stdout)
+            assert done.stderr == ""
             return done.returncode == 0
 
         try:
@@ -57,15 +59,22 @@ class FormedCluster:
             error.add_note("".join(said))
             raise
 
-    def roles(self) -> list[tuple[str, int]]:
-        """By node, "master" or "slave" and how many slots it has itself."""
-        roles = []
-        for node in self.nodes:
-            known = self._ask(node, "CLUSTER NODES")
-            (own,) = [each for each in known.values() if "myself" in each["flags"]]
-            num_slots = sum(int(last[0]) - int(first) + 1 for first, *last in own["slots"])
-            roles.append(("master" if "master" in own["flags"] else "slave", num_slots))
-        return roles
+    def roles(self) -> list[str]:
+        """By node, "primary" or "replica", as it says itself."""
+        return ["primary" if "master" in own["flags"] else "replica" for own in self._selves()]
+
+    def shares(self) -> list[tuple[int, int]]:
+        """Of each primary, how many slots it has, and how many replicas say that they are its own; in order."""
+        selves = self._selves()
+        following = [own["master_id"] for own in selves]
+        return sorted(
+            (sum(int(last[0]) - int(first) + 1 for first, *last in own["slots"]), following.count(own["node_id"]))
+            for own in selves
+            if "master" in own["flags"]
+        )
+
+    def node_that_is(self, role: str) -> RedisServer:
+        return self.nodes[self.roles().index(role)]
 
     def has_copied(self) -> bool:
         """Whether each replica has all that its primary has."""
@@ -78,10 +87,23 @@ class FormedCluster:
         file = self._secrets / "store" / "password"
         return RemoteConfig(url=f"redis+cluster://kvtier@{addresses}", password_file=str(file))
 
+    def _selves(self) -> list[dict[str, Any]]:
+        """What each node says of itself."""
+        known = [self._ask(node, "CLUSTER NODES").values() for node in self.nodes]
+        return [each for nodes in known for each in nodes if "myself" in each["flags"]]
+
     def _ask(self, node: RedisServer, *command: str) -> Any:
         password = (self._secrets / "valkey" / "keeper-password").read_text()
         with node.client(username="keeper", password=password) as client:
             return client.execute_command(*command)
+
+    def move_a_replica(self) -> None:
+        """Have a replica leave its primary for one that has a replica."""
+        selves = self._selves()
+        number, own = next((i, own) for i, own in enumerate(selves) if "slave" in own["flags"])
+        others = [each["node_id"] for each in selves if "master" in each["flags"]]
+        others.remove(own["master_id"])
+        self._ask(self.nodes[number], "CLUSTER REPLICATE", others[0])
 
     def replace(self, node: RedisServer) -> None:
         """A new node in its place, at another address as a new pod is, which knows nothing."""
@@ -113,20 +135,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, secrets: Path) -> Iterator
         yield formed
 
 
-def is_three_and_three(cluster: FormedCluster) -> bool:
-    roles = cluster.roles()
-    shares = sorted(num_slots for role, num_slots in roles if role == "master")
-    return [role for role, _ in roles].count("slave") == NUM_NODES - NUM_PRIMARIES and shares == [
-        NUM_SLOTS // NUM_PRIMARIES,
-        NUM_SLOTS // NUM_PRIMARIES,
-        NUM_SLOTS // NUM_PRIMARIES + 1,
-    ]
-
-
 def test_six_nodes_become_three_primaries_with_a_replica_each(cluster: FormedCluster) -> None:
     cluster.form()
 
-    assert is_three_and_three(cluster)
+    assert cluster.shares() == WHOLE
 
 
 def test_a_cluster_that_is_whole_is_left_alone(cluster: FormedCluster) -> None:
@@ -147,15 +159,14 @@ def test_sidecars_put_and_find_blocks_with_the_user_that_the_script_has_made(clu
         assert read_blocks(store, *range(1, 20)) == [blob_of(number).digest for number in range(1, 20)]
 
 
-@pytest.mark.parametrize("role", ["master", "slave"])
+@pytest.mark.parametrize("role", ["primary", "replica"])
 def test_a_node_that_comes_back_with_nothing_is_a_part_of_the_cluster_again(cluster: FormedCluster, role: str) -> None:
     cluster.form()
-    gone = next(node for node, (its, _) in zip(cluster.nodes, cluster.roles(), strict=True) if its == role)
 
-    cluster.replace(gone)
+    cluster.replace(cluster.node_that_is(role))
     cluster.form()
 
-    assert is_three_and_three(cluster)
+    assert cluster.shares() == WHOLE
 
 
 def test_blocks_of_a_primary_that_is_replaced_are_on_its_replica(cluster: FormedCluster) -> None:
@@ -163,9 +174,8 @@ def test_blocks_of_a_primary_that_is_replaced_are_on_its_replica(cluster: Formed
     with remote_store(cluster.config()) as store:
         put_blocks(store, *range(30, 50))
     wait_for(cluster.has_copied, 0.02)
-    primary = next(node for node, (role, _) in zip(cluster.nodes, cluster.roles(), strict=True) if role == "master")
 
-    cluster.replace(primary)
+    cluster.replace(cluster.node_that_is("primary"))
     cluster.form()
 
     with remote_store(cluster.config()) as store:
@@ -179,7 +189,17 @@ def test_six_nodes_that_come_back_with_nothing_are_a_cluster_again(cluster: Form
         cluster.replace(node)
     cluster.form()
 
-    assert is_three_and_three(cluster)
+    assert cluster.shares() == WHOLE
+
+
+def test_a_primary_that_lacks_a_replica_gets_one_of_another(cluster: FormedCluster) -> None:
+    cluster.form()
+    cluster.move_a_replica()
+    assert cluster.shares() != WHOLE
+
+    cluster.form()
+
+    assert cluster.shares() == WHOLE
 
 
 def test_a_node_that_is_away_is_waited_for(cluster: FormedCluster) -> None:

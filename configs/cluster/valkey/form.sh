@@ -86,17 +86,23 @@ while [ "$part" -lt "$PRIMARIES" ]; do
 done
 [ -z "${gave:-}" ] || later "slots were given to primaries"
 
-# A primary without slots becomes the replica of the one that has the fewest.
-for node in $NODES; do
-  nodes_of "$node" | grep -q 'myself,master' || continue
-  [ -z "$(slots_of "$node")" ] || continue
-  primary=$(nodes_of "$first" | awk '
-    $3 ~ /master/ && NF > 8 {replicas[$1] += 0}
-    $3 ~ /slave/ {replicas[$4] += 1}
-    END {for (id in replicas) print replicas[id], id}' | sort -n | awk 'NR == 1 {print $2}')
-  [ -z "$primary" ] || ask "$node" CLUSTER REPLICATE "$primary" > /dev/null
-  later "a replica was given to a primary" # one at a time: the next is told what this one has changed
-done
+# A primary without slots becomes a replica of the primary that has the fewest; so does a replica of one that has two
+# more. Each node is asked about itself: what others have heard of it comes later.
+state=$(for node in $NODES; do
+  nodes_of "$node" | awk -v node="$node" '$3 ~ /myself/ {print node, $1, ($3 ~ /slave/ ? $4 : (NF > 8 ? "primary" : "empty"))}'
+done)
+primary=$(echo "$state" | awk '$3 == "primary" {n[$2] += 0} $3 ~ /^[0-9a-f]+$/ {n[$3]++}
+  END {for (id in n) print n[id], id}' | sort -n)
+fewest=$(echo "$primary" | head -n 1)
+most=$(echo "$primary" | tail -n 1)
+mover=$(echo "$state" | awk '$3 == "empty" {print $1; exit}')
+if [ -z "$mover" ] && [ $((${most%% *} - ${fewest%% *})) -ge 2 ]; then
+  mover=$(echo "$state" | awk -v of="${most#* }" '$3 == of {print $1; exit}')
+fi
+if [ -n "$mover" ]; then
+  ask "$mover" CLUSTER REPLICATE "${fewest#* }" > /dev/null
+  later "a replica was given to a primary" # one at a time: the next is counted with this one
+fi
 
 for node in $NODES; do
   ask "$node" CLUSTER INFO | grep -q '^cluster_state:ok' || later "$node is not ready"
