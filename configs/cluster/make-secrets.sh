@@ -16,7 +16,7 @@ printf '%s\n' "$client" > client.key # what a client of team-a sends; it is in n
 operator=$(word)
 printf '[keys]\n"sha256:%s" = "operator"\n' "$(digest "$operator")" > keys/operators.toml
 printf '%s\n' "$operator" > operator.token
-printf '%s\n' "$metrics" > metrics/server.key
+printf '%s\n' "$metrics" > metrics/prometheus.key
 word > metrics/sidecar.token
 printf '%s\n' "$store" > store/password
 word > store/encryption.key

@@ -179,7 +179,7 @@ def test_the_secrets_are_what_kvtier_reads_and_no_one_else_may(tmp_path: Path) -
     operators = ApiKeys.from_file(folder / "keys" / "operators.toml")
 
     assert keys.tenant_of((folder / "client.key").read_text().strip()) == "team-a"
-    assert keys.tenant_of((folder / "metrics" / "server.key").read_text().strip()) == "prometheus"
+    assert keys.tenant_of((folder / "metrics" / "prometheus.key").read_text().strip()) == "prometheus"
     assert operators.tenant_of((folder / "operator.token").read_text().strip()) == "operator"
     Cipher.from_file(folder / "store" / "encryption.key")
     assert [path for path in folder.rglob("*") if path.stat().st_mode & 0o077] == []
@@ -379,7 +379,7 @@ def test_prometheus_has_the_rules_and_jobs_that_these_know_and_may_read_metrics(
 def test_promtool_accepts_the_configuration_with_its_rules(tmp_path: Path) -> None:
     (tmp_path / "alerts").mkdir()
     (tmp_path / "secrets").mkdir()
-    for name in ("server.key", "sidecar.token"):
+    for name in ("prometheus.key", "sidecar.token"):
         (tmp_path / "secrets" / name).write_text("word")
     shutil.copy(CLUSTER.parent / "prometheus" / "alerts.yml", tmp_path / "alerts")
     config = tmp_path / "prometheus.yml"
