@@ -8,6 +8,7 @@ from pathlib import Path
 from kvtier.engine.config import RemoteConfig
 from kvtier.engine.disk_store import cipher_of, codec_of, codec_of_others
 from kvtier.store.codec.cipher import Cipher
+from kvtier.store.private_file import read_private
 from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.redis_settings import RedisSettings, RedisTls
 from kvtier.store.remote.sealed_remote import SealedRemote
@@ -66,11 +67,15 @@ def _password(config: RemoteConfig) -> str | None:
         return None
     path = Path(config.password_file).expanduser()
     try:
-        if path.stat().st_mode & 0o077:
-            raise ValueError(f"remote: others may read {path}; do: chmod 600 {path}")
-        return path.read_text("utf-8").strip()
+        file = read_private(path)
+        password = file.content.decode().strip()
     except OSError as error:
         raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"remote: the password in {path} is no text in UTF-8; write it again") from None
+    if file.exposure is not None:
+        raise ValueError(f"remote: the password in {path}: {file.exposure}")
+    return password
 
 
 class OpenRemote:

@@ -4,10 +4,11 @@ import hashlib
 import hmac
 import json
 import logging
-import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+
+from kvtier.store.private_file import read_private
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class ApiKeys:
         Logs a warning when other users may read the file. Messages begin with *what* the file has.
         """
         try:
-            content = path.read_text(encoding="utf-8")
+            file = read_private(path)
+            content = file.content.decode()
             tables = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
         except OSError as error:
             raise ValueError(f"{what} {path}: {error.strerror}; give a file that can be read") from error
@@ -47,8 +49,8 @@ class ApiKeys:
         keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
             raise ValueError(f'{what} {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            log.warning("%s %s: other users may read the file; chmod 600 it", what, path)
+        if file.exposure is not None:
+            log.warning("%s %s: %s", what, path, file.exposure)
         try:
             return cls(keys)
         except ValueError as error:

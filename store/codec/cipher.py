@@ -11,7 +11,6 @@ import os
 import select
 import shlex
 import signal
-import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from kvtier.store.private_file import read_private
 from kvtier.store.record import DIGEST_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Cipher:
 
         ValueError, one line that says what to do, if there is none or other users than the owner may use the file.
         """
-        return cls(_parse_key(_read_private(path), f"encryption key {path}"))
+        return cls(_parse_key(_read_key(path), f"encryption key {path}"))
 
     @classmethod
     def from_command(cls, command: str, timeout_s: float = 30) -> Self:
@@ -141,16 +141,14 @@ def _parse_key(text: bytes, source: str) -> bytes:
     )
 
 
-def _read_private(path: Path) -> bytes:
+def _read_key(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & 0o077:
-                remedy = f"chmod 600 {shlex.quote(str(path))}"
-                raise ValueError(f"encryption key {path}: other users may use it (mode {mode:04o}); run: {remedy}")
-            return file.read(_MOST_BYTES)
+        file = read_private(path, _MOST_BYTES)
     except OSError as error:
         raise ValueError(f"encryption key {path}: {error.strerror}; {_HOW_TO_MAKE_ONE}") from error
+    if file.exposure is not None:
+        raise ValueError(f"encryption key {path}: {file.exposure}")
+    return file.content
 
 
 def _output_of(command: str, timeout_s: float) -> bytes:

@@ -37,6 +37,7 @@ def test_the_wheel_has_each_module_marker_and_configuration_once_and_nothing_els
     expected |= {f"kvtier/engine/dashboard/page/{path.name}" for path in page}
     for room in ROOMS:
         patterns = ("*.py", "*.toml", "*.service", "*.socket", "*.yaml", "*.yml", "*.json", "py.typed")
+        patterns += ("*.sh", "*.conf", "Dockerfile") if room == "configs" else ()
         files = [path for pattern in patterns for path in (ROOT / room).rglob(pattern)]
         expected |= {f"kvtier/{path.relative_to(ROOT)}" for path in files}
 

@@ -100,7 +100,7 @@ def test_each_make_target_that_is_named_exists(page: str) -> None:
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_setting_that_is_named_exists(page: str) -> None:
-    dotted = re.compile(rf"({'|'.join(name for name in TABLES if keys_of(name))})\.(\w+)")  # not sidecar.toml
+    dotted = re.compile(rf"({'|'.join(name for name in TABLES if keys_of(name))})\.(?!toml$)(\w+)")  # not server.toml
     named = [match.groups() for word in words_of(ROOT / page) if (match := dotted.fullmatch(word.strip(",;:()")))]
 
     assert [f"{table}.{key}" for table, key in named if key not in keys_of(table)] == []

@@ -95,9 +95,8 @@ class Load:
         group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
         part, size = self._parts[group_id], groups[group_id].block_size
         blocks = slice(max(0, start // size - part.first), max(0, end // size - part.first))
-        from_disk, from_remote = (
-            np.count_nonzero(part.places[blocks] == where) * size for where in (ON_DISK, ON_REMOTE)
-        )
+        places = part.places[blocks]
+        from_disk, from_remote = (int(np.count_nonzero(places == where)) * size for where in (ON_DISK, ON_REMOTE))
         return {Tier.HOST: end - start - from_disk - from_remote, Tier.DISK: from_disk, Tier.REMOTE: from_remote}
 
     def poll(self) -> None:

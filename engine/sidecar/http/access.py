@@ -1,5 +1,6 @@
 """What happens around every request: its ids, whether it is let in, and its count in the metrics."""
 
+import logging
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,6 +15,9 @@ from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.server.request_ids import RequestIds, request_id_of
 from kvtier.engine.sidecar.config import HttpConfig, is_loopback
 from kvtier.engine.tracing.trace_context import TraceContext
+from kvtier.store.private_file import read_private
+
+log = logging.getLogger(__name__)
 
 # Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
 HEALTH = "/health"
@@ -21,17 +25,20 @@ HEALTH = "/health"
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
     """What requests must bring, None if they need nothing. ValueError for a token that is too short, and for a file
-    that cannot be read."""
+    that cannot be read. Logs a warning when other users may use the file."""
     if not config.has_token:
         return None
     token, where = config.token or "", "http.token"
     if config.token_file is not None:
         where = f"http.token_file {config.token_file}"
         try:
-            token = Path(config.token_file).expanduser().read_text(encoding="utf-8").strip()
+            file = read_private(Path(config.token_file).expanduser())
+            token = file.content.decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             what = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ValueError(f"{where}: {what}; give a file that has the token in its only line") from None
+        if file.exposure is not None:
+            log.warning("%s: %s", where, file.exposure)
     try:
         return ApiKeys({token: "operator"})
     except ValueError as error:

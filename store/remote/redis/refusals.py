@@ -6,7 +6,7 @@ from kvtier.store.remote.redis.command import Reply
 
 _NO_CLUSTER = "cluster support disabled"
 _NO_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
-_RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots"
+_RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots +asking"
 
 
 def is_no_value(reply: Reply) -> bool:

@@ -16,8 +16,9 @@ from waiting import DEADLINE_S, wait_for
 from kvtier.engine.dashboard.assets import PAGE
 from kvtier.engine.dashboard.data_paths import DATA_PATHS
 from kvtier.engine.server.paths import EXPLAIN
+from kvtier.engine.sidecar.config import HttpConfig
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
-from kvtier.engine.sidecar.http.access import HEALTH
+from kvtier.engine.sidecar.http.access import HEALTH, token_of
 from kvtier.engine.sidecar.http.app import PATHS
 from kvtier.engine.sidecar.http.build import LIMITS, limits_of, serve_http
 from kvtier.engine.sidecar.sidecar import MOST_ASKED
@@ -309,6 +310,20 @@ def test_a_token_comes_from_a_file_too(tmp_path: Path) -> None:
     with running_sidecar(small_config(http={"port": 0, "token_file": str(file)})) as running:
         assert running.get("/stats").status_code == 401
         assert running.get("/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o644, True), (0o600, False)])
+def test_a_file_of_a_token_that_others_may_use_is_told_in_the_log(
+    tmp_path: Path, mode: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+
+    assert token_of(HttpConfig(token_file=str(file))) is not None
+
+    assert ("chmod 600" in caplog.text) == is_told
+    assert TOKEN not in caplog.text
 
 
 def test_a_page_in_a_browser_has_nothing_done_and_learns_nothing(plain: RunningSidecar) -> None:
