@@ -64,9 +64,10 @@ class RemoteStore(Protocol):
         means that the store took it not, or that this is not known: for lack of room, or as part of the store is away.
         """
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
-        """For each key whether there is something under it, without reading it. Keys of one chain come in its order;
-        *apart*: they are of no chain, and each may be there without those before it."""
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+        """For each key whether there is something under it, without reading it; None where that could not be asked.
+        Keys of one chain come in its order; *apart*: they are of no chain, and each may be there without those before
+        it."""
 
     def forget(self, namespace: bytes) -> None:
         """Delete everything whose key begins with *namespace* (16 bytes). For operators: takes as long as it takes."""

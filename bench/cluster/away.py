@@ -44,7 +44,7 @@ def rows_of(name: str, server: Replica, without: Replica) -> list[Row]:
             seen = {each: each.ask(document, number) for each in order}
             pairs.append((seen[server], seen[without]))
     ratio = statistics.median(one.ttft_s / other.ttft_s for one, other in pairs)
-    lines = [line for line in server.log.read_text().splitlines() if "remote:" in line]
+    lines = [line for line in server.log.read_text().splitlines() if "remote:" in line and "WARNING" in line]
     breakers = server.metric("kvtier_remote_breaker_opened")
     is_right = all(seen.is_right for pair in pairs for seen in pair)
     return [

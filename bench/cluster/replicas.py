@@ -52,14 +52,23 @@ class Replica:
 class Replicas:
     """Starts servers of the bundled model, which looks facts up, so that a wrong block shows as a wrong answer."""
 
-    def __init__(self, folder: Path, device_documents: float, host_documents: float) -> None:
-        """Each has room for so many documents on its device and in its host memory, and no disk."""
+    def __init__(
+        self,
+        folder: Path,
+        device_documents: float,
+        host_documents: float,
+        document_tokens: int = NUM_TOKENS,
+        load: str = "split",
+    ) -> None:
+        """Each has room for so many documents on its device and in its host memory, and no disk. *load*: see
+        `SchedulerConfig`."""
         self._folder = folder
         token_bytes = save_model(folder / "model")
         self.block_bytes = BLOCK_SIZE * token_bytes
         self._tables: Mapping[str, Mapping[str, object]] = {
-            "device": {"capacity": int(device_documents * NUM_TOKENS * token_bytes), "block_size": BLOCK_SIZE},
-            "host": {"capacity": int(host_documents * NUM_TOKENS * token_bytes)},
+            "device": {"capacity": int(device_documents * document_tokens * token_bytes), "block_size": BLOCK_SIZE},
+            "host": {"capacity": int(host_documents * document_tokens * token_bytes)},
+            "scheduler": {"load": load},
         }
 
     @contextmanager
@@ -70,9 +79,9 @@ class Replicas:
             yield Replica(url, self._folder / f"server-{url.rpartition(':')[2]}.log")
 
 
-def documents(num: int, first: int = 0) -> list[Document]:
-    """Documents that no two calls with other numbers share."""
-    return [make_document(number, NUM_TOKENS) for number in range(first, first + num)]
+def documents(num: int, num_tokens: int = NUM_TOKENS) -> list[Document]:
+    """So many documents of that length, about."""
+    return [make_document(number, num_tokens) for number in range(num)]
 
 
 def asked(replica: Replica, asked_about: Sequence[Document], number: int, seed: int) -> list[Seen]:

@@ -70,13 +70,14 @@ class ObjectRemote:
         }
         return [record.key in done for record in records]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """See `RemoteStore`. What is known from earlier calls is not asked again, so it may be gone since."""
         call = self._call()
         places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
             call.raise_if_in_vain()
-        return [key in places for key in keys]
+        not_found = None if call.errors else False
+        return [True if key in places else not_found for key in keys]
 
     def forget(self, namespace: bytes) -> None:
         self._calls.check_open()

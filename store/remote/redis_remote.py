@@ -56,10 +56,10 @@ class RedisRemote:
         self._check(replies)
         return [not isinstance(reply, Exception) for reply in replies]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         replies = self._asked([Command(b"EXISTS", (self._name(key),)) for key in keys], self._deadline())
         self._count(RemoteUsage(num_questions=len(keys)))
-        return [reply == 1 for reply in replies]
+        return [reply == 1 if is_answer(reply) else None for reply in replies]
 
     def forget(self, namespace: bytes) -> None:
         """See `RemoteStore`. Records that a cluster moves between nodes meanwhile may stay."""

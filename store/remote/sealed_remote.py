@@ -44,8 +44,11 @@ class SealedRemote:
         """
         return self._store.put_many([self._sealed(blob) for blob in blobs])
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
-        """For each key whether there seems to be a record; see `RemoteStore`. Raises `RemoteUnavailable`."""
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+        """For each key whether there seems to be a record, None where that could not be asked; see `RemoteStore`.
+
+        Raises `RemoteUnavailable`.
+        """
         return self._store.ask_many(keys, apart)
 
     def _sealed(self, blob: Blob) -> RemoteRecord:

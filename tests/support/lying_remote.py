@@ -47,9 +47,9 @@ class LyingRemote:
                 self._inner.put_many(kept)
             return [not self._happens(self._vices.lies) for _ in records]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         with self._asked():
-            return [is_there != self._happens(self._vices.lies) for is_there in self._inner.ask_many(keys, apart)]
+            return [self._told(is_there) for is_there in self._inner.ask_many(keys, apart)]
 
     def forget(self, namespace: bytes) -> None:
         with self._asked():
@@ -66,6 +66,10 @@ class LyingRemote:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _told(self, is_there: bool | None) -> bool | None:
+        lies = self._happens(self._vices.lies)
+        return None if is_there is None else is_there != lies
 
     def _asked(self) -> threading.Lock:
         """The lock, once it is certain that somebody answers."""

@@ -129,14 +129,17 @@ class Inquiries:
                 return
         _end(question)
 
-    def _take_in(self, question: Question, are_there: list[bool]) -> bool:
-        """Take an answer in; whether the rest of the names are asked about now."""
+    def _take_in(self, question: Question, are_there: list[bool | None]) -> bool:
+        """Take an answer in; whether the rest of the names are asked about now.
+
+        What could not be asked is not taken for absent: a node of a cluster may be away for a moment.
+        """
         presence, group_id, names = self._remote.presence, question.group_id, question.names
         presence.add(group_id, list(compress(names, are_there)))
         if not all(are_there) and not self._forgets[group_id]:
-            first_hole = names[are_there.index(False)]
-            if first_hole != NOTHING:
-                presence.note_absent(group_id, first_hole)
+            first_hole = next(i for i, is_there in enumerate(are_there) if not is_there)
+            if are_there[first_hole] is False and names[first_hole] != NOTHING:
+                presence.note_absent(group_id, names[first_hole])
             return False
         rest, most = names[question.num_asked :], min(GROWTH * question.num_asked, MOST_NAMES)
         return bool(rest) and self._ask(group_id, rest, most, question.began_at, question.waiting)

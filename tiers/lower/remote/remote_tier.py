@@ -33,7 +33,7 @@ class RemoteRecords(Protocol):
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]: ...
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]: ...
+    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]: ...
 
     def usage(self) -> RemoteUsage: ...
 
@@ -77,9 +77,9 @@ class RemoteTier:
         """How many of *names* come before the first that `are_held` says no to."""
         return self.presence.num_held(group_id, names) if self.is_readable else 0
 
-    def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool]:
-        """For each key whether there seems to be a record; *apart*: each may be there without those before it. Raises
-        what the store raises."""
+    def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+        """For each key whether there seems to be a record, None where that could not be asked; *apart*: each may be
+        there without those before it. Raises what the store raises."""
         with self._errors_of("ask"):
             return self._records.ask_many(keys, apart)
 
@@ -93,7 +93,7 @@ class RemoteTier:
         many were put. Raises what the store raises, and `RemoteUnavailable` if it takes none."""
         with self._errors_of("write"):
             apart = not any(blob.parent for blob in blobs)
-            are_there = self._records.ask_many([blob.key for blob in blobs], apart)
+            are_there = map(bool, self._records.ask_many([blob.key for blob in blobs], apart))
             are_good = [is_there and blob.key not in spoilt for blob, is_there in zip(blobs, are_there, strict=True)]
             new = [blob for blob, is_good in zip(blobs, are_good, strict=True) if not is_good]
             are_put = iter(self._records.put_many(new) if new else ())

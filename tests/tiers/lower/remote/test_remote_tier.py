@@ -1,7 +1,7 @@
 """A remote tier below host memory and disk: what is asked, read and put, and what its failures cost."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from chaos import NAMESPACE, World
@@ -135,6 +135,32 @@ def test_a_prompt_that_nobody_has_seen_is_one_question_and_then_none_for_a_while
     assert remote(w).usage.num_questions == num_questions
     w.clock.now += ABSENT_LASTS_S
     assert not w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+
+
+def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
+    class OneNodeAway(MemoryRemote):
+        away: frozenset[bytes] = frozenset()
+
+        def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+            there = super().ask_many(keys, apart)
+            return [None if key in self.away else is_there for key, is_there in zip(keys, there, strict=True)]
+
+    store = OneNodeAway(shared())
+    w = world(remote=SealedRemote(store))
+    store.away = frozenset([key(w, "a", 3)])
+    while_away = ask(w, "a")
+    w.evict_blocks(w.names("a", DOCUMENT))
+    assert w.store is not None
+    w.store.delete(list(w.store.keys()))
+
+    inquiry = w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    store.away = frozenset()
+    w.settle()
+
+    assert while_away.remote == 3 * BLOCK_SIZE
+    assert inquiry.is_done
+    assert remote(w).num_asked == 2
+    assert remote(w).known_blocks == NUM_BLOCKS
 
 
 def test_nothing_is_asked_about_what_local_tiers_have() -> None:
