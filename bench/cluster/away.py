@@ -14,7 +14,7 @@ from bench.engine.cache_control import Seen
 from bench.report import Row
 from bench.rounds import at_most
 
-NUM_DOCUMENTS = 24
+NUM_DOCUMENTS = 48
 DELAY_S = 0.2
 MOST = 1.02
 
@@ -36,19 +36,26 @@ def away_rows(python: str, folder: Path) -> list[Row]:
 
 
 def rows_of(name: str, server: Replica, without: Replica) -> list[Row]:
-    """Pairs of the same question, alternating which is asked first; a second question comes from host memory."""
+    """Pairs of the same question; a second question about a document comes from host memory.
+
+    Who is asked first is a tenth faster on two cores, so each ratio is of two documents: of one the server is asked
+    first, of the other the one without.
+    """
     pairs: list[tuple[Seen, Seen]] = []
     for turn, document in enumerate(documents(NUM_DOCUMENTS)):
         for number in (0, 1):
             order = (server, without) if (turn + number) % 2 else (without, server)
             seen = {each: each.ask(document, number) for each in order}
             pairs.append((seen[server], seen[without]))
-    ratio = statistics.median(one.ttft_s / other.ttft_s for one, other in pairs)
+    of_two = [pairs[i : i + 3 : 2] for start in range(0, len(pairs), 4) for i in (start, start + 1)]
+    ratio = statistics.median(
+        sum(one.ttft_s for one, _ in two) / sum(other.ttft_s for _, other in two) for two in of_two
+    )
     lines = [line for line in server.log.read_text().splitlines() if "remote:" in line and "WARNING" in line]
     breakers = server.metric("kvtier_remote_breaker_opened")
     is_right = all(seen.is_right for pair in pairs for seen in pair)
     return [
-        at_most(f"{name}: TTFT / without a remote tier, median of pairs", ratio, "x", MOST),
+        at_most(f"{name}: TTFT / without a remote tier, median", ratio, "x", MOST),
         Row(f"  {name}: the longest TTFT", 1e3 * max(one.ttft_s for one, _ in pairs), "ms"),
         Row(f"  {name}: warnings", len(lines), "", "1", len(lines) == 1),
         Row(f"  {name}: breakers opened, in the metrics", breakers, "", ">= 1", breakers >= 1),
