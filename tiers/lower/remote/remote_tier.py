@@ -18,7 +18,7 @@ from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
 
-MOST_REST_S = 4.0  # of a store that fails: to try it again costs no request anything
+MOST_REST_S = 1.0  # of a store that fails: to try it again costs no request anything
 MOST_SPOILT = 1 << 10  # blocks remembered whose record is to be written over
 
 
