@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("ray") is None, rea
 
 DEVICE_SLOTS = 120  # of which a document takes 50
 TEXT = "The {} report says that the year was dry, and that the harvest was small in all parts of it. " * 9
+NUM_DOCUMENTS = 20
 LEAST = 750  # tokens of a document that are found
 SCHEDULER = {"load": "always", "prefill_chunk": 128, "token_budget": 256, "max_running": 8}
 AUTOSCALING = {
@@ -37,8 +38,13 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def apart(cluster: Cluster) -> Iterator[Application]:
-    """Two replicas, each with host memory of its own."""
-    engine = {"device": DEVICE, "host": {"capacity": 2000 * BLOCK_BYTES}, "scheduler": SCHEDULER}
+    """Two replicas, each with host memory of its own. A device has room for six documents: what leaves it has been
+    copied down long before, also on a busy machine, where a block that was not would just be gone."""
+    engine = {
+        "device": {**DEVICE, "capacity": 300 * BLOCK_BYTES},
+        "host": {"capacity": 2000 * BLOCK_BYTES},
+        "scheduler": SCHEDULER,
+    }
     with cluster.application("apart", {"num_replicas": 2}, engine=engine) as found:
         yield found
 
@@ -59,10 +65,11 @@ def cached(answer: httpx.Response) -> int:
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_what_replicas_have_in_device_and_in_host_memory_is_known_by_their_events(apart: Application) -> None:
-    """Sixteen documents are on the devices of two replicas, or most of them no longer: the device has room for two. A
-    router that was not asked for them knows where they are, and sends what comes there."""
-    documents = [document(number) for number in range(16)]
+    """Documents are on the devices of two replicas, or no longer. A router that was not asked for them knows where they
+    are, and sends what comes there."""
+    documents = [document(number) for number in range(NUM_DOCUMENTS)]
     apart.chosen_by_another([1])  # it listens from now on
     homes = [complete(apart, [*each, 1]).headers[REPLICA] for each in documents]
     for each, home in zip(documents, homes, strict=True):
@@ -73,8 +80,8 @@ def test_what_replicas_have_in_device_and_in_host_memory_is_known_by_their_event
 
     assert len(set(homes)) == 2, "one replica has all of them"
     assert all(each.keys() == {home} for each, home in zip(known, homes, strict=True))
-    assert sum(each[home]["host"] >= LEAST for each, home in zip(known, homes, strict=True)) >= 8
-    assert sum(home == there for home, there in zip(homes, found, strict=True)) >= 14
+    assert sum(each[home]["host"] >= LEAST for each, home in zip(known, homes, strict=True)) >= 4
+    assert sum(home == there for home, there in zip(homes, found, strict=True)) >= NUM_DOCUMENTS - 2
     assert all(cached(complete(apart, [*each, 3])) >= LEAST for each in documents)
 
 
