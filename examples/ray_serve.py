@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--disk", metavar="PATH", help="a folder for the node's sidecar (default: no disk)")
     parser.add_argument("--port", type=int, default=8000, help="of HTTP on this machine (default: 8000)")
     options = parser.parse_args()
+    if options.most < 1:
+        parser.error("--most: give 1 replica or more")
 
     sidecar: dict[str, object] = {"host": {"capacity": options.host}}
     if options.disk is not None:
@@ -36,9 +38,13 @@ def main() -> None:
         "replicas": {"autoscaling_config": autoscaling, "ray_actor_options": {"num_cpus": 1}},
         "fronts": {"ray_actor_options": {"num_cpus": 0}},
     }
+    try:
+        app = build_app(args)
+    except ValueError as error:
+        parser.error(str(error))
     ray.init(include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": options.port})
-    serve.run(build_app(args), name="kvtier", blocking=True)
+    serve.run(app, name="kvtier", blocking=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Does a second machine find what a first one has computed, and how soon?"""
 
-from dataclasses import replace
 from pathlib import Path
 
 from redis_servers import running_server
@@ -18,13 +17,12 @@ NUM_ROUNDS = 2  # of questions to the first: what is used a second time is share
 def engine_rows(python: str, folder: Path) -> list[Row]:
     """Documents of 8,000 tokens, and short ones: of these an answer's own time, 12 ms, is a large part, since the model
     computes 27,000 tokens a second."""
-    long = length_rows(folder / "long", LONG_TOKENS)
-    short = length_rows(folder / "short", NUM_TOKENS)
-    return [*long, *(replace(row, target="", ok=None) if "TTFT" in row.name else row for row in short)]
+    return [*length_rows(folder / "long", LONG_TOKENS, 0.25), *length_rows(folder / "short", NUM_TOKENS)]
 
 
-def length_rows(folder: Path, num_tokens: int) -> list[Row]:
-    """Two servers without a disk, which share a Redis only. The second is asked about each document once."""
+def length_rows(folder: Path, num_tokens: int, most_of_cold: float | None = None) -> list[Row]:
+    """Two servers without a disk, which share a Redis only. The second is asked about each document once. None: the
+    TTFT is no promise."""
     replicas = Replicas(folder, device_documents=2.2, host_documents=22, document_tokens=num_tokens)
     about = documents(NUM_DOCUMENTS, num_tokens)
     with running_server(folder / "redis", "--maxmemory", "4gb") as redis:
@@ -36,12 +34,13 @@ def length_rows(folder: Path, num_tokens: int) -> list[Row]:
             right = all(seen.is_right for seen in (*cold, *warm))
             num_put, num_read = first.metric("kvtier_remote_blocks"), second.metric("kvtier_remote_bytes")
     from_remote = sum(seen.by_tier["remote"] for seen in warm) / sum(sum(seen.by_tier.values()) for seen in warm)
-    name = f"engines, {num_tokens:,} tokens"
+    name, of_cold = f"engines, {num_tokens:,} tokens", median_ttft(warm) / median_ttft(cold)
+    ttft = f"{name}: TTFT of the second / cold"
     return [
         Row(f"{name}: blocks that the first has put", num_put, "blocks"),
         Row(f"{name}: bytes that the second has read", num_read / 2**20, "MiB"),
         at_least(f"{name}: tokens of the second from remote, of all", from_remote, 0.95),
         Row(f"{name}: cold TTFT, median", 1e3 * median_ttft(cold), "ms"),
-        at_most(f"{name}: TTFT of the second / cold", median_ttft(warm) / median_ttft(cold), "", 0.25),
+        Row(ttft, of_cold, "") if most_of_cold is None else at_most(ttft, of_cold, "", most_of_cold),
         Row(f"{name}: right answers", right, "", "1", right),
     ]

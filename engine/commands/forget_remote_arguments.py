@@ -6,8 +6,8 @@ from typing import Any
 
 from kvtier.engine.commands.arguments import HelpFormatter
 from kvtier.engine.commands.remote_arguments import add_remote
+from kvtier.store.record import NAMESPACE_BYTES
 
-NAMESPACE_BYTES = 16
 EXAMPLES = """examples:
   kvtier forget-remote redis://cache:6379 --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8
   kvtier forget-remote s3://kv-cache/llama --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8 --yes

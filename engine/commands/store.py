@@ -21,6 +21,7 @@ from rich.text import Text
 
 from kvtier.engine.byte_size import size_text
 from kvtier.engine.commands.apart import Crashed, call_apart, iterate_apart
+from kvtier.engine.commands.confirm import confirm
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
 from kvtier.store.lmdb.upkeep import Verification
@@ -129,7 +130,8 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
         return 0
     num_records, num_bytes = sum(use.num_records for use in going), sum(use.stored_bytes for use in going)
     if not is_confirmed:
-        _confirm(going, f"delete {num_records:,} records, {size_text(num_bytes)}, of {folder}?")
+        question = f"delete {num_records:,} records, {size_text(num_bytes)}, of {folder}?"
+        confirm(question, _namespace_table(going))
     with _damage(folder), iterate_apart(upkeep.delete_namespaces, folder, os.getpid(), wanted, num_bytes) as items:
         gone = _last(items, upkeep.Deletion)
     print(
@@ -178,16 +180,6 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
     if names:
         raise ValueError(f"namespace {text!r} is not the beginning of one name only: {', '.join(names)}")
     raise ValueError(f"namespace {text!r}: none begins so; see kvtier store ls {folder}")
-
-
-def _confirm(going: Sequence[NamespaceUse], question: str) -> None:
-    """Ask *question* on the terminal; RuntimeError unless the answer is yes."""
-    if not sys.stdin.isatty():
-        raise RuntimeError(f"{question} there is no terminal to ask on; add --yes")
-    Console(stderr=True).print(_namespace_table(going))
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise RuntimeError("nothing was deleted")
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from object_cases import ObjectRemoteCase
-from redis_servers import running_server
-from remote_cases import needs_redis
+from remote_cases import REMOTES, empty_remote
 from small_models import build, byte_tokenizer
 from transformers import PreTrainedModel
 from waiting import DEADLINE_S, wait_for
@@ -48,13 +47,10 @@ def llama() -> PreTrainedModel:
     return build("llama")
 
 
-@pytest.fixture(params=["file", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(params=REMOTES)
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "file":
-        yield f"file://{tmp_path}/objects"
-        return
-    with running_server(tmp_path) as redis:
-        yield f"redis://{redis.address}"
+    with empty_remote(request.param, tmp_path) as url:
+        yield url
 
 
 def engine(model: PreTrainedModel, url: str, **remote: object) -> EngineCore:

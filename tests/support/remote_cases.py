@@ -1,10 +1,12 @@
 """The remote stores under test, each with a way to reach past its contract to what it has stored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from redis_servers import SERVER
+from redis_servers import SERVER, running_server
 from store_cases import blob_of, key_of
 
 from kvtier.store.record import Fault
@@ -14,6 +16,20 @@ from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteStore, RemoteUnavailable
 
 needs_redis = pytest.mark.skipif(SERVER is None, reason="needs redis-server: apt-get install redis-server")
+
+
+REMOTES = ["file", pytest.param("redis", marks=needs_redis)]
+"""Kinds of stores that machines may share, as a fixture's parameters; see `empty_remote`."""
+
+
+@contextmanager
+def empty_remote(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of an empty store of that kind, in the folder or served from there."""
+    if kind == "file":
+        yield f"file://{folder}/objects"
+        return
+    with running_server(folder) as redis:
+        yield f"redis://{redis.address}"
 
 
 class RemoteCase(Protocol):

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import running_server
-from remote_cases import needs_redis
+from remote_cases import REMOTES, empty_remote
 from small_models import build, byte_tokenizer
 
 from kvtier.engine.build import build_core
@@ -20,13 +19,10 @@ from kvtier.tiers.naming.block_hash import BlockName
 OURS, OTHERS = bytes(range(16)), bytes(range(16, 32))
 
 
-@pytest.fixture(params=["file", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(params=REMOTES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "file":
-        yield f"file://{tmp_path}/objects"
-        return
-    with running_server(tmp_path) as redis:
-        yield f"redis://{redis.address}"
+    with empty_remote(request.param, tmp_path) as url:
+        yield url
 
 
 def keys(namespace: bytes) -> list[bytes]:

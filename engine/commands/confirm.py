@@ -1,0 +1,16 @@
+"""Asks on the terminal before something is deleted."""
+
+import sys
+
+from rich.console import Console, RenderableType
+
+
+def confirm(question: str, about: RenderableType | None = None) -> None:
+    """Show what it is *about*, ask *question*; RuntimeError unless the answer is yes, or if there is no terminal."""
+    if not sys.stdin.isatty():
+        raise RuntimeError(f"{question} there is no terminal to ask on; add --yes")
+    if about is not None:
+        Console(stderr=True).print(about)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RuntimeError("nothing was deleted")
