@@ -14,7 +14,7 @@ from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, packed
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
-from kvtier.engine.disk_store import disk_tier, open_store
+from kvtier.engine.disk_store import disk_tier, open_store, with_rounding_of
 from kvtier.engine.explain.explainer import Explainer, namespace_fields
 from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
@@ -97,7 +97,7 @@ def build_core(
         for memory in memories:
             undo.callback(memory.close)
         progress("taking the digest of the weights")
-        namespace = runner.namespace(config.names.algorithm, config.names.resolved_seed)
+        namespace = with_rounding_of(runner.namespace(config.names.algorithm, config.names.resolved_seed), config.disk)
         store, disk = _open_disk(config, namespace, memories, undo, progress)  # while memory is prepared
         traces = RequestTraces.of(config.tracing, "kvtier")
         if traces is not None:

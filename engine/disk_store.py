@@ -74,14 +74,29 @@ def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
     return compressed if config.codec == "zstd" else CodecChoice(compressed)
 
 
+def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
+    """Return *namespace* for the blocks of every tier of an engine with this disk.
+
+    A block that was read from a disk with a lossy codec is rounded, and no tier keeps note of that: host memory holds
+    such blocks and copies them on. So all blocks of such an engine, rounded or not yet, have names other than those of
+    engines whose blocks are exact.
+    """
+    if disk is None:
+        return namespace
+    codec = codec_of(disk, namespace.dtype)
+    is_exact = isinstance(codec, CodecChoice) or codec.is_lossless
+    return replace(namespace, kv_quantization="none" if is_exact else disk.codec)
+
+
 def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
-    """The store as a tier of this namespace. Its records are of one kind: exact or lossy, under one key or none."""
+    """Return the store as a tier of this namespace. Its records are under one encryption key or none.
+
+    Raises ValueError if the store's codec rounds blocks and *namespace* does not say so: see `with_rounding_of`.
+    """
+    if with_rounding_of(namespace, config) != namespace:
+        raise ValueError(f"disk: codec {config.codec} in a namespace of {namespace.kv_quantization!r} KV")
     cipher = store.settings.cipher
-    namespace = replace(
-        namespace,
-        kv_quantization="fp8" if config.codec == "fp8" else "none",
-        encryption_key_id="" if cipher is None else cipher.key_id.hex(),
-    )
+    namespace = replace(namespace, encryption_key_id="" if cipher is None else cipher.key_id.hex())
     tier = DiskTier(
         store,
         namespace.digest,

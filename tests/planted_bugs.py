@@ -1216,6 +1216,13 @@ BUGS = [
         "tests/engine/test_fault_log.py",
     ),
     Bug(
+        "blocks that an fp8 disk has rounded are shared under the names of exact ones",
+        "engine/disk_store.py",
+        'kv_quantization="none" if is_exact else disk.codec',
+        'kv_quantization="none"',
+        "tests/engine/test_shared_store.py",
+    ),
+    Bug(
         "an engine that its sidecar refuses starts without it",
         "engine/build.py",
         "if why := attachment.why_refused:",

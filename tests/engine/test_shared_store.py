@@ -3,9 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 from object_cases import ObjectRemoteCase
@@ -15,21 +17,29 @@ from transformers import PreTrainedModel
 from waiting import DEADLINE_S, wait_for
 
 from kvtier.engine.build import build_core
-from kvtier.engine.config import as_config
+from kvtier.engine.config import DiskConfig, RemoteConfig, as_config
 from kvtier.engine.core import EngineCore
+from kvtier.engine.disk_store import codec_of
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Request
+from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.remote.object_settings import ObjectSettings
+from kvtier.tiers.lower.block_key import block_key
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote import inquiries
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
-from kvtier.tiers.naming.block_hash import ExtraKeys
+from kvtier.tiers.naming.block_hash import BlockName, ExtraKeys
 from kvtier.tiers.naming.tier import Reason, Tier
 
 NUM_TOKENS = 200  # of a document: twelve blocks, and the device has sixteen
 WHOLE = 192
 MOST_ROUNDS = 12
 DOCUMENTS = [np.random.default_rng(number).integers(3, 90, NUM_TOKENS).tolist() for number in range(4)]
+
+
+def codecs_of(table: type[msgspec.Struct]) -> Sequence[Any]:
+    (field,) = [field for field in msgspec.structs.fields(table) if field.name == "codec"]
+    return get_args(field.type)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +63,11 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def engine(model: PreTrainedModel, url: str, **remote: object) -> EngineCore:
+def engine(model: PreTrainedModel, url: str, disk: Mapping[str, object] | None = None, **remote: object) -> EngineCore:
     tables = {
         "device": {"capacity": "320KiB", "block_size": 16},
         "host": {"capacity": "16MiB"},
+        **({} if disk is None else {"disk": disk}),
         "remote": {"url": url, **remote},
         "scheduler": {"load": "always"},  # so small a model computes as fast as a busy machine loads
         "model": {"dtype": "float32"},
@@ -120,6 +131,50 @@ def test_with_another_key_or_none_nothing_is_found(llama: PreTrainedModel, where
     with engine(llama, where, encryption_key_file=str(keys[0])) as second:
         assert [ask(second, document).generated for document in DOCUMENTS] == answers
         assert remote(second).usage.read_bytes > 0
+
+
+def test_blocks_that_a_lossy_disk_has_rounded_are_found_by_no_exact_engine(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    url, disk = f"file://{tmp_path}/objects", {"path": str(tmp_path / "disk"), "capacity": "64MiB", "codec": "fp8"}
+    with engine(llama, url) as exact:
+        right = [ask(exact, document).generated for document in DOCUMENTS]
+        assert remote(exact).num_stored == 0, "what is asked for once was shared"
+    with engine(llama, url, disk=disk) as first:
+        share(first)
+    with engine(llama, url, disk=disk) as restarted:  # what it shares has been on the disk
+        read = [ask(restarted, document).tokens for document in DOCUMENTS]
+        assert all(tokens is not None and tokens.disk + tokens.remote >= WHOLE - 16 for tokens in read)
+
+    with engine(llama, url) as exact:
+        found = [ask(exact, document) for document in DOCUMENTS]
+    with engine(llama, url, disk={**disk, "path": str(tmp_path / "another")}) as lossy:
+        shared = ask(lossy, DOCUMENTS[0])
+
+    assert [request.generated for request in found] == right
+    assert [request.tokens.remote for request in found if request.tokens is not None] == [0] * len(DOCUMENTS)
+    assert shared.tokens is not None
+    assert shared.tokens.remote >= WHOLE - 16  # engines that all round share with each other
+
+
+@pytest.mark.parametrize("codec", codecs_of(DiskConfig))
+def test_the_namespace_of_every_tier_says_whether_the_disk_rounds(
+    llama: PreTrainedModel, tmp_path: Path, codec: str
+) -> None:
+    url, disk = f"file://{tmp_path}/objects", {"path": str(tmp_path / "disk"), "capacity": "64MiB", "codec": codec}
+    with engine(llama, url) as exact, engine(llama, url, disk=disk) as other:
+        index, name = other.cache.lower.index, BlockName(bytes(32))  # type: ignore[attr-defined]  # in this process
+        keys = [index.disk.key(0, name), index.remote.key(0, name), block_key(other.namespace, 0, name)]
+        is_exact = other.namespace == exact.namespace
+
+    assert len(set(keys)) == 1
+    assert is_exact == (codec != "fp8")
+
+
+def test_no_codec_of_a_store_that_machines_share_is_lossy() -> None:
+    for codec in codecs_of(RemoteConfig):
+        chosen = codec_of(RemoteConfig(url="redis://localhost", codec=codec), "torch.float32")
+        assert isinstance(chosen, CodecChoice) or chosen.is_lossless
 
 
 def test_what_somebody_has_changed_is_computed_anew(llama: PreTrainedModel, tmp_path: Path) -> None:

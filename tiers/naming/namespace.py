@@ -29,7 +29,7 @@ class Namespace:
     block_size: int
     hash_algorithm: str
     hash_seed: str
-    kv_quantization: str = "none"
+    kv_quantization: str = "none"  # "fp8": a tier of this engine rounds blocks, so a block of any tier may be rounded
     encryption_key_id: str = ""  # of the disk's records
     shard_rank: int = 0
     num_shards: int = 1
