@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow test-engines bench-engines smoke docs torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs torture planted-bugs bench gpu-bench check format clean
 
 ROOMS := configs engine store tiers transfer
 
@@ -72,6 +72,14 @@ test: .venv/installed
 test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed \
   .venv/swift/installed
 	$(PYTEST) -m "long and not slow"
+	$(MAKE) test-processors
+
+# Models as on an older processor (oneDNN packs no bfloat16 there), and by plain torch alone.
+MODEL_TESTS := tests/engine/model tests/engine/test_equality.py
+OLD_PROCESSOR := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(if $(filter x86_64,$(shell uname -m)),NUMBA_CPU_NAME=haswell)
+test-processors: .venv/installed
+	$(OLD_PROCESSOR) $(PYTEST) -m "not long and not slow" $(MODEL_TESTS)
+	KVTIER_FAST_PATHS=off $(PYTEST) -m "not long and not slow" $(MODEL_TESTS) --ignore tests/engine/model/cpu
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow

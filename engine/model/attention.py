@@ -56,9 +56,8 @@ class GroupStep:
     def _choose_paths(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
         _, num_layers, _, _, num_kv_heads, head_dim = self.slab.shape
         kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
-        on_cpu = [part for part in self.segments if self.cpu_attention.supports(part, dtype, head_dim)]
-        others = [part for part in self.segments if not self.cpu_attention.supports(part, dtype, head_dim)]
         shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
+        on_cpu, others = self.cpu_attention.split(self.segments, shape)
         choice = choose(shape, self.slab)
         there = [part for part in others if choice.in_place(part)]
         return Paths(

@@ -21,6 +21,7 @@ from itertools import product
 
 import torch
 
+from kvtier.engine.model.fast_path import TOLERANCE, are_off
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_in_place import Plan, attend_in_place, plan, supports
 from kvtier.engine.model.paged_segment import Segment, segment
@@ -35,7 +36,6 @@ ENDS, KEY_BOUNDS = (512, 4096, 32768), (1448, 11585)
 NUM_DECODING = 8
 # Calls in a row, as layers follow each other, so that launching counts where it is slower.
 NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,10 @@ def choose(shape: Shape, slab: torch.Tensor) -> Choice:
 
 
 def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
-    if shape.device.type != "cuda" or not supports(
-        shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group
+    if (
+        shape.device.type != "cuda"
+        or are_off()
+        or not supports(shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group)
     ):
         return ALL_GATHERED
     # A model that is being loaded must draw the same numbers as without this.

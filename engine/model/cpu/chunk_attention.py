@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.layer import Layer
 from kvtier.engine.model.cpu.row_attention import DTYPES, WORTH_A_THREAD
+from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
 LANES = 16  # heads are of so many numbers, or a multiple
@@ -48,9 +48,9 @@ class ChunkAttention:
     def __init__(self, threads: KernelThreads) -> None:
         self._threads = threads
 
-    def supports(self, part: Segment, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether *part* is a chunk for the kernel."""
-        return part.num_queries > 1 and part.device.type == "cpu" and dtype in DTYPES and head_dim % LANES == 0
+    def supports(self, shape: Shape) -> bool:
+        """Return whether the kernel is made for layers of this shape."""
+        return shape.device.type == "cpu" and shape.dtype in DTYPES and shape.head_dim % LANES == 0
 
     def plan(
         self, parts: Sequence[Segment], num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

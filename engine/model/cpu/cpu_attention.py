@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvtier.engine.model.cpu.chunk_attention import ChunkAttention, Chunks
+from kvtier.engine.model.cpu.kernel_check import chunks_error, rows_error
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.layer import layer_of
 from kvtier.engine.model.cpu.row_attention import RowAttention, Rows
+from kvtier.engine.model.fast_path import TOLERANCE, works
+from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_gather import Scoring
 from kvtier.engine.model.paged_segment import Segment
 
@@ -29,9 +33,17 @@ class CpuAttention:
         self._rows = RowAttention(threads)
         self._chunks = ChunkAttention(threads)
 
-    def supports(self, part: Segment, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether *part* is computed here; what is not is gathered."""
-        return self._rows.supports(part, dtype) or self._chunks.supports(part, dtype, head_dim)
+    def split(self, parts: Sequence[Segment], shape: Shape) -> tuple[list[Segment], list[Segment]]:
+        """Return the segments of *parts* that are computed here, and those that must be gathered.
+
+        A kernel that fails or differs on this machine takes none; each is tried once in a process for each shape.
+        """
+        takes_rows, takes_chunks = self._takes_rows(shape), self._takes_chunks(shape)
+        here: list[Segment] = []
+        gathered: list[Segment] = []
+        for part in parts:
+            (here if (takes_rows if part.num_queries == 1 else takes_chunks) else gathered).append(part)
+        return here, gathered
 
     def plan(
         self, parts: Sequence[Segment], num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -63,3 +75,11 @@ class CpuAttention:
             self._rows.attend(of_layer, plan.rows)
         if floats is not output:
             output[plan.tokens] = floats[plan.tokens].to(output.dtype)
+
+    def _takes_rows(self, shape: Shape) -> bool:
+        error = partial(rows_error, self._rows, shape)
+        return self._rows.supports(shape) and works("attention of single tokens", shape, error, TOLERANCE[shape.dtype])
+
+    def _takes_chunks(self, shape: Shape) -> bool:
+        error = partial(chunks_error, self._chunks, shape)
+        return self._chunks.supports(shape) and works("attention of prompts", shape, error, TOLERANCE[shape.dtype])

@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of, is_plain
+from kvtier.engine.model.fast_path import share_of_largest, works
 
 WORTH_A_THREAD = 1 << 18  # numbers: 0.1 ms
 TOLERANCE = 1e-5
@@ -36,7 +37,12 @@ class FusedNorm(StandIn):
 
 
 def fused_norms(model: PreTrainedModel, threads: KernelThreads) -> list[Place]:
-    """The norms of a model that are found to compute a root mean square norm, by what they make of numbers."""
+    """Return the norms of a model that are found to compute a root mean square norm, by what they make of numbers.
+
+    The list is empty if the kernel fails or differs on this machine.
+    """
+    if model.device.type != "cpu" or not works("norms in one pass", torch.float32, _error, TOLERANCE):
+        return []
     places = []
     with torch.inference_mode():
         for layer in model.modules():
@@ -44,6 +50,16 @@ def fused_norms(model: PreTrainedModel, threads: KernelThreads) -> list[Place]:
             if fused is not None:
                 places.append(forward_of(layer, fused))
     return places
+
+
+def _error() -> float:
+    """Return the error of the kernel against the norm's formula."""
+    from kvtier.engine.model.cpu.fused_kernel import normalize
+
+    rows, weight, eps = torch.linspace(-2, 3, 5 * 48).view(5, 48), torch.linspace(0.5, 2, 48), 1e-5
+    output = torch.empty_like(rows)
+    normalize(rows.numpy(), weight.numpy(), eps, output.numpy())
+    return share_of_largest(output, weight * rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps))
 
 
 def _fused(layer: torch.nn.Module, threads: KernelThreads) -> FusedNorm | None:
@@ -62,7 +78,7 @@ def _fused(layer: torch.nn.Module, threads: KernelThreads) -> FusedNorm | None:
     numbers = torch.linspace(-2, 3, len(weight)) * torch.tensor([[1.0], [eps**0.5]])  # of the second, eps is a part
     try:
         expected = type(layer).forward(layer, numbers)
-    except (TypeError, ValueError, RuntimeError):  # it takes other arguments, as a norm with a gate does
+    except Exception:  # it takes other arguments, as a norm with a gate does
         return None
     for factors in (weight, 1 + weight):  # Gemma's weights are what is added to 1
         fused = FusedNorm(layer, factors, eps, threads)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.cpu.fused_norms import WORTH_A_THREAD
+from kvtier.engine.model.cpu.fused_norms import TOLERANCE, WORTH_A_THREAD
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.stand_ins import Place, StandIn, is_plain
+from kvtier.engine.model.fast_path import share_of_largest, works
 
 NAME = "apply_rotary_pos_emb"  # of the function, in the code of each family
 Rotated = tuple[torch.Tensor, torch.Tensor]
@@ -46,8 +47,11 @@ class FusedRotation(StandIn):
 
 
 def fused_rotations(model: PreTrainedModel, threads: KernelThreads) -> list[Place]:
-    """The functions that the model's attention calls, if they rotate the first half of a head with the second."""
-    if model.device.type != "cpu":
+    """Return the functions that the model's attention calls, if they rotate the first half of a head with the second.
+
+    The list is empty if the kernel fails or differs on this machine.
+    """
+    if model.device.type != "cpu" or not works("rotary embeddings in one pass", torch.float32, _error, TOLERANCE):
         return []
     code = {id(names): names for names in (_names_of(layer) for layer in model.modules()) if NAME in names}
     places = []
@@ -58,6 +62,18 @@ def fused_rotations(model: PreTrainedModel, threads: KernelThreads) -> list[Plac
         if _rotates_halves(fused):
             places.append(Place(names, NAME, fused, own))
     return places
+
+
+def _error() -> float:
+    """Return the error of the kernel against the formula of a rotation."""
+    from kvtier.engine.model.cpu.fused_kernel import rotate
+
+    heads = torch.linspace(-1, 1, 5 * 3 * 24).view(5, 3, 24)
+    cosines, sines = torch.linspace(-1, 2, 2 * 5 * 24).view(2, 5, 24)
+    output = torch.empty_like(heads)
+    rotate(heads.numpy(), cosines.numpy(), sines.numpy(), output.numpy())
+    turned = torch.cat([-heads[..., 12:], heads[..., :12]], dim=-1)
+    return share_of_largest(output, heads * cosines[:, None] + turned * sines[:, None])
 
 
 def _names_of(layer: torch.nn.Module) -> dict[str, Any]:
@@ -85,5 +101,5 @@ def _rotates_halves(fused: FusedRotation) -> bool:
     try:
         pairs = zip(fused(q, k, cos, sin), fused.own(q, k, cos, sin), strict=True)
         return all(torch.allclose(ours, own, atol=1e-5) for ours, own in pairs)
-    except (TypeError, ValueError, RuntimeError):  # it takes other arguments
+    except Exception:  # it takes other arguments
         return False

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of
+from kvtier.engine.model.fast_path import TOLERANCE, share_of_largest, works
 
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_ROWS = 32  # that the order is chosen for; it is as good for one row and for thousands
@@ -34,16 +35,30 @@ class PackedLinear(StandIn):
 
 
 def packed_linears(model: PreTrainedModel, available_bytes: int) -> list[Place]:
-    """The layers of a model that can be packed.
+    """Return the layers of a model that can be packed.
 
-    Without room for the copies, on another device, or if this torch has no oneDNN, there are none: the model then runs
-    as transformers has it.
+    The list is empty without room for the copies, on another device, and if this torch has no oneDNN: the model then
+    runs as transformers has it. A layer whose packed form fails or differs on this processor is left out. oneDNN packs
+    bfloat16 only with AVX-512 or AVX-NE-CONVERT, for example.
     """
     layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
     if sum(layer.weight.nbytes for layer in layers) > available_bytes // SHARE:
         return []
     with torch.inference_mode():
-        return [forward_of(layer, PackedLinear(layer)) for layer in layers]
+        return [forward_of(layer, PackedLinear(layer)) for layer in layers if _works(layer)]
+
+
+def _works(layer: torch.nn.Linear) -> bool:
+    """Return whether a packed layer of this dtype and shape computes what the layer itself does."""
+    dtype, has_bias = layer.weight.dtype, layer.bias is not None
+    return works(
+        "packed linear layers", (dtype, tuple(layer.weight.shape), has_bias), lambda: _error(layer), TOLERANCE[dtype]
+    )
+
+
+def _error(layer: torch.nn.Linear) -> float:
+    rows = torch.linspace(-1, 1, 2 * layer.in_features).view(2, -1).to(layer.weight.dtype)
+    return share_of_largest(PackedLinear(layer)(rows), torch.nn.functional.linear(rows, layer.weight, layer.bias))
 
 
 def _has_onednn() -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.layer import Layer
+from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
 DTYPES = (torch.float32, torch.bfloat16)  # float16 has no arithmetic in Numba on a CPU
@@ -43,9 +44,9 @@ class RowAttention:
     def __init__(self, threads: KernelThreads) -> None:
         self._threads = threads
 
-    def supports(self, part: Segment, dtype: torch.dtype) -> bool:
-        """Whether *part* is a row for the kernel."""
-        return part.num_queries == 1 and part.device.type == "cpu" and dtype in DTYPES
+    def supports(self, shape: Shape) -> bool:
+        """Return whether the kernel is made for layers of this shape."""
+        return shape.device.type == "cpu" and shape.dtype in DTYPES
 
     def plan(self, parts: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> Rows:
         """The rows of *parts*, which have one token each, in a slab of *num_layers*."""

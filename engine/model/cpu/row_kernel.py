@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-from numba import njit
+from numba import config, njit
 from numba.core import types
 from numba.extending import overload
+
+if config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it from the environment
+    raise ImportError("NUMBA_DISABLE_JIT is set, and kernels that are not compiled take a thousand times as long")
 
 Array = np.ndarray
 P = ParamSpec("P")

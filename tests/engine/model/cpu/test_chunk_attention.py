@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from paged_batches import attended, slab_of
 from kvtier.engine.model.cpu import chunk_attention
 from kvtier.engine.model.cpu.chunk_attention import ChunkAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
@@ -107,11 +109,10 @@ def test_work_is_shared_evenly_and_little_work_is_not_shared() -> None:
     assert len(attention.plan(short, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM).shares) == 1
 
 
-def test_rows_types_without_arithmetic_and_odd_heads_are_left_to_others() -> None:
+def test_types_without_arithmetic_and_odd_heads_are_left_to_others() -> None:
     attention = ChunkAttention(KernelThreads(1))
-    chunk, row = chunks(FullAttention(SIZE), [(0, 5), (7, 1)])
+    shape = Shape(CPU, torch.float32, NUM_HEADS, NUM_KV_HEADS, 48, FullAttention(SIZE), False, False)
 
-    assert attention.supports(chunk, torch.float32, 48)
-    assert not attention.supports(chunk, torch.float32, 40)
-    assert not attention.supports(chunk, torch.float16, 48)
-    assert not attention.supports(row, torch.float32, 48)
+    assert attention.supports(shape)
+    assert not attention.supports(replace(shape, head_dim=40))
+    assert not attention.supports(replace(shape, dtype=torch.float16))

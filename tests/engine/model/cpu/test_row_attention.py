@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from paged_batches import attended, slab_of
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.cpu.row_attention import WORTH_A_THREAD, RowAttention
+from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
@@ -84,11 +86,9 @@ def test_threads_share_rows_or_the_heads_of_few_and_change_no_number(num_rows: i
     assert torch.equal(*outputs)
 
 
-def test_prompts_and_types_without_arithmetic_are_left_to_a_gather() -> None:
+def test_types_without_arithmetic_are_left_to_a_gather() -> None:
     attention = RowAttention(KernelThreads(1))
-    prompt = segment(FullAttention(SIZE), [0, 1], slice(0, 5), 0, 5, CPU)
-    (row,) = rows(FullAttention(SIZE), [5])
+    shape = Shape(CPU, torch.float32, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, FullAttention(SIZE), False, False)
 
-    assert attention.supports(row, torch.float32)
-    assert not attention.supports(row, torch.float16)
-    assert not attention.supports(prompt, torch.float32)
+    assert attention.supports(shape)
+    assert not attention.supports(replace(shape, dtype=torch.float16))
