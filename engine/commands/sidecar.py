@@ -22,6 +22,7 @@ from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.engine.sidecar.doors import doors_of, socket_path
 from kvtier.engine.sidecar.inherited import HTTP, Inherited
 from kvtier.engine.sidecar.kept_files import KeptFiles
+from kvtier.engine.sidecar.lmcache.wire import NEEDED_CLIENT
 from kvtier.engine.sidecar.model_weights import weights_of
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.engine.sidecar.statistics import SidecarStatistics
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAST_LMCACHE = "0.5.5"
 LEAVING = (signal.SIGUSR1,)  # signals at which sockets and host memory are left to the next process …
 ENDING = (signal.SIGTERM, signal.SIGINT)  # … and at which they go
 
@@ -99,8 +99,8 @@ def _plan(config: SidecarConfig) -> list[str]:
         lines.append(f"\nAttach kvtier's own engine:\n\n  kvtier serve --sidecar unix://{os.path.abspath(path)}\n")
     if config.lmcache is not None:
         lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
-        lines.append(f"\nAttach vLLM 0.32 or 0.33, with lmcache {LEAST_LMCACHE} or later in its environment:\n")
-        lines.append(f"  {attach_command(config)}\n")
+        lines.append("\nAttach vLLM 0.32 or 0.33; in its environment:\n")
+        lines.append(f"  pip install '{NEEDED_CLIENT}'\n  {attach_command(config)}\n")
     return lines
 
 

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from lmcache_bed import CHUNK, Bed, RawClient, content, key
+from lmcache_bed import CHUNK, FORMS, Bed, RawClient, content, key
 
 DOCUMENTS = [[document, *range(1000, 1000 + CHUNK * num - 1)] for document, num in enumerate((3, 5, 8, 8, 12, 12))]
 
@@ -20,7 +20,8 @@ class Engine:
 
 
 def attach(bed: Bed, instance: int) -> Engine:
-    engine = Engine(RawClient(bed), RawClient(bed), instance)
+    form = FORMS[instance % len(FORMS)]
+    engine = Engine(RawClient(bed, form), RawClient(bed, form), instance)
     engine.worker.register(instance_id=instance)
     return engine
 

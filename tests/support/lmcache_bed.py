@@ -1,7 +1,9 @@
 """A door of LMCache's protocol over real tiers and real shared memory, and clients of raw ZeroMQ frames."""
 
 import mmap
+import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -58,12 +60,13 @@ OPS = {
     "noop": 24,
     "get_experimental": 32,
 }
+FORMS = ["0.5.6", "0.5.7"]  # of the protocol, by the version of lmcache that came with each
 
 
 def key(
     tokens: Sequence[int], request: str, start: int = 0, end: int | None = None, worker: int | None = 0, **more: Any
 ) -> dict[str, Any]:
-    """As LMCache 0.5.6 encodes it."""
+    """Return a key as LMCache 0.5.6 has it; `RawClient` sends it in its own form."""
     return {
         "model_name": "m",
         "world_size": 1,
@@ -77,6 +80,27 @@ def key(
         "num_kv_readers": 1,
         **more,
     }
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Return the ids as LMCache 0.5.7 has them in a key: big-endian words of 32 bits."""
+    words = array("I", token_ids)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def in_form(form: str, op: str | int, payload: Sequence[Any]) -> list[Any]:
+    """Return the payload of LMCache 0.5.6 in the given form of the protocol."""
+    if form == "0.5.6":
+        return list(payload)
+    changed = [
+        {**{name: part[name] for name in part if name != "token_ids"}, "token_bytes": packed(part["token_ids"])}
+        if isinstance(part, dict) and "token_ids" in part
+        else part
+        for part in payload
+    ]
+    return [*changed, []] if op in ("free", "prepare_store") and len(payload) == 2 else changed
 
 
 class Lane:
@@ -114,10 +138,12 @@ class Lane:
 
 
 class RawClient:
-    """A DEALER that says what it is told to."""
+    """A DEALER that says what it is told to, in one form of the protocol."""
 
-    def __init__(self, bed: "Bed") -> None:
+    def __init__(self, bed: "Bed", form: str | None = None) -> None:
+        """Connect. *form* is one of `FORMS`; the default is the bed's."""
         self._bed = bed
+        self._form = form or bed.form
         self.socket = bed.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(bed.url)
@@ -127,7 +153,8 @@ class RawClient:
         """Ask; the number of the request."""
         self._uid += 1
         number = OPS.get(op, op) if isinstance(op, str) else op
-        self.socket.send_multipart([msgspec.msgpack.encode(value) for value in (self._uid, number, *payload)])
+        values = (self._uid, number, *in_form(self._form, op, payload))
+        self.socket.send_multipart([msgspec.msgpack.encode(value) for value in values])
         return self._uid
 
     def receive(self) -> tuple[int, Any, Any]:
@@ -197,8 +224,9 @@ class Bed:
     """The sidecar's loop, turned by hand."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, num_extents: int, store: MemoryStore | None, **settings: Any
+        self, folder: Path, stack: ExitStack, num_extents: int, store: MemoryStore | None, form: str, **settings: Any
     ) -> None:
+        self.form = form  # of the protocol that clients speak
         self.clock = FakeClock()
         self.turn_s = 0.0  # that passes with each turn
         self.context = stack.enter_context(zmq.Context())
@@ -264,10 +292,11 @@ def lmcache_bed(
     folder: Path,
     num_extents: int = 8,
     store: MemoryStore | None = None,
+    form: str = "0.5.6",
     **settings: Any,
 ) -> Iterator[Bed]:
     """See `Bed`; *settings* are those of `Layouts`. Nothing is left in shared memory."""
     with ExitStack() as stack:
-        bed = Bed(folder, stack, num_extents, store, **settings)
+        bed = Bed(folder, stack, num_extents, store, form, **settings)
         yield bed
         bed.check()

@@ -14,9 +14,11 @@ from kvtier.engine.sidecar.lmcache.lookups import Lookups
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.engine.sidecar.lmcache.stores import StoreCounts, Stores
-from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys, num_tokens
+from kvtier.engine.sidecar.lmcache.token_encoding import tokens_of
+from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
 from kvtier.engine.sidecar.lmcache.wire import (
     NEEDED_CLIENT,
+    NEGOTIATE,
     OPERATIONS,
     Key,
     Loaded,
@@ -140,6 +142,7 @@ class LmcacheDoor:
             20: self._clear,
             21: self._get_chunk_size,
             22: self._ping,
+            NEGOTIATE: self._negotiate_chunk_size,
         }
 
     @property
@@ -241,9 +244,16 @@ class LmcacheDoor:
             answer = operation.harmless if does is None else does(call, *values)
         except Refused as error:
             self._refusals.refused(error.kind, str(error))
-            answer = None if number is None else OPERATIONS[number].harmless
+            answer = self._harmless(number)
         if answer is not _LATER:
             self._answer(call, answer)
+
+    def _harmless(self, number: int | str | None) -> object:
+        """Return what a refused request is answered. A registration gets the segment: without one the client would send
+        every chunk by value."""
+        if number is None:
+            return None
+        return self._pool() if number == 14 else OPERATIONS[number].harmless
 
     def _answer(self, call: Call, answer: object) -> None:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
@@ -275,6 +285,18 @@ class LmcacheDoor:
     def _get_chunk_size(self, call: Call) -> object:
         return self._chunk_tokens
 
+    def _negotiate_chunk_size(self, call: Call, alignment: int) -> object:
+        """Answer this sidecar's size whatever the client needs, since an engine's scheduler and workers need the same
+        answer, also from the sidecar's next process. The client refuses a size that is no multiple of *alignment*.
+        """
+        if self._chunk_tokens % alignment:
+            self._refusals.refused(
+                "chunk_size",
+                f"an engine needs chunks of a multiple of {alignment} tokens, and ends: start the sidecar with "
+                f"--chunk-tokens {-(-self._chunk_tokens // alignment) * alignment}, which empties the cache",
+            )
+        return self._chunk_tokens
+
     def _register(self, call: Call, registration: Registration) -> object:
         self._registrations.find(call.client, registration.instance_id)
         self._end_instance(self._registrations.remove(registration.instance_id))
@@ -282,6 +304,9 @@ class LmcacheDoor:
             self._registrations.add(call.client, registration)
         except LayoutRefused as error:
             raise Refused("layout", f"an engine of {registration.model_name!r} cannot be served: {error}") from None
+        return self._pool()
+
+    def _pool(self) -> Pool:
         segment = self._layouts.segment
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
@@ -317,7 +342,7 @@ class LmcacheDoor:
             ranks,
             key.num_kv_readers,
             on_settled=lambda promise: self._lookups.on_settled(
-                promise, num_tokens(key.token_ids), self._token_keys.chain_of(key.request_id)
+                promise, tokens_of(key).num, self._token_keys.chain_of(key.request_id)
             ),
         )
         return None
@@ -335,11 +360,14 @@ class LmcacheDoor:
     def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
-    def _free_lookup_locks(self, call: Call, key: Key, tp_size: int) -> object:
-        """The engine has these chunks already, or does not want them."""
-        self._promises.free(
-            call.client, key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
-        )
+    def _free_lookup_locks(self, call: Call, key: Key, tp_size: int, abandoned: object = None) -> object:
+        """End the promise of chunks that the engine has itself, or does not want.
+
+        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises have ended
+        with the next lookup, and the current promise may be of the same chunks.
+        """
+        chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        self._promises.free(call.client, key.request_id, chunks)
         return None
 
     def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
@@ -364,7 +392,7 @@ class LmcacheDoor:
             self._promises.loaded(key.request_id, instance.rank_of(key), instance, self._chunks(key))
         return True
 
-    def _prepare_store(self, call: Call, key: Key, instance_id: int) -> object:
+    def _prepare_store(self, call: Call, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
         """Room for those chunks of the range that are not here. None: also if there is no room."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
@@ -378,7 +406,7 @@ class LmcacheDoor:
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
         if data:
-            raise Refused("pickle", "a worker sends its chunks pickled: it could not map the segment; share /dev/shm")
+            raise Refused("pickle", "a worker sends its chunks by value: it could not map the segment; share /dev/shm")
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return False
@@ -406,7 +434,7 @@ class LmcacheDoor:
     def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
         """These of the chunks; as many as the tokens fill."""
         check_salt(key.cache_salt)
-        names = self._token_keys.names(key.request_id, key.cache_salt, key.token_ids)
+        names = self._token_keys.names(key.request_id, key.cache_salt, tokens_of(key))
         own = names[chunks.start : chunks.stop]
         parents = [names[chunk - 1] if chunk else None for chunk in chunks[: len(own)]]
         return NamedBlocks(own, parents, tenant_of(key.cache_salt))

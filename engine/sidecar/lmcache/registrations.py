@@ -127,6 +127,10 @@ class Registrations:
         return next(iter(found.values()), None)
 
     def _layout(self, registration: Registration) -> ChunkLayout:
+        if registration.group_layouts:
+            raise LayoutRefused(
+                f"it has {len(registration.group_layouts)} KV cache groups; attach it with kvtier's own connector"
+            )
         return ChunkLayout(
             model=registration.model_name,
             weights=self._weights(registration.model_name),

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.engine.sidecar.lmcache.wire import Refused
+from kvtier.engine.sidecar.lmcache.token_encoding import Encoding, Tokens
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
@@ -19,9 +17,8 @@ MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
 MOST_OVER_BYTES = 32 << 20  # of that of requests that are over: twenty of 131,072 tokens
 BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier one of the same document
 _OVERHEAD = 4096  # of a request, beside what grows with its tokens
-_WIDTHS = {0xDC: 3, 0xDD: 5}  # bytes of an array's header by its first byte; others have one
 
-decode_ids = msgspec.msgpack.Decoder(list[int]).decode
+Beginning = tuple[Encoding, str, bytes]  # with the salt, and the first `BEGINNING_BYTES` of the encoded tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +27,8 @@ class Named:
 
     salt: str
     chain: BlockChain
-    encoded: bytes = b""  # the tokens of the longest message, without the array's header
+    encoding: Encoding
+    encoded: bytes = b""  # the tokens of the longest message
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
 
     @property
@@ -39,35 +37,39 @@ class Named:
         return _OVERHEAD + len(self.encoded) + 8 * len(self.token_ids) + 100 * len(self.chain.names)
 
     @property
-    def beginning(self) -> tuple[str, bytes] | None:
+    def beginning(self) -> Beginning | None:
         """What requests of the same document have in common, None for a short one."""
-        return _beginning(self.salt, self.encoded)
+        return _beginning(self.salt, self.encoding, self.encoded)
+
+    def is_of(self, salt: str, tokens: Tokens) -> bool:
+        """Whether one of both sequences of tokens begins with the other. Only bytes of one encoding are compared: the
+        bytes of one sequence can be those of another in the other encoding."""
+        if self.salt != salt or self.encoding is not tokens.encoding:
+            return False
+        return self.encoded.startswith(tokens.body) or tokens.body.startswith(self.encoded)
+
+    def grow(self, tokens: Tokens) -> None:
+        """Decode and hash what *tokens* has beyond what is known. Raise `Refused` for what are no token ids."""
+        self.token_ids += tokens.after(len(self.encoded), len(self.token_ids))
+        self.chain.extend(self.token_ids)
+        self.encoded = tokens.body
 
     def shared_with(self, encoded: bytes) -> "Named":
-        """The full chunks with which both begin."""
-        ends = self._chunk_ends()
+        """The full chunks with which both begin, which are in the same encoding."""
+        ends = self.encoding.chunk_ends(self.token_ids, len(self.encoded), self.chain.block_size)
         num_chunks = int(np.searchsorted(ends, _num_equal(self.encoded, encoded), "right"))
         num_tokens = num_chunks * self.chain.block_size
         end = int(ends[num_chunks - 1]) if num_chunks else 0
         chain = copy(self.chain)
         chain.cut(num_chunks)
-        return Named(self.salt, chain, encoded[:end], self.token_ids[:num_tokens])
-
-    def _chunk_ends(self) -> npt.NDArray[np.int64]:
-        """Where each full chunk ends in the encoded tokens; none if a number has more bytes there than it needs."""
-        ids = np.frombuffer(self.token_ids, np.uint32)
-        widths = 1 + (ids >= 1 << 7).astype(np.int64) + (ids >= 1 << 8) + 2 * (ids >= 1 << 16)
-        if widths.sum() != len(self.encoded):
-            return np.zeros(0, np.int64)
-        size = self.chain.block_size
-        return np.cumsum(widths[: len(ids) // size * size].reshape(-1, size).sum(1))
+        return Named(self.salt, chain, self.encoding, encoded[:end], self.token_ids[:num_tokens])
 
 
 class TokenKeys:
     """Every message of a request carries all its tokens. They are decoded and hashed once: where a message begins with
-    the bytes of the last one it has the same tokens, since msgpack's encoding of a number tells its own end. Of a
-    request that is new, so is what it has in common with the last one of the same salt that began with the same
-    `BEGINNING_BYTES`: many questions are asked about one document.
+    the bytes of the last one, in the same encoding, it has the same tokens. Of a request that is new, so is what it has
+    in common with the last one of the same salt and encoding that began with the same `BEGINNING_BYTES`: many questions
+    are asked about one document.
 
     The last one of each beginning is kept also when it is over, up to `MOST_OVER_BYTES`; beyond that, and beyond
     `MOST_BYTES`, the one goes that was used least lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the
@@ -80,7 +82,7 @@ class TokenKeys:
         self._most_bytes = most_bytes
         self._requests: OrderedDict[str, Named] = OrderedDict()
         self._over: OrderedDict[Named, None] = OrderedDict()
-        self._last: dict[tuple[str, bytes], Named] = {}  # by beginning
+        self._last: dict[Beginning, Named] = {}  # by beginning
         self._num_bytes = 0
         self._num_over_bytes = 0
 
@@ -89,20 +91,19 @@ class TokenKeys:
         """Bytes kept, about."""
         return self._num_bytes + self._num_over_bytes
 
-    def names(self, request_id: str, salt: str, token_ids: msgspec.Raw) -> Sequence[BlockName]:
-        """The names of all full chunks of the tokens. `Refused` for what are no token ids."""
-        encoded, num_tokens = _body(token_ids)
+    def names(self, request_id: str, salt: str, tokens: Tokens) -> Sequence[BlockName]:
+        """Return the names of all full chunks of the tokens. Raise `Refused` for what are no token ids."""
         named = self._take(request_id)
-        if named is None or named.salt != salt or not _is_one_a_prefix(named.encoded, encoded):
-            named = self._begun(salt, encoded)
-        if len(encoded) > len(named.encoded):
-            _grow(named, encoded, num_tokens)
+        if named is None or not named.is_of(salt, tokens):
+            named = self._begun(salt, tokens)
+        if len(tokens.body) > len(named.encoded):
+            named.grow(tokens)
         self._requests[request_id] = named
         self._num_bytes += named.num_bytes
         self._index(named)
         while self.num_bytes > self._most_bytes and (self._over or self._requests):
             self._drop_over() if self._over else self._take(next(iter(self._requests)))
-        return named.chain.names[: num_tokens // self._chunk_tokens]
+        return named.chain.names[: tokens.num // self._chunk_tokens]
 
     def chain_of(self, request_id: str) -> BlockChain | None:
         """The chunks and tokens of a request; None if they are not kept any more."""
@@ -134,15 +135,15 @@ class TokenKeys:
         assert kept >= set(self._last.values()), "a request is found and not kept"
         assert set(self._last.values()) >= self._over.keys(), "a request is kept, and found by nothing"
 
-    def _begun(self, salt: str, encoded: bytes) -> Named:
+    def _begun(self, salt: str, tokens: Tokens) -> Named:
         """What is known already of these tokens."""
-        beginning = _beginning(salt, encoded)
+        beginning = _beginning(salt, tokens.encoding, tokens.body)
         like = None if beginning is None else self._last.get(beginning)
         if like is not None:
             if like in self._over:
                 self._over.move_to_end(like)
-            return like.shared_with(encoded)
-        return Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)))
+            return like.shared_with(tokens.body)
+        return Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)), tokens.encoding)
 
     def _index(self, named: Named) -> None:
         """It is found by its beginning from now on, in place of another."""
@@ -180,13 +181,8 @@ def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> 
     return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
 
 
-def num_tokens(token_ids: msgspec.Raw) -> int:
-    """How many token ids these are, as they came."""
-    return _body(token_ids)[1]
-
-
-def _beginning(salt: str, encoded: bytes) -> tuple[str, bytes] | None:
-    return (salt, encoded[:BEGINNING_BYTES]) if len(encoded) >= BEGINNING_BYTES else None
+def _beginning(salt: str, encoding: Encoding, encoded: bytes) -> Beginning | None:
+    return (encoding, salt, encoded[:BEGINNING_BYTES]) if len(encoded) >= BEGINNING_BYTES else None
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
@@ -195,31 +191,3 @@ def _num_equal(one: bytes, other: bytes) -> int:
     differ = np.frombuffer(one, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
     first = int(differ.argmax()) if num_bytes else 0
     return first if num_bytes and differ[first] else num_bytes
-
-
-def _is_one_a_prefix(one: bytes, other: bytes) -> bool:
-    return one.startswith(other) or other.startswith(one)
-
-
-def _grow(named: Named, encoded: bytes, num_tokens: int) -> None:
-    """The tokens go on: decode and hash what is new."""
-    num_new = num_tokens - len(named.token_ids)
-    try:
-        new = array("I", decode_ids(b"\xdd" + num_new.to_bytes(4, "big") + encoded[len(named.encoded) :]))
-    except (msgspec.MsgspecError, OverflowError, RecursionError):
-        raise Refused("token_ids", "token ids that are no numbers of 32 bits") from None
-    named.token_ids += new
-    named.chain.extend(named.token_ids)
-    named.encoded = encoded
-
-
-def _body(token_ids: msgspec.Raw) -> tuple[bytes, int]:
-    """An array's elements as they came, and how many. (bytes: memoryviews are compared element by element.)"""
-    data = memoryview(token_ids)
-    first = data[0] if data else 0
-    if first & 0xF0 == 0x90:
-        return bytes(data[1:]), first & 0x0F
-    width = _WIDTHS.get(first)
-    if width is None:
-        raise Refused("token_ids", "token ids that are no array")
-    return bytes(data[width:]), int.from_bytes(data[1:width], "big")

@@ -2,7 +2,11 @@
 
 A request is the frames `uid, operation, payload…`, its answer `uid, operation, result`: each frame one msgpack value.
 There is no answer that says "error": a client that gets none waits for its timeout. So every operation has a result
-that does no harm, which any request gets that is refused. Of lmcache 0.5.5 and 0.5.6; 0.5.3 has the same numbers.
+that does no harm, which any request gets that is refused.
+
+Two forms of the protocol are served side by side: that of lmcache 0.5.5 and 0.5.6, and that of 0.5.7. Neither announces
+its version, and each message tells which one it is: token ids are an array, or packed (`Key`), and two operations have
+one more frame in 0.5.7. Nothing is remembered of a connection.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +18,10 @@ from msgspec import Meta, Raw, Struct
 
 MOST_SALT_CHARACTERS = 128
 FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
-NEEDED_CLIENT = "lmcache >= 0.5.5"
+MOST_RANGES = 4096
+MOST_GROUPS = 64  # of KV cache groups of an engine
+NEGOTIATE = "negotiate_chunk_size"  # the first that vLLM's client of lmcache 0.5.7 sends
+NEEDED_CLIENT = "lmcache>=0.5.5,<0.5.8"  # each release has changed the protocol
 
 _Name = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -32,21 +39,46 @@ class Refused(ValueError):
 
 
 class Key(Struct, frozen=True):
-    """Which chunks of which tokens. *token_ids* is the array as it came, checked to be whole, not decoded."""
+    """Chunks of a sequence of tokens.
+
+    The token ids are in *token_ids*, an array as it came, checked to be whole and not decoded (lmcache 0.5.5 and
+    0.5.6), or in *token_bytes*, big-endian words of 32 bits (0.5.7).
+    """
 
     model_name: _Name
     world_size: _Positive
     worker_id: _Count | None
-    token_ids: Raw
     start: _Count
     end: _Count
     request_id: _Name
+    token_ids: Raw = Raw()
+    token_bytes: bytes | None = None
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT_CHARACTERS)] = ""
     num_kv_readers: _Count = 0  # 0: a client that does not know the field
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the key has its token ids in exactly one of both forms."""
+        if (self.token_bytes is None) == (not self.token_ids):
+            raise ValueError("a key needs token_ids or token_bytes, and not both")
+        if self.token_bytes is not None and len(self.token_bytes) % 4:
+            raise ValueError("token_bytes are no words of 32 bits")
+
+
+class GroupLayout(Struct, frozen=True):
+    """One KV cache group of a worker's layout."""
+
+    num_layers: _Positive
+    hidden_dim_size: _Positive
+    dtype_str: Annotated[str, Meta(max_length=64)]
+    tokens_per_block: _Positive
+    window_tokens: _Count = 0  # that are kept at the end of each chunk; 0: all
+    kv_size: Annotated[int, Meta(ge=0, le=2)] = 0  # planes; 0: as the registration's `use_mla` says
+    window_chunks: _Count = 0  # that a hit needs at its end; 0: the whole prefix
+    recurrent: bool = False
+
 
 class Registration(Struct, frozen=True):
-    """A worker's layout."""
+    """A worker's layout. *group_layouts* is empty if it has one KV cache group, and from lmcache 0.5.5 and 0.5.6."""
 
     instance_id: int
     model_name: _Name
@@ -57,13 +89,14 @@ class Registration(Struct, frozen=True):
     dtype_str: Annotated[str, Meta(max_length=64)]
     use_mla: bool
     num_physical_slots: _Positive | None = None
+    group_layouts: Annotated[tuple[GroupLayout, ...], Meta(max_length=MOST_GROUPS)] = ()
 
 
 class Pool(Struct, frozen=True):
-    """Answers a registration: the segment that the worker maps. Empty: there is none."""
+    """Answers a registration: the segment that the worker maps."""
 
-    shm_name: str = ""
-    pool_size: int = 0
+    shm_name: str
+    pool_size: int
 
 
 class Slot(Struct, frozen=True):
@@ -88,6 +121,24 @@ class Stored(Struct, frozen=True):
     context: Room = Room()
 
 
+class NoEvents(Struct, frozen=True):
+    """Answers a subscription to KV events: there are none, so the client stops asking."""
+
+    enabled: bool = False
+    incarnation: int = 0
+    next_cursor: int = 0
+    lost: bool = False
+    events: tuple[()] = ()
+
+
+class NoModule(Struct, frozen=True):
+    """Answers a call of one of the server's modules, of which there are none."""
+
+    success: bool = False
+    payload: bytes = b""
+    error: str = "the sidecar has no modules"
+
+
 class Loaded(Struct, frozen=True):
     """Answers `prepare_retrieve`: a slot for every chunk of the range, or no success."""
 
@@ -103,15 +154,19 @@ class Operation:
     name: str
     payload: tuple[msgspec.msgpack.Decoder[Any] | None, ...] = ()  # None: whatever it is
     harmless: object = None
+    newer: msgspec.msgpack.Decoder[Any] | None = None  # of a frame that only lmcache 0.5.7 sends
 
     def decode(self, frames: Sequence[bytes]) -> list[Any]:
-        """The values of the payload; `Refused` unless they are what the operation carries."""
-        if len(frames) != len(self.payload):
-            raise Refused("payload", f"{self.name} has {len(frames)} payload frames, not {len(self.payload)}")
+        """Return the values of the payload. Raise `Refused` unless they are what the operation carries."""
+        decoders = self.payload
+        if self.newer is not None and len(frames) > len(decoders):
+            decoders = (*decoders, self.newer)
+        if len(frames) != len(decoders):
+            raise Refused("payload", f"{self.name} has {len(frames)} payload frames, not {len(decoders)}")
         try:
             return [
                 None if decoder is None else decoder.decode(frame)
-                for decoder, frame in zip(self.payload, frames, strict=True)
+                for decoder, frame in zip(decoders, frames, strict=True)
             ]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Refused("payload", f"{self.name}: {_first_words(error)}") from None
@@ -122,15 +177,17 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 _KEY, _INT, _NAME = _decoder(Key), _decoder(int), _decoder(_Name)
+_RANGES = _decoder(Annotated[list[tuple[_Count, _Count]], Meta(max_length=MOST_RANGES)])
+_SKIPPED = _decoder(Annotated[list[list[_Count]], Meta(max_length=MOST_GROUPS)])
 OPERATIONS: Mapping[int | str, Operation] = {
     8: Operation("lookup", (_KEY, _INT)),
     9: Operation("query_prefetch_status", (_NAME,), 0),
     10: Operation("wait_prefetch_status", (_NAME, _decoder(float)), 0),
-    12: Operation("free_lookup_locks", (_KEY, _INT)),
+    12: Operation("free_lookup_locks", (_KEY, _INT), newer=_RANGES),
     13: Operation("end_session", (_NAME,)),
-    14: Operation("register_kv_cache_engine_driven_context", (_decoder(Registration),), Pool()),
+    14: Operation("register_kv_cache_engine_driven_context", (_decoder(Registration),)),
     15: Operation("unregister_kv_cache_engine_driven_context", (_INT,)),
-    16: Operation("prepare_store", (_KEY, _INT), Stored()),
+    16: Operation("prepare_store", (_KEY, _INT), Stored(), newer=_SKIPPED),
     17: Operation("commit_store", (_KEY, _INT, _decoder(bytes)), False),
     18: Operation("prepare_retrieve", (_KEY, _INT), Loaded()),
     19: Operation("commit_retrieve", (_KEY, _INT), True),
@@ -140,6 +197,10 @@ OPERATIONS: Mapping[int | str, Operation] = {
     23: Operation("report_block_allocation", (None, None, None)),
     24: Operation("noop", (), "OK"),
     32: Operation("get_experimental", (), ()),
+    NEGOTIATE: Operation(NEGOTIATE, (_decoder(_Positive),)),
+    "subscribe_kv_events": Operation("subscribe_kv_events", (None, None, None, None), NoEvents()),
+    "server_module_call": Operation("server_module_call", (None, None), NoModule()),
+    "server_module_affinity_call": Operation("server_module_affinity_call", (None, None), NoModule()),
 }
 _OTHER_MODE: Mapping[int | str, str] = {
     1: "register_kv_cache",
@@ -172,7 +233,9 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
             'kv_connector_extra_config {"lmcache.mp.mp_transfer_mode": "engine_driven"}',
         )
     if number not in OPERATIONS:
-        raise Refused("operation", f"the operation {str(number)[:64]!r} is not known")
+        raise Refused(
+            "operation", f"the operation {str(number)[:64]!r} is not known; clients of {NEEDED_CLIENT} are served"
+        )
     return number
 
 

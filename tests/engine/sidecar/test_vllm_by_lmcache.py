@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from foreign.install import OTHER_CLIENTS
 from foreign.running import EngineEnded, Sidecar, Vllm, VllmServer, free_endpoint, make_model, transfer_config
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
@@ -13,7 +14,12 @@ CHUNK = 256
 NUM_TOKENS = 4 * CHUNK + 2
 BLOCK = 128
 IN_VLLM = 'import os; os.environ["LMCACHE_USE_UPSTREAM_MP"] = "1"'
-OLDER = f"import sys; sys.path.insert(0, {str(Path(PYTHON).parents[1] / 'lmcache-0.5.5')!r})" if PYTHON else ""
+
+
+def imports(version: str) -> str:
+    """Return Python that has another version of LMCache imported than the environment's own."""
+    return f"import sys; sys.path.insert(0, {str(Path(PYTHON).parents[1] / f'lmcache-{version}')!r})"
+
 
 pytestmark = [
     pytest.mark.engines,
@@ -37,23 +43,24 @@ def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     return [rng.randrange(3, 259) for _ in range(num_tokens)]
 
 
-def test_the_client_before_this_one_loads_what_it_has_stored_also_after_a_restart_of_all_and_so_does_this_one(
-    sidecar: Sidecar, model: Path
+@pytest.mark.parametrize("version", OTHER_CLIENTS)
+def test_another_version_loads_what_it_has_stored_also_after_a_restart_of_all_and_so_does_this_one(
+    sidecar: Sidecar, model: Path, version: str
 ) -> None:
     one = prompt(1)
-    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), OLDER) as first:
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), imports(version)) as first:
         cold = first.generate([one])
         first.reset()
         again = first.generate([one])
     sidecar.stop()
     sidecar.start()
-    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), OLDER) as second:
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), imports(version)) as second:
         restarted = second.generate([one])
         shared = second.generate([one[: 2 * CHUNK] + prompt(2)[2 * CHUNK :]])
-    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as newer:
-        elsewhere = newer.generate([one])
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as other:
+        elsewhere = other.generate([one])
 
-    assert [each.attached["lmcache"] for each in (first, second, newer)] == ["0.5.5", "0.5.5", "0.5.6"]
+    assert [each.attached["lmcache"] for each in (first, second, other)] == [version, version, "0.5.6"]
     computed = [each["scheduled"] for each in (cold, again, restarted, shared, elsewhere)]
     assert computed == [NUM_TOKENS, 2, 2, NUM_TOKENS - 2 * CHUNK, 2]
     assert cold["tokens"] == again["tokens"] == restarted["tokens"] == elsewhere["tokens"]

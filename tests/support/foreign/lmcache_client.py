@@ -4,11 +4,13 @@ A line is a JSON list, a function's name and its arguments. The answer is a line
 others, of the libraries.
 """
 
+import inspect
 import json
 import os
 import sys
 from typing import Any
 
+import lmcache
 import torch
 import zmq
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
@@ -20,19 +22,54 @@ NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH = 4, 64, 2, 128, 128  # as 
 BLOCKS_IN_CHUNK = CHUNK // BLOCK_SIZE
 TIMEOUT_S = 120.0
 
+
+class OlderContext:
+    """lmcache 0.5.5's transfer context, which is told its instance and its client with each call."""
+
+    def __init__(self, instance: int, client: Any) -> None:
+        self._instance = instance
+        self._client = client
+        self._context = EngineDrivenTransferContext()
+
+    @property
+    def engine_driven_context(self) -> object:
+        return self._context.engine_driven_context
+
+    def register(self, kv: dict, model: str, num_ranks: int, blocks_in_chunk: int, timeout_s: float) -> None:
+        self._context.register(self._instance, kv, model, num_ranks, blocks_in_chunk, self._client, timeout_s)
+
+    def unregister(self) -> Any:
+        return self._client.unregister_kv_cache_engine_driven_context(self._instance)
+
+    def submit_store(self, request: str, asked: IPCCacheServerKey, *arguments: Any) -> Any:
+        return self._context.submit_store(request, asked, self._instance, *arguments)
+
+    def submit_retrieve(self, request: str, asked: IPCCacheServerKey, *arguments: Any) -> Any:
+        return self._context.submit_retrieve(request, asked, self._instance, *arguments)
+
+
+is_older = len(inspect.signature(EngineDrivenTransferContext).parameters) == 0
+Context = OlderContext if is_older else EngineDrivenTransferContext
 client = RequestClientFactory.create(sys.argv[1], context=zmq.Context.instance())
 torch.manual_seed(1)
 kv = {f"layer {i}": torch.randn(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH) for i in range(NUM_LAYERS)}
-contexts: dict[int, EngineDrivenTransferContext] = {}
+contexts: dict[int, Any] = {}
 kept: dict[str, list[torch.Tensor]] = {}
 
 
 def key(tokens: list[int], request: str, worker: int | None, salt: str, num_ranks: int = 1) -> IPCCacheServerKey:
     end = len(tokens) // CHUNK * CHUNK
-    return IPCCacheServerKey("m", num_ranks, worker, tuple(tokens), 0, end, request, salt, None, 1)
+    return IPCCacheServerKey.from_token_ids("m", num_ranks, worker, tokens, 0, end, request, salt)
+
+
+def version() -> str:
+    return lmcache.__version__
 
 
 def chunk_size() -> int:
+    """Ask as vLLM's connector does."""
+    if hasattr(client, "negotiate_chunk_size"):  # lmcache 0.5.7
+        return client.negotiate_chunk_size(BLOCK_SIZE).result(timeout=TIMEOUT_S)
     return client.get_chunk_size().result(timeout=TIMEOUT_S)
 
 
@@ -42,7 +79,7 @@ def ping(instance: int | None) -> bool:
 
 def attach(instance: int, num_ranks: int = 1) -> str:
     """By which memory it is attached, as a worker of an engine with so many ranks."""
-    contexts[instance] = EngineDrivenTransferContext(instance, client)
+    contexts[instance] = Context(instance, client)
     contexts[instance].register(kv, "m", num_ranks, BLOCKS_IN_CHUNK, TIMEOUT_S)
     return type(contexts[instance].engine_driven_context).__name__
 

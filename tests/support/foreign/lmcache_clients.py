@@ -163,7 +163,7 @@ class Client:
         return f"{self._number} {self._num_requests}"
 
     def _key(self, tokens: list[int], request: str, worker: int | None) -> IPCCacheServerKey:
-        return IPCCacheServerKey("crowd", 1, worker, tuple(tokens), 0, len(tokens), request, "", None, 1)
+        return IPCCacheServerKey.from_token_ids("crowd", 1, worker, tokens, 0, len(tokens), request)
 
     def _timed_lookup(self, tokens: list[int], request: str) -> tuple[int, float]:
         began_at = time.perf_counter()

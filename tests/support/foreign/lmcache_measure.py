@@ -85,7 +85,7 @@ class Server:
         return result
 
     def _key(self, tokens: list[int], request: str, worker: int | None, start: int, end: int) -> IPCCacheServerKey:
-        return IPCCacheServerKey("measured", 1, worker, tuple(tokens), start, end, request, "", None, 1)
+        return IPCCacheServerKey.from_token_ids("measured", 1, worker, tokens, start, end, request)
 
     def _whole(self, tokens: list[int], request: str, worker: int | None) -> IPCCacheServerKey:
         return self._key(tokens, request, worker, 0, len(tokens) // CHUNK * CHUNK)

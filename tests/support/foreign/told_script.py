@@ -8,17 +8,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from foreign.install import OTHER_CLIENTS
 from foreign.running import ENDS_WITHIN_S, ROOT
 
 HERE = Path(__file__).parent
 
 
 def environment(knows_kvtier: bool, before: Sequence[Path] = ()) -> dict[str, str]:
-    """What a script of this folder finds in its environment; *knows_kvtier*: it can import us. *before*: folders that
-    are searched first."""
+    """Return the environment of a script of this folder. It can import kvtier if it *knows_kvtier*, and finds packages
+    in the folders *before* first."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
-    return found | {"PYTHONPATH": os.pathsep.join(map(str, [*before, ROOT]))} if knows_kvtier else found
+    searched = [*before, *([ROOT] if knows_kvtier else [])]
+    return found | ({"PYTHONPATH": os.pathsep.join(map(str, searched))} if searched else {})
+
+
+def clients_of_lmcache(python: str) -> dict[str, list[Path]]:
+    """Return the versions of LMCache beside this interpreter, and the folders that are searched first for each."""
+    folder = Path(python).parents[1]
+    return {"0.5.6": [], **{version: [folder / f"lmcache-{version}"] for version in OTHER_CLIENTS}}
 
 
 class ToldScript:

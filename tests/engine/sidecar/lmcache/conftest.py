@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lmcache_bed import Bed, RawClient, lmcache_bed
+from lmcache_bed import FORMS, Bed, RawClient, lmcache_bed
 
 
-@pytest.fixture
-def bed(tmp_path: Path) -> Iterator[Bed]:
-    with lmcache_bed(tmp_path) as bed:
+@pytest.fixture(params=FORMS)
+def bed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
+    """A door whose clients speak one form of the protocol."""
+    with lmcache_bed(tmp_path, form=request.param) as bed:
         yield bed
 
 

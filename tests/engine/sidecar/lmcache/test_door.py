@@ -321,7 +321,7 @@ def test_a_client_cannot_speak_for_the_worker_of_another(bed: Bed, client: RawCl
     elif deed == "unregister":
         other.ask("unregister", 1)
     elif deed == "register":
-        assert other.register()["pool_size"] == 0
+        other.register()
     else:
         assert other.prepare_retrieve(DOCUMENT, "r")["success"] is False
 
@@ -336,10 +336,14 @@ def test_a_client_cannot_speak_for_the_worker_of_another(bed: Bed, client: RawCl
 
 def test_a_worker_whose_connection_has_ended_registers_at_its_next(bed: Bed, client: RawClient) -> None:
     again = RawClient(bed)
-    client.socket.close(0)
+    again.register()  # before the end of the first is seen
+    assert again.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"] == []
+    client.close()
 
-    assert bed.until(lambda: again.register()["pool_size"] or None) == bed.segment.num_bytes
+    again.register()
+
     assert again.ask("ping", 1) is True
+    assert again.store(DOCUMENT, "r") == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_hit_is_what_all_ranks_have(bed: Bed) -> None:
@@ -553,12 +557,37 @@ def test_a_layout_never_finds_the_chunks_of_another(bed: Bed, client: RawClient)
 
 
 def test_a_layout_that_has_no_place_is_refused_and_lives_on(bed: Bed, client: RawClient) -> None:
-    assert client.register(instance_id=2, dtype_str="float64") == {"shm_name": "", "pool_size": 0}
-    assert client.register(instance_id=3, num_layers=1 << 20) == {"shm_name": "", "pool_size": 0}
+    for instance, changed in ((2, {"dtype_str": "float64"}), (3, {"num_layers": 1 << 20}), (4, {"num_layers": "x"})):
+        # Without a segment the client would send every chunk by value.
+        assert client.register(instance_id=instance, **changed)["pool_size"] == bed.segment.num_bytes
 
-    assert bed.refusals.counts["layout"] == 2
-    assert client.ask("prepare_store", key(DOCUMENT, "r"), 2)["context"]["slots"] == []
-    assert client.ask("commit_store", key(DOCUMENT, "r"), 2, b"") is False
+        assert client.ask("prepare_store", key(DOCUMENT, "r"), instance)["context"]["slots"] == []
+        assert client.ask("commit_store", key(DOCUMENT, "r"), instance, b"") is False
+        assert client.prepare_retrieve(DOCUMENT, "r", instance)["success"] is False
+
+    assert bed.refusals.counts == {"layout": 2, "payload": 1}
+
+
+def test_an_engine_with_several_groups_is_refused_and_sends_no_bytes(
+    bed: Bed, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = RawClient(bed, "0.5.7")
+    group = {
+        "num_layers": 2,
+        "hidden_dim_size": 16,
+        "dtype_str": "bfloat16",
+        "tokens_per_block": 4,
+        "window_tokens": 0,
+        "kv_size": 1,
+        "window_chunks": 0,
+        "recurrent": False,
+    }
+
+    assert client.register(group_layouts=[group, group])["pool_size"] == bed.segment.num_bytes
+
+    assert "it has 2 KV cache groups" in caplog.text
+    assert client.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"] == []
+    assert client.lookup(DOCUMENT, "r") == 0
 
 
 def test_a_restarted_sidecar_makes_workers_register_again(bed: Bed) -> None:
@@ -606,7 +635,7 @@ def test_a_client_that_does_not_say_how_many_read_has_no_hits(
         assert client.ask("status", "second") == 0
 
     assert [record.getMessage() for record in caplog.records] == [
-        "lmcache: a client that does not send num_kv_readers has no hits; install lmcache >= 0.5.5 there"
+        "lmcache: a client that does not send num_kv_readers has no hits; install lmcache>=0.5.5,<0.5.8 there"
     ]
 
 
@@ -619,7 +648,71 @@ def test_an_old_client_is_known_by_how_it_asks_for_the_chunk_size(
 
     assert bed.refusals.counts["old_client"] == 2
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "install lmcache >= 0.5.5" in line
+    assert "install lmcache>=0.5.5,<0.5.8" in line
+
+
+def test_the_size_of_chunks_is_the_sidecars_whatever_the_client_needs(
+    bed: Bed, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = RawClient(bed)
+    assert client.ask("negotiate_chunk_size", CHUNK // 2) == CHUNK
+    assert not caplog.records
+    assert client.ask("negotiate_chunk_size", 3 * CHUNK + 1) == CHUNK  # upon which the client ends with its own error
+    assert f"start the sidecar with --chunk-tokens {3 * CHUNK + 1}" in caplog.text
+    assert client.ask("negotiate_chunk_size", CHUNK) == client.ask("get_chunk_size") == CHUNK
+
+
+def test_a_subscription_to_events_is_told_that_there_are_none(bed: Bed) -> None:
+    assert RawClient(bed).ask("subscribe_kv_events", 1, "m", 0, 1024) == {
+        "enabled": False,
+        "incarnation": 0,
+        "next_cursor": 0,
+        "lost": False,
+        "events": [],
+    }
+
+
+def test_engines_of_both_forms_load_what_the_other_has_stored(bed: Bed) -> None:
+    old, new = RawClient(bed, "0.5.6"), RawClient(bed, "0.5.7")
+    old.register(instance_id=1)
+    new.register(instance_id=2, group_layouts=[])
+    newer = [*DOCUMENT[: 2 * CHUNK], *range(4 * CHUNK)]
+
+    assert old.store(DOCUMENT, "a", instance=1) == [0, 1, 2, 3, 4, 5]
+    assert new.store(newer, "b", instance=2) == [2, 3, 4, 5]
+
+    assert new.lookup(DOCUMENT, "c") == 6
+    assert new.retrieve(DOCUMENT, "c", instance=2)
+    assert old.lookup(newer, "d") == 6
+    assert old.retrieve(newer, "d", instance=1)
+
+
+@pytest.mark.parametrize("changed", [{"token_bytes": b"abc"}, {"token_bytes": None}, {"token_bytes": "text"}, {}])
+def test_a_key_has_its_tokens_in_one_form(bed: Bed, client: RawClient, changed: dict[str, object]) -> None:
+    own = key(DOCUMENT, "r", worker=None, **(changed or {"token_bytes": bytes(4 * CHUNK)}))
+    if changed:
+        del own["token_ids"]
+
+    assert RawClient(bed, "0.5.6").ask("lookup", own, 1) is None
+
+    assert bed.refusals.counts == {"payload": 1}
+
+
+def test_chunks_of_abandoned_lookups_are_not_those_of_the_current_one(bed: Bed) -> None:
+    client = RawClient(bed, "0.5.7")
+    client.register()
+    client.store(DOCUMENT, "first")
+    client.lookup(DOCUMENT, "second")
+    client.lookup(DOCUMENT, "second")  # the engine's own hit has shrunk: the first result is dropped
+
+    own = key(DOCUMENT, "second", worker=None, start=0, end=2 * CHUNK)
+    assert client.ask("free", own, 1, [[0, 6 * CHUNK], [2 * CHUNK, 6 * CHUNK]]) is None
+
+    assert bed.num_leases() == 4
+    bed.lanes["host_to_device"].is_stopped = True  # what is not promised any more would wait for its digest
+    assert client.retrieve(DOCUMENT, "second", start=2 * CHUNK)
+    assert bed.num_leases() == 0
+    assert bed.refusals.counts == {}
 
 
 def test_an_engine_in_the_other_mode_is_told_what_to_set(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
@@ -637,6 +730,7 @@ def test_a_salt_that_no_client_of_lmcache_sends_is_refused(bed: Bed, client: Raw
 
 
 def test_token_ids_of_more_than_32_bits_are_refused(bed: Bed, client: RawClient) -> None:
+    client = RawClient(bed, "0.5.6")  # the other form has no such ids
     for token in (1 << 32, -1, 1 << 63):
         assert client.lookup([*DOCUMENT, token], "r") == 0
 
@@ -678,7 +772,7 @@ def test_every_operation_is_answered_whatever_it_carries(bed: Bed, client: RawCl
     harmless = {
         "status": 0,
         "wait_status": 0,
-        "register": {"shm_name": "", "pool_size": 0},
+        "register": {"shm_name": f"/{bed.segment.name}", "pool_size": bed.segment.num_bytes},
         "prepare_store": {"context": {"slots": [], "chunk_indices": []}},
         "commit_store": False,
         "prepare_retrieve": {"success": False, "data": b"", "context": {}},
@@ -692,6 +786,9 @@ def test_every_operation_is_answered_whatever_it_carries(bed: Bed, client: RawCl
             if op in ("report", "ping", "free") or (op, payload) == ("status", ("x",)):
                 continue
             assert client.ask(op, *payload) == harmless.get(op), (op, payload)
+    assert client.ask("negotiate_chunk_size", 0) is None  # no size would do
+    assert client.ask("server_module_call", "m", b"")["success"] is False
+    assert client.ask("server_module_affinity_call", "m", b"")["success"] is False
     for op in [2, 3, 5, 25, 31, 33, 99, -1, "cb_reorder_plan", "x" * 10_000]:
         assert client.ask(op, 1, "x") is None
     assert client.ask("report", 1, "m", [{"req_id": "r"}]) is None

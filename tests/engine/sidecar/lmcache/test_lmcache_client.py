@@ -1,5 +1,6 @@
 """LMCache's own client classes at the door, in an interpreter of their own: KVTIER_LMCACHE_PYTHON."""
 
+import contextlib
 import os
 import threading
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign.told_script import ToldScript
+from foreign.told_script import ToldScript, clients_of_lmcache
 
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import Layouts
@@ -32,14 +33,15 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(PYTHON is None, reason="KVTIER_LMCACHE_PYTHON names no interpreter with lmcache"),
 ]
+CLIENTS = clients_of_lmcache(PYTHON or "/bin/python")
 
 
 class LmcacheClient(ToldScript):
-    """LMCache's own client classes, in a process of their own."""
+    """LMCache's own client classes of one version, in a process of their own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, version: str = "0.5.6") -> None:
         assert PYTHON is not None
-        super().__init__(PYTHON, "lmcache_client.py", url)
+        super().__init__(PYTHON, "lmcache_client.py", url, before=CLIENTS[version])
 
 
 class Served:
@@ -95,10 +97,35 @@ def served(url: str) -> Iterator[Served]:
     served.close()
 
 
+@pytest.fixture(params=CLIENTS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Each of LMCache's versions that is served."""
+    return str(request.param)
+
+
 @pytest.fixture
-def client(url: str, served: Served) -> Iterator[LmcacheClient]:
-    with LmcacheClient(url) as client:
+def client(url: str, served: Served, version: str) -> Iterator[LmcacheClient]:
+    with LmcacheClient(url, version) as client:
+        assert client.version() == version
         yield client
+
+
+def test_clients_of_all_versions_load_the_same_chunks(served: Served, url: str) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = {version: stack.enter_context(LmcacheClient(url, version)) for version in CLIENTS}
+        for number, (version, client) in enumerate(clients.items()):
+            client.attach(number)
+            own = [*TOKENS[: 4 * CHUNK], *[number + 1] * 4 * CHUNK]
+            client.keep("same", BLOCKS)  # each process has made the same blocks
+            assert client.lookup(own, f"{version} cold") == (4 if number else 0)
+            assert client.store(number, own, f"{version} cold", BLOCKS) is True
+        for number, (version, client) in enumerate(clients.items()):
+            for other in range(len(clients)):
+                request, own = f"{version} {other}", [*TOKENS[: 4 * CHUNK], *[other + 1] * 4 * CHUNK]
+                assert client.lookup(own, request) == 8
+                assert client.retrieve(number, own, request, OTHER_BLOCKS, "same") == [True, True]
+                client.end_session(request)
+    assert served.refusals.counts == {}
 
 
 def test_another_engine_loads_the_bytes_that_one_has_stored(served: Served, client: LmcacheClient) -> None:
@@ -150,8 +177,10 @@ def test_a_worker_that_unregisters_leaves_what_it_stored_and_no_lease(served: Se
     assert client.lookup(TOKENS, "with one") == 8
 
 
-def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(served: Served, url: str) -> None:
-    with LmcacheClient(url) as first:
+def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(
+    served: Served, url: str, version: str
+) -> None:
+    with LmcacheClient(url, version) as first:
         first.attach(1)
         assert first.begin_store(1, TOKENS, "r") == 8
         assert served.num_leased() == 8
@@ -159,15 +188,15 @@ def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(served:
         first.process.kill()
 
         served.until_no_lease()
-    with LmcacheClient(url) as second:
+    with LmcacheClient(url, version) as second:
         second.attach(2)
         assert second.lookup(TOKENS, "r") == 0
         assert second.store(2, TOKENS, "r", BLOCKS) is True
         assert second.lookup(TOKENS, "s") == 8
 
 
-def test_a_client_that_is_killed_in_the_middle_of_a_load_leaves_nothing(served: Served, url: str) -> None:
-    with LmcacheClient(url) as first, LmcacheClient(url) as second:
+def test_a_client_that_is_killed_in_the_middle_of_a_load_leaves_nothing(served: Served, url: str, version: str) -> None:
+    with LmcacheClient(url, version) as first, LmcacheClient(url, version) as second:
         first.attach(1)
         second.attach(2)
         second.store(2, TOKENS, "cold", BLOCKS)
@@ -220,9 +249,9 @@ def test_prompts_with_other_images_share_what_comes_before_them(client: LmcacheC
     assert client.lookup(TOKENS, "placeholders") == 3
 
 
-def test_a_sidecar_that_is_started_again_gets_its_workers_back(url: str) -> None:
+def test_a_sidecar_that_is_started_again_gets_its_workers_back(url: str, version: str) -> None:
     served = Served(url)
-    with LmcacheClient(url) as client:
+    with LmcacheClient(url, version) as client:
         client.attach(1)
         client.store(1, TOKENS, "cold", BLOCKS)
         served.close()

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from lmcache_bed import CHUNK, key
+from lmcache_bed import CHUNK, FORMS, in_form, key
 
-from kvtier.engine.sidecar.lmcache import token_keys
+from kvtier.engine.sidecar.lmcache import token_encoding, token_keys
+from kvtier.engine.sidecar.lmcache.token_encoding import ARRAY, Tokens, tokens_of
 from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
 from kvtier.engine.sidecar.lmcache.wire import OPERATIONS, Refused
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 
 
-def raw(token_ids: list[int]) -> msgspec.Raw:
+def raw(token_ids: list[int], form: str = "0.5.6") -> Tokens:
     """As a key has them."""
-    encoded = msgspec.msgpack.encode(key(token_ids, "r", end=0))
-    return OPERATIONS[8].decode([encoded, b"\1"])[0].token_ids
+    (own,) = in_form(form, "lookup", [key(token_ids, "r", end=0)])
+    return tokens_of(OPERATIONS[8].decode([msgspec.msgpack.encode(own), b"\1"])[0])
 
 
 def expected(token_ids: list[int], salt: str = "") -> list[BlockName]:
@@ -29,13 +30,13 @@ def expected(token_ids: list[int], salt: str = "") -> list[BlockName]:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many token ids were decoded, each time that some were."""
     found: list[int] = []
-    decode = token_keys.decode_ids
+    decode = token_encoding.decode_ids
 
     def counted(data: bytes) -> list[int]:
         found.append(int.from_bytes(data[1:5], "big"))
         return decode(data)
 
-    monkeypatch.setattr(token_keys, "decode_ids", counted)
+    monkeypatch.setattr(token_encoding, "decode_ids", counted)
     return found
 
 
@@ -86,9 +87,33 @@ def test_names_are_those_of_the_tokens_whatever_came_before(seed: int, monkeypat
                 keys.forget_over()
         salt = rng.choice(["", "", "", "tenant"])
 
-        assert list(keys.names(request, salt, raw(ids))) == expected(ids, salt)
+        assert list(keys.names(request, salt, raw(ids, rng.choice(FORMS)))) == expected(ids, salt)
         keys.check()
         assert keys.num_bytes <= 60_000
+
+
+@pytest.mark.parametrize("num_words", [1, 2 * CHUNK])
+def test_equal_bytes_in_the_two_encodings_are_two_prompts(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 4)
+    short = [1] * num_words  # packed: 00 00 00 01 …
+    long = [0, 0, 0, 1] * num_words  # as elements of an array: the same bytes
+    assert raw(short, "0.5.7").body == raw(long, "0.5.6").body
+    keys = TokenKeys(CHUNK)
+    for _ in range(2):
+        assert list(keys.names("r", "", raw(short, "0.5.7"))) == expected(short)
+        assert list(keys.names("r", "", raw(long, "0.5.6"))) == expected(long)  # the same request
+        assert list(keys.names("s", "", raw(short, "0.5.7"))) == expected(short)  # another one
+        keys.check()
+
+
+def test_packed_tokens_of_the_same_document_are_named_once(monkeypatch: pytest.MonkeyPatch, hashed: list[int]) -> None:
+    monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 64)
+    keys, document = TokenKeys(CHUNK), any_ids(random.Random(1), 10 * CHUNK + 3)
+    for request, number in (("a", 0), ("b", 500)):
+        question = [*document, *range(number, number + 2 * CHUNK)]
+        assert list(keys.names(request, "", raw(question, "0.5.7"))) == expected(question)
+
+    assert hashed[::2] == [12, 2]  # what is expected is hashed here too
 
 
 def test_only_what_is_new_is_decoded(decoded: list[int]) -> None:
@@ -154,10 +179,10 @@ def test_what_is_kept_of_requests_that_are_over_has_a_bound(
 def test_a_number_that_is_longer_than_it_must_be_is_never_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 8)
     ids = [300, *[5] * (2 * CHUNK)]
-    longer = b"\xdc" + len(ids).to_bytes(2, "big") + b"\xce\0\0\x01\x2c" + bytes([5]) * (2 * CHUNK)
+    longer = Tokens(ARRAY, b"\xce\0\0\x01\x2c" + bytes([5]) * (2 * CHUNK), len(ids))
     keys = TokenKeys(CHUNK)
-    assert list(keys.names("a", "", msgspec.Raw(longer))) == expected(ids)
-    assert list(keys.names("b", "", msgspec.Raw(longer + b""))) == expected(ids)
+    assert list(keys.names("a", "", longer)) == expected(ids)
+    assert list(keys.names("b", "", longer)) == expected(ids)
     assert list(keys.names("c", "", raw(ids))) == expected(ids)
     keys.check()
 
@@ -178,7 +203,7 @@ def test_a_long_key_is_decoded_and_hashed_once(decoded: list[int], hashed: list[
 
     for request in ["r"] * 6 + ["another"]:
         (own, _) = OPERATIONS[8].decode([encoded, b"\1"])
-        assert len(keys.names(request, "", own.token_ids)) == 512
+        assert len(keys.names(request, "", tokens_of(own))) == 512
 
     assert decoded == [131_072]
     assert hashed == [512]
