@@ -49,6 +49,12 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 	.venv/swift/bin/python -m pip install -q 'swift>=2.38'
 	touch $@
 
+# An environment for each extra of pyproject.toml, with what it installs and nothing else.
+.venv/extras/installed: tests/support/extra_environments.py pyproject.toml constraints.txt | .venv/installed
+	rm -rf .venv/extras
+	$(BIN)/python tests/support/extra_environments.py .venv/extras
+	touch $@
+
 # Clients of Node.js, in the versions of that file. Where there is no npm their tests are skipped.
 NODE_CLIENTS := tests/engine/server/clients/package.json
 .venv/node/installed: $(NODE_CLIENTS) | .venv/installed
@@ -70,7 +76,7 @@ test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
 test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed \
-  .venv/swift/installed
+  .venv/swift/installed .venv/extras/installed
 	$(PYTEST) -m "long and not slow"
 	$(MAKE) test-processors
 
@@ -102,8 +108,8 @@ bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python
 	$(BIN)/python -m bench.doors --python .venv/foreign/bin/python
 
-# The wheel in a clean environment far from here, with this one's other packages. `make test-all` runs it too.
-smoke: .venv/installed
+# The wheel in environments with one extra each, and nothing else of this one. `make test-all` runs it too.
+smoke: .venv/installed .venv/extras/installed
 	$(BIN)/pytest -q -m long tests/package/test_smoke.py
 
 # The site that README.md, DESIGN.md and docs/ make, in build/site; a link or an anchor that leads nowhere is an error.

@@ -109,7 +109,7 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
-    """The configured encryption. ValueError if its key cannot be read, ImportError without the package."""
+    """The configured encryption. ValueError if its key cannot be read, `MissingExtra` without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())
     if config.encryption_key_command is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from kvtier.engine.config import EventsConfig
+from kvtier.extras import extra
 from kvtier.tiers.naming.block_hash import BlockName, ExtraKey
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
@@ -171,11 +172,10 @@ class _Sockets:
 
     @classmethod
     def open(cls, config: EventsConfig) -> Self:
-        """Open the configured sockets. ImportError without pyzmq, OSError for an endpoint that cannot be used."""
-        try:
+        """Open the configured sockets. `MissingExtra` without pyzmq, OSError for an endpoint that cannot be used."""
+        with extra("events", "events", "or remove [events]"):
             import zmq
-        except ImportError as error:
-            raise ImportError("events: need pyzmq; pip install 'kvtier[events]', or remove [events]") from error
+
         with ExitStack() as undo:
             context: zmq.Context[zmq.Socket[bytes]]
             if config.endpoint.startswith("inproc://"):
@@ -204,7 +204,7 @@ class ZmqPublisher:
     it is answered (b"", topic, number, payload) for every batch from that number on that is still buffered, then
     (b"", b"", -1, b"").
 
-    Raises ImportError without pyzmq, OSError for an endpoint that cannot be used.
+    Raises `MissingExtra` without pyzmq, OSError for an endpoint that cannot be used.
     """
 
     def __init__(self, config: EventsConfig, groups: Sequence[AttentionGroup]) -> None:

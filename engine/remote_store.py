@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvtier.engine.config import RemoteConfig
 from kvtier.engine.disk_store import cipher_of, codec_of, codec_of_others
+from kvtier.extras import extra
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.private_file import read_private
-from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.redis_settings import RedisSettings, RedisTls
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteStore
@@ -27,7 +27,7 @@ NUM_ASKERS = 2
 def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
     """The configured store; *dtype*: of the blocks' elements, None if they are other engines'.
 
-    ValueError, with what to do, for a URL, a password or a key that cannot be used, ImportError without the package
+    ValueError, with what to do, for a URL, a password or a key that cannot be used, `MissingExtra` without the package
     that speaks to the store.
     """
     codec = codec_of_others(config) if dtype is None else codec_of(config, dtype)
@@ -39,6 +39,9 @@ def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = No
 def remote_store(config: RemoteConfig) -> RemoteStore:
     """The store at the configured URL. Raises as `open_remote`."""
     if config.is_redis:
+        with extra("redis", f"remote {config.url.partition('://')[0]}://"):
+            from kvtier.store.remote.redis_remote import RedisRemote
+
         tls = None if config.ca_file is None else RedisTls(ca_file=config.ca_file)
         settings = RedisSettings.from_url(config.url, _password(config), tls)
         timeout_s = config.timeout_s or settings.timeout_s

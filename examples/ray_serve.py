@@ -3,7 +3,7 @@
     python examples/ray_serve.py --model smollm2 --most 2
     python examples/ask_document.py report.pdf "Who wrote it?"
 
-It needs `pip install 'kvtier[ray]'`, and ends with Ctrl-C. configs/ray/serve.yaml is the same for a cluster.
+It needs `pip install '.[ray]'`, and ends with Ctrl-C. configs/ray/serve.yaml is the same for a cluster.
 """
 
 import argparse

@@ -905,6 +905,27 @@ BUGS = [
         "tests/engine/test_reopening_store.py",
     ),
     Bug(
+        "the engine does not start without redis",
+        "engine/remote_store.py",
+        "from kvtier.extras import extra\n",
+        "from kvtier.extras import extra\nfrom kvtier.store.remote import redis_remote\n",
+        "tests/engine/test_remote_packages.py",
+    ),
+    Bug(
+        "a missing module of kvtier's own is said to be in an extra",
+        "extras.py",
+        '        if package == "kvtier":',
+        '        if package == "":',
+        "tests/package/test_missing_extra.py",
+    ),
+    Bug(
+        "of two extras the outer one is said to be missing",
+        "extras.py",
+        "    except MissingExtra:\n        raise\n",
+        "",
+        "tests/package/test_missing_extra.py",
+    ),
+    Bug(
         "who closes a store waits for one that hangs while opening",
         "store/process/store_process.py",
         'elif worker is not None:\n            worker.end("it was still opening")',
@@ -2463,7 +2484,8 @@ def first_failure(bug: Bug) -> str | None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bug-") as folder:
         copy = Path(folder)
         (copy / "src" / "kvtier").mkdir(parents=True)
-        shutil.copy(ROOT / "kvtier" / "__init__.py", copy / "src" / "kvtier")
+        for module in (ROOT / "kvtier").glob("*.py"):
+            shutil.copy(module, copy / "src" / "kvtier")
         for room in ROOMS:
             shutil.copytree(ROOT / room, copy / "src" / "kvtier" / room, ignore=shutil.ignore_patterns("__pycache__"))
         source = copy / "src" / "kvtier" / bug.file

@@ -20,6 +20,7 @@ from kvtier.engine.commands.route_arguments import add_route
 from kvtier.engine.commands.serve_arguments import add_serve
 from kvtier.engine.commands.sidecar_arguments import add_sidecar
 from kvtier.engine.commands.store_arguments import add_store
+from kvtier.extras import extra
 
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -246,10 +247,9 @@ def _operate(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
-    try:
+    with extra("prove", "kvtier prove"):
         from kvtier.engine.commands.prove import run
-    except ImportError as error:
-        raise ImportError(f"prove: {error}; pip install 'kvtier[prove]'") from error
+
     return run(options)
 
 

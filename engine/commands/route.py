@@ -13,6 +13,7 @@ from kvtier.engine.routing.config import RouteConfig, route_config
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.config import is_loopback
+from kvtier.extras import extra
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +24,9 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
     ValueError, OSError: what cannot be used. With *checks_only* nothing is routed: the configuration is checked, and
     what it comes to is printed.
     """
-    try:
+    with extra("route", "kvtier route"):
         from kvtier.engine.routing.server import keys_of
-    except ImportError as error:
-        raise ImportError(f"route: {error}; pip install 'kvtier[route]'") from error
+
     config = route_config(source, given)
     operators, keys = Operators.of(config.operators.tokens, os.environ), keys_of(config)
     if operators is not None:

@@ -17,6 +17,7 @@ from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
+from kvtier.extras import extra
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,9 @@ async def _run(
     model: str, name: str, config: Config, keys: ApiKeys | None, operators: Operators | None, bound: socket.socket
 ) -> bool:
     """Serve until a signal; False if the signal came before the model was loaded."""
-    try:
+    with extra("serve", "kvtier serve"):
         from kvtier.engine.operating.routes import Operating
         from kvtier.engine.server.build import build_server
-    except ImportError as error:
-        raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"

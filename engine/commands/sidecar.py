@@ -27,6 +27,7 @@ from kvtier.engine.sidecar.model_weights import weights_of
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.engine.sidecar.statistics import SidecarStatistics
 from kvtier.engine.sidecar.systemd import Systemd
+from kvtier.extras import extra
 
 if TYPE_CHECKING:
     from kvtier.engine.sidecar.http.http_thread import HttpThread
@@ -167,12 +168,10 @@ def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], N
 def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThread":
     host, port = config.http.host, config.http.port
     assert port != "none", "nothing to serve"
-    try:
+    with extra("sidecar", "HTTP of kvtier sidecar", 'or set port = "none" in [http]'):
         from kvtier.engine.operating.routes import Operating
         from kvtier.engine.sidecar.http.access import token_of
         from kvtier.engine.sidecar.http.build import serve_http
-    except ImportError as error:
-        raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
 
     operators = Operators.of(config.operators.tokens, os.environ)
     operating = None

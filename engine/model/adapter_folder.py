@@ -1,7 +1,8 @@
 """What shows without torch that a folder has no adapter: commands look before they import it, which takes seconds."""
 
-from importlib.util import find_spec
 from pathlib import Path
+
+from kvtier.extras import require_packages
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -11,9 +12,8 @@ class UnusableLora(ValueError):
 
 
 def check_adapter_folder(name: str, folder: Path) -> None:
-    """Refuse the *folder* of the adapter *name* with `UnusableLora` if it has no adapter; ImportError without peft."""
-    if find_spec("peft") is None:
-        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables")
+    """Raise `UnusableLora` if the *folder* of the adapter *name* has no adapter, `MissingExtra` without peft."""
+    require_packages(["peft"], "lora", f"lora {name}", "or remove the [lora] tables")
     if not folder.is_dir():
         raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
     if not (folder / CONFIG_FILE).is_file():

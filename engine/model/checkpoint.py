@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.extras import require_packages
 
 # Imported where they are needed: the server names a model seconds before torch and transformers are imported.
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ _UNUSABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's files: a folder, a name on the hub, or one GGUF file. Each error is a ValueError of one line."""
+    """A model's files: a folder, a name on the hub, or one GGUF file. Each error is a ValueError or a
+    `MissingExtra` of one line."""
 
     name: str  # as the user gave it
     source: str  # the folder, or the name on the hub, that transformers is given
@@ -137,7 +139,7 @@ def _in_wheel(name: str) -> Path:
 
 
 def _gguf(name: str, path: Path) -> tuple[str, str]:
-    """The folder and the name of a GGUF file. ValueError if it is none, or cannot be read here."""
+    """The folder and the name of a GGUF file. ValueError if it is none, `MissingExtra` if it cannot be read here."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
@@ -145,6 +147,5 @@ def _gguf(name: str, path: Path) -> tuple[str, str]:
         raise ValueError(f"model {name}: cannot be read ({error.strerror}); give another file") from error
     if magic != _GGUF_MAGIC:
         raise ValueError(f"model {name}: is a file, and no GGUF file; give a GGUF file, a folder or a name on the hub")
-    if missing := [package for package in _GGUF_PACKAGES if find_spec(package) is None]:
-        raise ValueError(f"model {name}: a GGUF file needs {' and '.join(missing)}; pip install 'kvtier[real]'")
+    require_packages(_GGUF_PACKAGES, "real", f"model {name}: a GGUF file")
     return str(path.parent), path.name

@@ -68,7 +68,7 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
     """Load the adapter in *folder* as *name*. The model is not changed; it may be on the meta device.
 
     `peft` puts the adapter into a copy of the model without weights, so that targets, ranks and scales mean what they
-    mean to peft. `UnusableLora` for a folder without a LoRA for this model, ImportError without peft.
+    mean to peft. `UnusableLora` for a folder without a LoRA for this model, `MissingExtra` without peft.
     """
     folder = Path(folder).expanduser()
     check_adapter_folder(name, folder)

@@ -23,6 +23,7 @@ from kvtier.engine.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
+from kvtier.extras import MissingExtra
 from kvtier.store.lmdb.data_file import capacity_within, most_bytes
 
 
@@ -195,7 +196,7 @@ def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str
     for name, table in config.lora.items():
         try:
             load_adapter(skeleton, name, table.path)
-        except (UnusableLora, ImportError) as error:
+        except (UnusableLora, MissingExtra) as error:
             yield str(error)
 
 

@@ -36,7 +36,7 @@ class RequestTraces:
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "RequestTraces | None":
-        """Those that are configured; None without an endpoint. ImportError without the packages of `kvtier[otel]`."""
+        """Return the configured ones, None without an endpoint. Raises `MissingExtra` without the extra otel."""
         tracer = Tracer.of(config, service)
         return None if tracer is None else cls(tracer)
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from kvtier.engine.tracing.span import Span
 from kvtier.engine.tracing.trace_context import TraceContext
+from kvtier.extras import extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -31,12 +32,10 @@ class SpanSender:
 
     def __init__(self, endpoint: str, service: str) -> None:
         """*endpoint* is the collector's, OTLP over HTTP; without a path in it `TRACES` is meant. *service*: what spans
-        say that they are of. ImportError without the packages."""
-        try:
+        say that they are of. `MissingExtra` without the packages."""
+        with extra("otel", "tracing", "or remove [tracing]"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
-        except ImportError as error:
-            raise ImportError(f"tracing: {error}; pip install 'kvtier[otel]'") from error
 
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES
         self._endpoint = endpoint

@@ -27,7 +27,7 @@ class Tracer:
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "Tracer | None":
-        """The one that is configured; None without an endpoint. ImportError without the packages of `kvtier[otel]`."""
+        """Return the configured tracer, None without an endpoint. Raises `MissingExtra` without the extra otel."""
         return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
 
     def begin(self, header: str | None, request_id: str = "") -> tuple[TraceContext, str | None]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from kvtier.extras import extra
 from kvtier.store.private_file import read_private
 from kvtier.store.record import DIGEST_BYTES
 
@@ -50,7 +51,7 @@ class Cipher:
     cipher_id = 1  # stored in every record; no other scheme ever gets this number
 
     def __init__(self, key: bytes) -> None:
-        """ValueError unless *key* has 32 bytes; ImportError without the package."""
+        """ValueError unless *key* has 32 bytes; `MissingExtra` without the package."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"encryption key of {len(key)} bytes; need {KEY_BYTES}")
         self.key_id = hashlib.sha256(_KEY_ID_TAG + key).digest()[:8]
@@ -115,12 +116,10 @@ class Cipher:
 
 def _context_of(key: bytes) -> "Callable[[bytes], CipherContext[GCM]]":
     """A function from a nonce to a streaming context. (`AESGCM` would need digest and payload joined.)"""
-    try:
+    with extra("crypto", "encryption at rest"):
         from cryptography.hazmat.primitives.ciphers import Cipher as CipherContext
         from cryptography.hazmat.primitives.ciphers.algorithms import AES256
         from cryptography.hazmat.primitives.ciphers.modes import GCM
-    except ImportError as error:
-        raise ImportError("encryption at rest needs a package: pip install 'kvtier[crypto]'") from error
     algorithm = AES256(key)
     return lambda nonce: CipherContext(algorithm, GCM(nonce))
 

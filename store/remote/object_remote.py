@@ -34,7 +34,7 @@ class ObjectRemote:
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """Nothing is asked yet. ImportError without obstore; ValueError if it cannot read the settings."""
+        """Nothing is asked yet. `MissingExtra` without obstore; ValueError if it cannot read the settings."""
         self._bucket = Bucket(settings)
         self._timeout_s = settings.timeout_s
         self._calls = ParallelCalls(settings.num_connections)

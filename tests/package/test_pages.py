@@ -2,11 +2,14 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages
 from reading_list import count_lines, said_lines, said_sum
 
@@ -67,7 +70,8 @@ def test_each_path_that_is_named_exists(page: str) -> None:
     paths = [word for word in words if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", word)]
     named = [path for path in paths if path.endswith(".py") or ("/" in path and path.partition("/")[0] in tops)]
 
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    beside = (ROOT / page).parent
+    assert [path for path in named if not (ROOT / path).exists() and not (beside / path).exists()] == []
 
 
 def test_each_module_that_the_design_names_and_does_not_plan_exists() -> None:
@@ -176,6 +180,36 @@ def test_readme_is_short_and_leads_to_every_page() -> None:
 
     assert len(readme.read_text().splitlines()) <= LONGEST_README
     assert {page for page in pages() if page != readme} - {link.file for link in links_of(readme)} == set()
+
+
+def test_the_sites_navigation_has_each_page_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = list(pages_of(site["nav"]))
+
+    assert sorted(named) == sorted(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_links_to_what_make_docs_copies(page: str) -> None:
+    (copied,) = re.findall(r"^\tcp -r (.*) build/pages/$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    there = [path for pattern in copied.split() for path in ROOT.glob(pattern)]
+
+    linked = {link.file for link in links_of(ROOT / page)}
+    assert [file for file in linked if not any(file.is_relative_to(path) for path in there)] == []
+
+
+def pages_of(navigation: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages that mkdocs' navigation names."""
+    for (_, below), *_ in (entry.items() for entry in navigation):
+        yield from [below] if isinstance(below, str) else pages_of(below)
+
+
+@pytest.mark.parametrize(
+    "page", [path for path in [*pages(), *(ROOT / "examples").rglob("*.py")] if path.name != "CHANGELOG.md"], ids=str
+)
+def test_kvtier_is_installed_from_a_clone(page: Path) -> None:
+    """It is on no package index: `pip install kvtier` installs nothing, or what another owner of the name has."""
+    assert re.findall(r"pip install [^`\n#&]*\bkvtier\b(?! is\b).*", page.read_text()) == []
 
 
 def test_no_test_imports_a_benchmark() -> None:

@@ -13,6 +13,7 @@ from kvtier.engine.model.structured.grammar import Grammar, Vocabulary
 from kvtier.engine.model.structured.notation import limits
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.model.structured.trial import Tried, try_out
+from kvtier.extras import MissingExtra, extra
 
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLTokenizer
@@ -77,9 +78,10 @@ class Grammars:
 
     def _read_vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
         try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise WrongParameter(asked_as, "needs llguidance; pip install 'kvtier[structured]'") from None
+            with extra("structured", asked_as):
+                from llguidance import LLTokenizer
+        except MissingExtra as error:
+            raise WrongParameter(asked_as, f"needs llguidance; {error.remedy}") from None
         if not self._tokenizer.is_fast:
             raise WrongParameter(asked_as, "needs a fast tokenizer, which this model does not have")
         tokenizer = copy(self._tokenizer.backend_tokenizer)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtier.extras import extra
 from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.store.remote.objects.usage_meter import UsageMeter
 from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
@@ -140,11 +141,10 @@ class Bucket:
 
 
 def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore | None"]:
-    """The package and its store; ImportError says what to install, ValueError what is wrong with the settings."""
-    try:
+    """The package and its store; `MissingExtra` without the package, ValueError for settings that it cannot use."""
+    with extra("object", "an object store"):
         import obstore
-    except ImportError:
-        raise ImportError("an object store needs the package obstore: pip install 'kvtier[object]'") from None
+
     try:
         return obstore, _store_of(settings)
     except (OSError, obstore.exceptions.BaseError) as error:

@@ -1,11 +1,7 @@
 """What URLs of Valkey and Redis servers say, and what they do not give away."""
 
-import importlib
-import sys
-
 import pytest
 
-import kvtier.store.remote.redis
 from kvtier.store.remote.redis_settings import Address, RedisSettings, RedisTls
 
 SECRET = "p@ss:w/rd"
@@ -83,10 +79,3 @@ def test_where_it_is_and_how_it_looks_show_no_password() -> None:
 
     assert settings.where == "rediss+cluster://a:1,[::1]:2"
     assert "word" not in repr(settings)
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-
-    with pytest.raises(ImportError, match=r"^redis: needs a package: pip install 'kvtier\[redis\]'$"):
-        importlib.reload(kvtier.store.remote.redis)
