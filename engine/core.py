@@ -376,6 +376,7 @@ class EngineCore:
             )
 
     def _close_tiers(self) -> None:
+        is_closed = False
         try:
             if self._store is not None:
                 self._store.stop_opening()  # a lane may be waiting for the store to open
@@ -389,7 +390,7 @@ class EngineCore:
             raise
         finally:
             if self._sidecar is not None:
-                self._sidecar.close()
+                self._sidecar.close() if is_closed else self._sidecar.close_while_copying()
         if not is_closed:
             log.warning(
                 "a copy hangs: its memory is not freed; the next start finds the blocks that were written so far"

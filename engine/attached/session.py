@@ -6,6 +6,7 @@ import os
 import select
 import socket
 from collections.abc import Sequence
+from weakref import WeakSet
 
 from kvtier.engine.attached.wire import (
     VERSION,
@@ -14,6 +15,7 @@ from kvtier.engine.attached.wire import (
     FromSidecar,
     Hello,
     Malformed,
+    Map,
     Refused,
     Welcome,
     frame_of,
@@ -31,7 +33,11 @@ class AttachRefused(ValueError):
 
 class Session:
     """Sends and receives without waiting. The sidecar's segment is `file` until the session is closed. Owned by one
-    thread; only `wait_readable` may be called by another."""
+    thread; only `wait_readable` may be called by another.
+
+    The sidecar takes the end of the connection for the end of all copies: `close` is called once nothing is copied any
+    more, even if the sidecar has ended the session long before. A process that is forked off has no part in it.
+    """
 
     def __init__(
         self, connection: socket.socket, frames: Frames, welcome: Welcome, file: int, come: Sequence[FromSidecar]
@@ -44,6 +50,7 @@ class Session:
         self._frames = frames
         self._unsent = bytearray()
         self._come = list(come)
+        _sessions.add(self)
 
     @property
     def is_sending(self) -> bool:
@@ -92,18 +99,52 @@ class Session:
             waiting.register(self._connection, select.POLLIN)
             waiting.poll(timeout_s * 1000)
 
+    def hang_up(self) -> None:
+        """Send and receive nothing more. The connection stays, and with it all that the engine leases, until `close`:
+        copies may be under way."""
+        self.is_open = False
+        self._unsent.clear()
+        self._come.clear()
+
     def close(self) -> None:
         """End the connection, and with it all that the engine leases."""
-        self.is_open = False
+        self.hang_up()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Close the descriptor of the segment, which has been mapped."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
+    def abandon(self) -> None:
+        """Close the descriptors in a child that was forked. The connection goes on in its parent."""
+        self.hang_up()
+        self._connection.close()
+        self.close_file()
 
-def open_session(path: str, hello: Hello, timeout_s: float = ANSWER_S) -> Session:
+    def leave_open(self) -> None:
+        """Hang up, and leave the end of the connection to the end of this process: a copy hangs."""
+        self.hang_up()
+        self._connection.detach()
+
+
+_sessions: WeakSet[Session] = WeakSet()
+
+
+def _abandon_all() -> None:
+    """A child that was forked copies nothing, as threads are not forked; it must not keep its parent's leases alive."""
+    for session in list(_sessions):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> Session:
     """Attach at the Unix socket *path*. OSError if nothing answers there within *timeout_s*, `AttachRefused` if the
     sidecar does not take the engine."""
     frames, payloads, files = Frames(), list[bytes](), list[int]()

@@ -124,7 +124,7 @@ class SidecarTiers:
         self._next_number = 0
         self._dead: list[AttachedFetch] = []  # asked without a sidecar, and not told so yet
         self._come: list[FromSidecar] = []  # heard, and not taken in yet
-        self._is_detaching = False
+        self._ended: Session | None = None  # the session before, while some of what it leased may be copied
         self._is_told = False
         self._is_cleared = False
         self._is_waking = False
@@ -317,14 +317,24 @@ class SidecarTiers:
         for number, fetch in self._fetches.items():
             assert number == fetch.number, "a fetch under another one's number"
             assert not fetch.is_over, "a fetch that is over is kept"
-        assert self._session is None or not self._is_detaching, "attached before the sidecar before was let go"
+        assert self._session is None or self._ended is None, "attached before the sidecar before was let go"
 
     def close(self) -> None:
-        """End the session: what is leased or reserved is the sidecar's again."""
-        if self._session is not None:
-            self._session.close()
+        """End the session once no copy is under way: what is leased or reserved is the sidecar's again."""
+        for session in self._sessions():
+            session.close()
         self._attachment.close()
         self._answers.close()
+
+    def close_while_copying(self) -> None:
+        """End all else. What is leased or reserved becomes the sidecar's again when this process ends."""
+        for session in self._sessions():
+            session.leave_open()
+        self._attachment.close()
+        self._answers.close()
+
+    def _sessions(self) -> list[Session]:
+        return [session for session in (self._session, self._ended) if session is not None]
 
     def _fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, is_for_later: bool) -> AttachedFetch:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -381,13 +391,14 @@ class SidecarTiers:
 
     def _attach(self) -> None:
         """Attach to a sidecar that is ready, once the one before has been let go."""
-        if self._is_detaching and not self._left and not any(stock.lent for stock in self._stocks):
+        if self._ended is not None and not self._left and not any(stock.lent for stock in self._stocks):
             for memory in self._memories:
                 memory.detach()
             self._boot = None
-            self._is_detaching = False
+            self._ended.close()
+            self._ended = None
             self._attachment.attach_again()
-        if self._session is not None or self._is_detaching or (ready := self._attachment.take()) is None:
+        if self._session is not None or self._ended is not None or (ready := self._attachment.take()) is None:
             return
         for memory, host in zip(self._memories, ready.hosts, strict=True):
             memory.attach(host)
@@ -425,8 +436,8 @@ class SidecarTiers:
                     break
         except Malformed as error:  # not what a sidecar of this version says
             log.warning("sidecar: %s says what none says (%s); the connection is closed", self._attachment.path, error)
-            session.close()
-            num_taken = len(self._come)  # its leases have ended, also those that it has still told of
+            session.hang_up()
+            num_taken = len(self._come)  # what it has still told of is used no more
         del self._come[:num_taken]
         if not session.is_open and not self._come:
             self._detach(session)
@@ -509,9 +520,9 @@ class SidecarTiers:
 
     def _detach(self, session: Session) -> None:
         """Take in that the sidecar has gone. What was leased stays mapped until it is let go."""
-        session.close()
+        session.hang_up()
         self._session = None
-        self._is_detaching = True
+        self._ended = session
         self._is_told = False
         self._mirror.end()
         self._inquiries.end()

@@ -3,12 +3,19 @@
 Both sides send frames over one Unix socket: four bytes of length, then one of the messages below as MessagePack. The
 engine says `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of its segment. From then on
 nothing waits for an answer: the engine asks, the sidecar answers when it can, and tells of every block that comes to
-the tiers below or leaves them. A block's bytes never cross the socket. The connection is the session: what an engine
-leases ends with it, and a sidecar that was started anew is another connection.
+the tiers below or leaves them. A block's bytes never cross the socket. The connection is the session, and a sidecar
+that was started anew is another connection.
+
+What an engine leases ends when the engine closes its end of the connection, which it does only once nothing is copied
+any more, or when the kernel does so as the engine's process ends. Every other process that copies for the engine, such
+as a worker of tensor parallelism, says `Map` at a connection of its own, and keeps that open for as long as it maps the
+segment. If a session ends in another way, because the engine does not read or is killed, the sidecar keeps what was
+leased until all these connections are closed, or until the engine attaches again: see `Quarantine`.
 
 Names are joined (32 bytes each), digests too (16), slots and places are little-endian int32, owners uint64.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -25,8 +32,9 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 
-VERSION = 2
+VERSION = 3
 LENGTH_BYTES = 4
+ENGINE_BYTES = 16
 MOST_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
 MOST_BLOCKS = 1 << 17  # in one message
 MOST_TRACED = 64  # requests that a message tells to be traced; an engine tells of half as many
@@ -75,14 +83,32 @@ class Traced(msgspec.Struct, frozen=True, array_like=True):
 # What an engine says.
 
 
+def new_engine() -> bytes:
+    """Return a number that no other engine has."""
+    return secrets.token_bytes(ENGINE_BYTES)
+
+
 class Hello(_Message, frozen=True):
-    """Who attaches. *namespace* (16 bytes) is everything beside the prompt that decides the bytes of a block."""
+    """Who attaches. *namespace* (16 bytes) is everything beside the prompt that decides the bytes of a block.
+
+    *engine* is the same each time this engine attaches, and its other processes give it with `Map`. An engine has one
+    session: with its next `Hello` it says that nothing is copied any more of what it leased before.
+    """
 
     version: int
     program: str  # such as "kvtier 0.1.0", for people
     model: str  # for people
     namespace: bytes
     groups: list[GroupShape]
+    engine: bytes = msgspec.field(default_factory=new_engine)
+
+
+class Map(_Message, frozen=True):
+    """A process maps the segment to copy for *engine*. Answered as `Hello` is; then neither side says anything."""
+
+    version: int
+    program: str
+    engine: bytes
 
 
 class Fetch(_Message, frozen=True):
@@ -285,7 +311,9 @@ class State(_Message, frozen=True):
     host_tenants: list[tuple[bytes, int]]
 
 
-FromEngine = Hello | Fetch | Inquire | Release | TimeOut | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
+FromEngine = (
+    Hello | Map | Fetch | Inquire | Release | TimeOut | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
+)
 FromSidecar = (
     Refused
     | Welcome

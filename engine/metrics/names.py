@@ -170,6 +170,12 @@ SIDECAR_HELD_BYTES = gauge("kvtier_sidecar_held_bytes", "Bytes of the segment th
 SIDECAR_LEASED_CHUNKS = gauge(
     "kvtier_sidecar_leased_chunks", "Chunks and reserved slots that are not evicted, as clients or copies use them"
 )
+SIDECAR_QUARANTINED_CLIENTS = gauge(
+    "kvtier_sidecar_quarantined_clients", "Clients whose session has ended while one of their processes may still copy"
+)
+SIDECAR_QUARANTINED_CHUNKS = gauge(
+    "kvtier_sidecar_quarantined_chunks", "Slots of these that are given to no block until their processes have ended"
+)
 SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators keep in host memory")
 SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment that these keep in their places")
 SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only")

@@ -16,6 +16,7 @@ class LeaseUse(StrEnum):
     READ = "read"  # the client copies them out now
     WRITTEN = "written"  # the client copies them in now; they are found by no request yet
     PINNED = "pinned"  # no client has them: an operator wants them to stay
+    QUARANTINED = "quarantined"  # the client's session has ended, and a process of it may still copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, new_ledger
+from kvtier.engine.sidecar.quarantine import Quarantine
 from kvtier.engine.sidecar.shared_store import SharedStore
 from kvtier.engine.sidecar.shares import Shares
 from kvtier.engine.tracing.spill_traces import SpillTraces
@@ -68,6 +69,7 @@ class Layouts:
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
+        self.quarantine = Quarantine(clock)  # what sessions had leased whose processes may still copy
         self.tracer = tracer
         self.records = records or RecentRecords()  # of what engines have looked up
         self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
@@ -125,6 +127,7 @@ class Layouts:
 
     def close(self) -> None:
         """Write down what was seen, for the next process to explain more, and send the spans of the last copies."""
+        self.quarantine.close()
         for layout_tiers in self:
             layout_tiers.trace_spills()
         if self.explainer is not None:
@@ -132,6 +135,7 @@ class Layouts:
 
     def poll(self) -> None:
         """Go on with all that is under way."""
+        self.quarantine.poll()
         for layout_tiers in self:
             layout_tiers.poll()
 

@@ -153,11 +153,14 @@ class Port(Generic[_M]):
             self._end(client)
 
     def end(self, client: Client[_M]) -> None:
-        """Close this connection; `take_gone` names it."""
+        """End this connection; `take_gone` names it."""
         self._end(client)
 
     def take_gone(self) -> list[Client[_M]]:
-        """Clients whose connection has ended since the last call."""
+        """Return the clients whose connection has ended since the last call.
+
+        The connection of each is still open on this side, and the caller's to close: see `Lifeline`.
+        """
         gone, self._gone = self._gone, []
         return gone
 
@@ -292,7 +295,6 @@ class Port(Generic[_M]):
             client.messages.clear()
             with contextlib.suppress(KeyError):
                 self._selector.unregister(client.connection)
-            client.connection.close()
             del self._clients[client]
             self._gone.append(client)
 

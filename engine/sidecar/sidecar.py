@@ -147,6 +147,10 @@ class Sidecar:
         """All engines that are attached, by value."""
         return [client for door in self.doors for client in door.clients()]
 
+    def quarantined(self) -> list[AttachedClient]:
+        """All whose session has ended while one of their processes may still copy, by value."""
+        return self.layouts.quarantine.clients()
+
     def saving(self) -> Saving:
         """How far what is in host memory is on its way to disk."""
         is_there = self._store is not None

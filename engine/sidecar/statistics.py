@@ -12,6 +12,7 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.pins import PinStatistics
+from kvtier.engine.sidecar.quarantine import QuarantineStatistics
 from kvtier.store.blob_store import StoreStatistics
 from kvtier.tiers.device.eviction_ages import NO_AGES
 from kvtier.tiers.histogram import HistogramStatistics
@@ -56,6 +57,7 @@ class SidecarStatistics:
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
     what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
+    quarantine: QuarantineStatistics
     request_log: LogCounts | None = None  # None without one
 
     @property
@@ -111,6 +113,7 @@ def statistics_of(
         doors,
         pins,
         layouts.what_if.hit_ratios(all_tiers),
+        layouts.quarantine.statistics(),
         request_log,
     )
 

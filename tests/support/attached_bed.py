@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier.engine.attached.attachment import Attached, Attachment
 from kvtier.engine.attached.session import open_session
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
-from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, new_engine
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.own.block_layout import BlockLayout, BlockShape
@@ -141,8 +141,9 @@ class SidecarBed:
 class SteppedAttachment(Attachment[PreparedHost]):
     """Attaches when it is asked for what is ready, while the sidecar has its turns."""
 
-    def __init__(self, bed: SidecarBed, memories: Sequence[AttachedMemory]) -> None:
+    def __init__(self, bed: SidecarBed, memories: Sequence[AttachedMemory], engine: bytes | None) -> None:
         self.path = bed.path
+        self._engine = engine or new_engine()
         self._bed = bed
         self._shared = memories
         self._is_due = True
@@ -150,7 +151,8 @@ class SteppedAttachment(Attachment[PreparedHost]):
     def take(self) -> Attached[PreparedHost] | None:
         if not self._is_due or not self._bed.is_alive or self._bed.is_stopped:
             return None
-        hello = Hello(VERSION, "a test", "a model", NAMESPACE, [GroupShape(*shape) for shape in self._bed.shapes])
+        shapes = [GroupShape(*shape) for shape in self._bed.shapes]
+        hello = Hello(VERSION, "a test", "a model", NAMESPACE, shapes, self._engine)
         with ThreadPoolExecutor(1) as threads:
             opening = threads.submit(open_session, self._bed.path, hello, 60)
             while not opening.done():
@@ -181,8 +183,10 @@ class SteppedTiers(SidecarTiers):
         events: EventLog | None = None,
         rng: random.Random | None = None,
         num_kept: Sequence[int] | None = None,
+        engine: bytes | None = None,
     ) -> None:
-        attachment = SteppedAttachment(bed, memories)
+        """*engine*: see `wire.Hello`; None: a new number."""
+        attachment = SteppedAttachment(bed, memories, engine)
         super().__init__(attachment, groups, memories, transfers, NoLane(), clock, events=events, num_kept=num_kept)
         self.bed = bed
         self._rng = rng

@@ -107,8 +107,8 @@ class Bed:
             self.transfers,
             self.layouts,
             [self.door],
-            None,
-            self.clock,  # the store is Layouts'
+            None,  # the store is Layouts'
+            clock=self.clock,
         )
         stack.callback(self.sidecar.close)
         assert self.segment.wait_backed(DEADLINE_S)

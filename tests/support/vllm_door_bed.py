@@ -14,7 +14,7 @@ from chaos import FakeClock
 from waiting import wait_for
 
 from kvtier.engine.attached.session import Session, open_session
-from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Map
 from kvtier.engine.doors.vllm_connector.adapters import Adapters
 from kvtier.engine.doors.vllm_connector.build import host_slots
 from kvtier.engine.doors.vllm_connector.digests import Digests
@@ -118,7 +118,7 @@ class DoorBed:
             BlockShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in self.layouts
         ]
         self.sidecar = SidecarBed(shapes, num_bytes, num_bytes // 8, store, self.clock, _inline_lanes)
-        self.hello = Hello(VERSION, "a test", "a model", NAMESPACE, [GroupShape(*shape) for shape in shapes])
+        self._shapes = [GroupShape(*shape) for shape in shapes]
         self.threads = InlineThreads()
         self.kv_caches = {
             name: torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
@@ -130,16 +130,23 @@ class DoorBed:
 
     def start_engine(self) -> None:
         """Have a new engine, which knows nothing."""
+        hello = Hello(VERSION, "a test", "a model", NAMESPACE, self._shapes)
         finished = _inline_lanes()
         self.memories = [host_slots(layout.block_bytes) for layout in self.layouts]
         num_kept = [NUM_KEPT for _ in self.groups]
         self.tiers = SteppedTiers(
-            self.sidecar, list(self.groups), self.memories, finished, self.clock, num_kept=num_kept
+            self.sidecar,
+            list(self.groups),
+            self.memories,
+            finished,
+            self.clock,
+            num_kept=num_kept,
+            engine=hello.engine,
         )
         self.adapters = Adapters(self.threads)
         self.side = SchedulerSide(
             self.tiers,
-            lambda boot: Segment(boot, self.sidecar.path, self.hello),
+            lambda boot: Segment(boot, self.sidecar.path, hello),
             list(self.groups),
             self.memories,
             Digests(self.threads, lambda tell: tell()),
@@ -314,7 +321,7 @@ class DoorBed:
         self.worker.begin(StepWork(0, wanted))
         wait_for(lambda: not self.segment.is_mapping)
 
-    def _attach(self, path: str, hello: Hello) -> Session:
+    def _attach(self, path: str, hello: Hello | Map) -> Session:
         if self.sidecar.is_stopped:
             raise TimeoutError("it does not answer")
         with ThreadPoolExecutor(1) as threads:

@@ -79,6 +79,7 @@ def _lower_numbers(statistics: SidecarStatistics) -> LowerNumbers:
 
 def _state_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     layouts, pins = snapshot.statistics.layouts, snapshot.statistics.pins
+    quarantine = snapshot.statistics.quarantine
     yield names.SIDECAR_START_TIME.of(round(time.time() - (snapshot.now - snapshot.started_at)))
     yield names.SIDECAR_READY.of(not snapshot.why_not_ready)
     yield names.SIDECAR_CLIENTS.of(len(snapshot.clients))
@@ -86,6 +87,8 @@ def _state_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     yield names.SIDECAR_UNKNOWN_WEIGHTS.of(sum(not each.layout.weights for each in layouts))
     yield names.SIDECAR_HELD_BYTES.of(sum(each.held_bytes for each in layouts))
     yield names.SIDECAR_LEASED_CHUNKS.of(sum(each.num_leased_chunks for each in layouts))
+    yield names.SIDECAR_QUARANTINED_CLIENTS.of(quarantine.num_clients)
+    yield names.SIDECAR_QUARANTINED_CHUNKS.of(quarantine.num_chunks)
     yield names.SIDECAR_PINS.of(pins.num_pins)
     yield names.SIDECAR_PINNED_BYTES.of(pins.num_bytes)
     yield names.SIDECAR_UNSAVED_CHUNKS.of(sum(each.num_unsaved for each in layouts))

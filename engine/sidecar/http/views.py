@@ -33,13 +33,14 @@ SET = "(set)"  # in place of a secret
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sidecar at one moment. *why_not_ready* is empty if it is; *pins* are shown as who leases what they keep; times
-    are the sidecar's clock's."""
+    """A sidecar at one moment. *why_not_ready* is empty if it is; *pins* are shown as who leases what they keep;
+    *quarantined* are clients whose session has ended; times are the sidecar's clock's."""
 
     statistics: SidecarStatistics
     why_not_ready: str
     clients: tuple[AttachedClient, ...]
     pins: tuple[AttachedClient, ...]
+    quarantined: tuple[AttachedClient, ...]
     now: float
     started_at: float
 
@@ -51,6 +52,7 @@ def snapshot_of(sidecar: Sidecar) -> Snapshot:
         sidecar.why_not_ready,
         tuple(sidecar.clients()),
         tuple(sidecar.pins.holders()),
+        tuple(sidecar.quarantined()),
         sidecar.now(),
         sidecar.started_at,
     )
@@ -74,6 +76,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "store": None if statistics.store is None else _store_view(statistics.store),
         "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
         "pins": asdict(statistics.pins),
+        "quarantine": asdict(statistics.quarantine),
         "what_if": what_if_view(statistics.what_if),
         "doors": [_door_view(door) for door in statistics.doors],
     }
@@ -103,8 +106,9 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Each lease of each client and pin, oldest first."""
-    leases = [(lease, client) for client in (*snapshot.clients, *snapshot.pins) for lease in client.leases]
+    """Each lease of each client and pin, oldest first, and what is in quarantine."""
+    holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
+    leases = [(lease, client) for client in holders for lease in client.leases]
     return [
         {
             "client": client.name,

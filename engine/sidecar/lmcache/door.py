@@ -470,6 +470,7 @@ class LmcacheDoor:
             self._promises.end_instance(instance)
 
     def _end_client(self, client: Client[list[bytes]]) -> None:
+        client.connection.close()
         for instance in self._registrations.of_client(client):
             self._end_instance(self._registrations.remove(instance.instance_id))
         self._promises.end_client(client)

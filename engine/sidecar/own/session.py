@@ -269,8 +269,20 @@ class Session:
         if (fetched := self._fetches.get(message.number)) is not None:
             fetched.fetch.time_out()
 
+    def stop_listening(self) -> None:
+        """Wait no longer for what the engine was not told of. What it knows to be leased stays so until `end`, as one
+        of its processes may be copying there."""
+        self._inquiries.clear()
+        for number, fetched in list(self._fetches.items()):
+            is_unknown = fetched.is_open.copy()
+            is_unknown[np.flatnonzero(fetched.fetch.slots != ABSENT)] = False
+            is_unknown[fetched.landed] = fetched.is_open[fetched.landed]
+            self._release(fetched, np.flatnonzero(is_unknown)[::-1])
+            fetched.landed, fetched.failed = [], []
+            self._end_if_over(number, fetched)
+
     def end(self) -> None:
-        """The engine is gone, and with it all that it leases."""
+        """End all leases: no process of the engine copies any more."""
         for fetched in self._fetches.values():
             self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])
         self._fetches.clear()

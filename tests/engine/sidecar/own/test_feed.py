@@ -141,7 +141,7 @@ def test_an_engine_that_never_reads_is_let_go(tmp_path: Path, monkeypatch: pytes
             assert turns < 2000
 
         assert bed.door.counts().refused == {"unread": 1}
-        assert bed.num_leases() == 0
+        assert bed.num_leases() == 3, "it may still write there"
         assert engine.store(9, 10) == 10
         engine.close()
         deaf.close()

@@ -62,7 +62,7 @@ def test_two_starts_of_a_sidecar_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"version": 1}, "the engine speaks version 1, the sidecar version 2; install the same kvtier in both"),
+        ({"version": 1}, "the engine speaks version 1, the sidecar version 3; install the same kvtier in both"),
         ({"namespace": b"short"}, "a namespace has 16 bytes, not 5"),
         ({"groups": []}, "0 groups of blocks; 1 to 64 are served"),
         ({"groups": [GroupShape(16, False, 4096)] * 65}, "65 groups of blocks"),
@@ -600,6 +600,8 @@ def test_an_engine_that_says_what_none_says_ends_alone(bed: Bed, what: str) -> N
 
     assert engine.is_ended
     assert bed.door.counts().refused == {"malformed": 1}
+    engine.close()
+    bed.settle()
     assert bed.num_leases() == leased_by_other
     bed.check()
     assert other.store(3, 4) == 4

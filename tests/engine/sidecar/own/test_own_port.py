@@ -88,7 +88,7 @@ def test_memory_stays_flat_whatever_is_promised(bed: Bed, engine: Engine) -> Non
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plains = [Plain(bed) for _ in range(50)]
     for plain in plains:
-        plain.send(HELLO + (wire.MOST_FRAME_BYTES).to_bytes(4, "little") + bytes(1000))
+        plain.send(wire.frame_of(hello()) + (wire.MOST_FRAME_BYTES).to_bytes(4, "little") + bytes(1000))
     bed.settle()
 
     assert bed.port.num_clients == len(plains) + 1

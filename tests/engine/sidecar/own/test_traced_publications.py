@@ -128,6 +128,8 @@ def test_what_no_engine_says_of_traces_ends_the_connection(traced_bed: Bed, trac
 
     assert engine.is_ended
     assert traced_bed.door.counts().refused == {"malformed": 1}
+    engine.close()
+    traced_bed.settle()
     assert traced_bed.num_leases() == 0
 
 
