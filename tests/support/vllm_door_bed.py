@@ -5,7 +5,9 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from kvtier.engine.doors.vllm_connector.build import host_slots
 from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout
 from kvtier.engine.doors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment
+from kvtier.engine.doors.vllm_connector.pages import Slots
 from kvtier.engine.doors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.engine.doors.vllm_connector.step_work import Segment, StepWork, WorkerReport
 from kvtier.engine.doors.vllm_connector.worker_side import WorkerSide
@@ -98,8 +101,26 @@ class InlineThreads(Executor):
             run()
 
 
+class FailingSegment(MappedSegment):
+    """A worker's mapping that fails when it is told to."""
+
+    _num_uses: int | None = None
+
+    def fail_after(self, num_uses: int) -> None:
+        """Fail once, after it has been used so many times."""
+        self._num_uses = num_uses
+
+    def slots(self, group_id: int) -> Slots:
+        if self._num_uses is not None:
+            self._num_uses -= 1
+            if self._num_uses < 0:
+                self._num_uses = None
+                raise MemoryError
+        return super().slots(group_id)
+
+
 class DoorBed:
-    """One engine on one sidecar. *groups* have layers of two pages each."""
+    """One engine on one sidecar. *groups* have layers of two pages each, of each of *num_workers*."""
 
     def __init__(
         self,
@@ -107,12 +128,14 @@ class DoorBed:
         store: BlobStore | None = None,
         num_bytes: int = NUM_BYTES,
         seed: int = 0,
+        num_workers: int = 1,
     ) -> None:
         self.clock = FakeClock()
         self.rng = random.Random(seed)
         self.groups = groups
         self.layouts = [
-            GroupLayout(group, (f"g{i}.0", f"g{i}.1"), (PAGE_BYTES, PAGE_BYTES), 1) for i, group in enumerate(groups)
+            GroupLayout(group, (f"g{i}.0", f"g{i}.1"), (PAGE_BYTES, PAGE_BYTES), num_workers)
+            for i, group in enumerate(groups)
         ]
         shapes = [
             BlockShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in self.layouts
@@ -120,11 +143,15 @@ class DoorBed:
         self.sidecar = SidecarBed(shapes, num_bytes, num_bytes // 8, store, self.clock, _inline_lanes)
         self._shapes = [GroupShape(*shape) for shape in shapes]
         self.threads = InlineThreads()
-        self.kv_caches = {
-            name: torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
-            for layout in self.layouts
-            for name in layout.layer_names
-        }
+        self.rank_caches = [
+            {
+                name: torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+                for layout in self.layouts
+                for name in layout.layer_names
+            }
+            for _ in range(num_workers)
+        ]
+        self.kv_caches = self.rank_caches[0]
         self._num_requests = 0
         self.start_engine()
 
@@ -152,13 +179,16 @@ class DoorBed:
             Digests(self.threads, lambda tell: tell()),
             self.adapters,
             hash_tokens=BLOCK,
-            num_workers=1,
+            num_workers=len(self.rank_caches),
             deadline_s=DEADLINE_S,
             clock=self.clock,
         )
-        self.segment = MappedSegment([each.block_bytes for each in self.layouts], self.clock, self._attach)
-        self.worker = WorkerSide(self.layouts, 0, self.segment)
-        self.worker.register(self.kv_caches, NUM_PAGES)
+        block_bytes = [each.block_bytes for each in self.layouts]
+        self.segments = [FailingSegment(block_bytes, self.clock, self._attach) for _ in self.rank_caches]
+        self.workers = [WorkerSide(self.layouts, rank, segment) for rank, segment in enumerate(self.segments)]
+        for worker, caches in zip(self.workers, self.rank_caches, strict=True):
+            worker.register(caches, NUM_PAGES)
+        self.worker, self.segment = self.workers[0], self.segments[0]
         self._free = list(range(1, NUM_PAGES))
         self.rng.shuffle(self._free)
         self.listen()
@@ -166,7 +196,8 @@ class DoorBed:
     def close(self) -> None:
         """End engine and sidecar."""
         self.tiers.close()
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         self.sidecar.close()
 
     def listen(self) -> None:
@@ -198,17 +229,25 @@ class DoorBed:
         return work
 
     def work(self, work: StepWork, compute: Callable[[], None] = lambda: None) -> WorkerReport | None:
-        """The worker's part, and the scheduler's learning of it."""
-        if work.wanted is not None:
-            self._map(work.wanted)
-        self.worker.begin(work)
-        self.worker.load(work)
-        compute()
-        self.worker.store(work)
-        report = self.worker.report(work)
+        """The workers' part, and the scheduler's learning of it."""
+        report = self.work_unheard(work, compute)
         if report is not None:
             self.side.on_report(report)
         return report
+
+    def work_unheard(self, work: StepWork, compute: Callable[[], None] = lambda: None) -> WorkerReport | None:
+        """The workers' part, and what they say of it."""
+        if work.wanted is not None:
+            self._map(work.wanted)
+        for worker in self.workers:
+            worker.begin(work)
+            with suppress(MemoryError):
+                worker.load(work)
+        compute()
+        for worker in self.workers:
+            worker.store(work)
+        reports = [report for worker in self.workers if (report := worker.report(work)) is not None]
+        return reduce(WorkerReport.aggregate, reports) if reports else None
 
     def match(self, request: FakeRequest, num_computed: int = 0, step_s: float = 0.01) -> int:
         """What the request is told to load, asked in steps of *step_s* as long as it is not known."""
@@ -218,15 +257,19 @@ class DoorBed:
             self.clock.now += step_s
         return matched
 
-    def allocate(self, request: FakeRequest, num_matched: int) -> None:
-        """Give the request pages, null ones where a window has passed, and tell the connector."""
+    def allocate(
+        self, request: FakeRequest, num_matched: int, num_local: int = 0, like: FakeRequest | None = None
+    ) -> None:
+        """Give the request pages, null ones where a window has passed, and tell the connector. The first *num_local*
+        tokens are in the pages of the request *like*."""
         request.pages = []
-        for group in self.groups:
-            first, size = group.first_needed(num_matched), group.block_size
-            taken = [self._free.pop() for _ in range(first, -(-request.num_tokens // size))]
-            request.pages.append([0] * first + taken)
+        for group_id, group in enumerate(self.groups):
+            first, size = group.first_needed(num_local + num_matched), group.block_size
+            ids = [0] * first + (like.pages[group_id][first : num_local // size] if like is not None else [])
+            taken = [self._free.pop() for _ in range(len(ids), -(-request.num_tokens // size))]
+            request.pages.append(ids + taken)
         self.side.on_allocated(request, request.pages, num_matched)
-        request.num_computed_tokens = num_matched
+        request.num_computed_tokens = num_local + num_matched
 
     def run(self, request: FakeRequest) -> int:
         """Serve the request from its question to its end; how many tokens were loaded. Every page is then right."""
@@ -264,7 +307,7 @@ class DoorBed:
 
     def finish_without_listening(self, request: FakeRequest) -> None:
         """End the request, and give its pages to others."""
-        self.side.on_finished(request)
+        self.side.on_finished(request, request.pages)
         self._free = [page for ids in request.pages for page in ids if page] + self._free
 
     def meet_fate(self) -> None:
@@ -287,12 +330,19 @@ class DoorBed:
 
     def check_pages(self, request: FakeRequest) -> None:
         """Raise AssertionError for a page that has other bytes than the request's prompt decides."""
-        for layout, ids in zip(self.layouts, request.pages, strict=True):
-            for block in range(request.num_tokens // BLOCK):
-                for name in layout.layer_names if ids[block] else ():
-                    assert bytes(self.kv_caches[name][ids[block]].numpy()) == _bytes_of(request, block, name), (
-                        f"{name}: block {block} is wrong"
-                    )
+        assert self.first_wrong(request, request.num_tokens) is None, "a block is wrong"
+
+    def first_wrong(self, request: FakeRequest, num_tokens: int) -> int | None:
+        """The first block among so many tokens of which some page has other bytes than the prompt decides."""
+        return next((i for i in range(num_tokens // BLOCK) if not self._is_right(request, i)), None)
+
+    def _is_right(self, request: FakeRequest, block: int) -> bool:
+        return all(
+            bytes(caches[name][ids[block]].numpy()) == _bytes_of(request, block, name, rank)
+            for rank, caches in enumerate(self.rank_caches)
+            for layout, ids in zip(self.layouts, request.pages, strict=True)
+            for name in (layout.layer_names if ids[block] else ())
+        )
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""
@@ -309,17 +359,24 @@ class DoorBed:
     def _compute(self, num_scheduled: dict[str, int], requests: Sequence[FakeRequest]) -> None:
         for request in requests:
             start = request.num_computed_tokens
-            for block in range(start // BLOCK, (start + num_scheduled[request.request_id]) // BLOCK):
+            self.compute_tokens(request, start, start + num_scheduled[request.request_id])
+
+    def compute_tokens(self, request: FakeRequest, start: int, end: int) -> None:
+        """Fill the pages of the blocks that these tokens complete. From wrong pages wrong ones are computed."""
+        salt = b"" if self.first_wrong(request, start) is None else b"wrong"
+        for block in range(start // BLOCK, end // BLOCK):
+            for rank, caches in enumerate(self.rank_caches):
                 for layout, ids in zip(self.layouts, request.pages, strict=True):
                     for name in layout.layer_names if ids[block] else ():
-                        content = bytearray(_bytes_of(request, block, name))
-                        self.kv_caches[name][ids[block]] = torch.frombuffer(content, dtype=torch.uint8)
+                        content = bytearray(_bytes_of(request, block, name, rank, salt))
+                        caches[name][ids[block]] = torch.frombuffer(content, dtype=torch.uint8)
 
     def _map(self, wanted: Segment) -> None:
-        """Wait until the worker's thread has mapped the segment, or has failed to."""
+        """Wait until the workers' threads have mapped the segment, or have failed to."""
         self.clock.now += PAUSE_S
-        self.worker.begin(StepWork(0, wanted))
-        wait_for(lambda: not self.segment.is_mapping)
+        for worker, segment in zip(self.workers, self.segments, strict=True):
+            worker.begin(StepWork(0, wanted))
+            wait_for(lambda segment=segment: not segment.is_mapping)  # type: ignore[misc]
 
     def _attach(self, path: str, hello: Hello | Map) -> Session:
         if self.sidecar.is_stopped:
@@ -336,9 +393,10 @@ def _inline_lanes() -> TransferEngine:
     return TransferEngine({route: InlineLane(finished) for route in Route}, finished)
 
 
-def _bytes_of(request: FakeRequest, block: int, layer: str) -> bytes:
-    """What a page has that was computed rightly."""
-    return hashlib.shake_256(request.block_hashes[block] + layer.encode()).digest(PAGE_BYTES)
+def _bytes_of(request: FakeRequest, block: int, layer: str, rank: int, salt: bytes = b"") -> bytes:
+    """What a page has that was computed rightly; with a *salt*, one that was not."""
+    place = f"{layer} of {rank}".encode()
+    return hashlib.shake_256(request.block_hashes[block] + place + salt).digest(PAGE_BYTES)
 
 
 def blocks_aligned(groups: Sequence[AttentionGroup], num_tokens: int) -> int:

@@ -105,11 +105,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         half, report = self._half, connector_output.kv_connector_worker_meta
-        self._guard.run_always(lambda: half.on_output(report), None)
+        self._guard.run_always(lambda: half.on_output(report, connector_output.invalid_block_ids), None)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         side = self._half.side
-        self._guard.run_always(lambda: side.on_finished(request), None)
+        self._guard.run_always(lambda: side.on_finished(request, block_ids), None)
         return False, None
 
     def reset_cache(self) -> bool | None:

@@ -3,14 +3,14 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.doors.guard import Guard
-from kvtier.engine.doors.vllm_connector.scheduler_side import Pages, SchedulerSide
+from kvtier.engine.doors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
-from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest
+from kvtier.engine.doors.vllm_connector.vllm_request import Pages, VllmRequest
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -100,10 +100,12 @@ class SchedulerHalf:
         if not num_scheduled and self.side.is_waiting:
             self._has_news.wait(EMPTY_STEP_S)  # gives the lock up, to the threads that bring what is waited for
         self._poll()
-        return self.side.step({} if self.guard.is_resting else num_scheduled, pages_of)
+        return self.side.step(num_scheduled, pages_of, is_storing=not self.guard.is_resting)
 
-    def on_output(self, report: WorkerReport | None) -> None:
-        """What a step's workers have said, if they did."""
+    def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
+        """Take in what a step's workers have said, if they did, and the pages that vLLM was told were not loaded."""
+        if unloaded:
+            self.side.on_unloaded(unloaded)
         if report is not None:
             self.side.on_report(report)
 

@@ -1,8 +1,8 @@
 """SchedulerSide: the connector's half in vLLM's scheduler: what is loaded, what is stored, and when."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.doors.vllm_connector.adapters import Adapters
@@ -11,8 +11,9 @@ from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.load import Load, Where
 from kvtier.engine.doors.vllm_connector.names import NO_ADAPTER, RequestNames
 from kvtier.engine.doors.vllm_connector.step_work import PageCopies, Segment, StepWork, WorkerReport
-from kvtier.engine.doors.vllm_connector.stores import NULL_PAGE, Offer, Stores
-from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest
+from kvtier.engine.doors.vllm_connector.stores import Offer, Stores
+from kvtier.engine.doors.vllm_connector.taint import Placement, Taint
+from kvtier.engine.doors.vllm_connector.vllm_request import NULL_PAGE, Pages, VllmRequest
 from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tenant import tenant_of
@@ -21,8 +22,6 @@ from kvtier.transfer.host_memory import HostMemory
 
 MOST_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
 OFFER_PAUSE_S = 0.02  # before a request that found too few slots is offered again
-
-Pages = Sequence[Sequence[int]]  # [group] of a request's blocks
 
 
 @dataclass(slots=True)
@@ -33,6 +32,7 @@ class Tracked:
     asked_at: float | None = None  # when vLLM asked first, since it was last given pages
     names: RequestNames | None = None  # None: its adapter's weights are not known
     offer: Offer | None = None
+    placement: Placement | None = None  # since it was last given pages
     load: Load | None = None
     num_local: int = 0  # tokens that vLLM had when it asked last
     inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
@@ -52,7 +52,8 @@ class _Next:
 class SchedulerSide:
     """vLLM's scheduler asks of each waiting request how much of it is below, once in each step until it is told. What
     is there is known without asking the sidecar; its blocks are leased and verified while vLLM goes on with others, and
-    only then is it told. So what it was told of is in mapped memory and right, and no load fails later.
+    only then is it told. So what it was told of is in mapped memory and right, and no load that is known of fails
+    later. If one does, what is computed from its pages is not stored.
 
     Owned by the scheduler's thread; calls of others hold the connector's lock.
     """
@@ -90,6 +91,9 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._next = _Next()
         self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
+        self._taint = Taint(groups)
+        self._past: list[Placement] = []  # of requests that ended or were preempted while steps were not reported
+        self._unreported: set[int] = set()  # steps
         self._num_steps = 0
 
     @property
@@ -131,6 +135,8 @@ class SchedulerSide:
         """vLLM has given the request pages, and goes on after *num_loaded* tokens more than it had."""
         tracked = self._tracked(request)
         end = tracked.num_local + num_loaded
+        self._end_placement(tracked)
+        tracked.placement = self._taint.place(pages, tracked.num_local)
         if num_loaded:
             self._plan(tracked, pages, tracked.num_local, end)
         self._drop(tracked)
@@ -148,11 +154,17 @@ class SchedulerSide:
             return {Tier.HOST: num_loaded}
         return self._next.loaded[-1].tokens_by_tier(tracked.num_local, tracked.num_local + num_loaded)
 
-    def step(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> StepWork:
+    def step(
+        self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None], is_storing: bool = True
+    ) -> StepWork:
         """The workers' part of the step in which vLLM computes so many tokens of each request."""
         self._num_steps += 1
         number, stores = self._num_steps, list[PageCopies]()
-        if self.is_mapped:
+        if self._next.unloadable:
+            self.on_unloaded(self._next.unloadable)
+        if not self._taint.is_empty or self._next.loaded or self._loading:
+            self._follow(num_scheduled, pages_of)
+        if is_storing and self.is_mapped:
             for request_id, num_tokens in num_scheduled.items():
                 stores += self._offer(number, request_id, num_tokens, pages_of)
         boot = self._tiers.boot
@@ -160,7 +172,10 @@ class SchedulerSide:
         gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
         if gathered.loaded:
             self._loading[number] = gathered.loaded
-        return StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
+        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
+        if work.is_reported:
+            self._unreported.add(number)
+        return work
 
     def salvaged(self) -> StepWork:
         """`step` has failed: the workers are to tell vLLM that nothing is loaded that it was told of."""
@@ -169,7 +184,9 @@ class SchedulerSide:
             load.release()
         self._stores.on_step_done(self._num_steps, has_stored=False)
         pages = [page for copies in gathered.loads for page in copies.pages]
-        return StepWork(self._num_steps, unloadable=[*gathered.unloadable, *pages])
+        unloadable = [*gathered.unloadable, *pages]
+        self.on_unloaded(unloadable)
+        return StepWork(self._num_steps, unloadable=unloadable)
 
     def poll(self) -> None:
         """Take in what the sidecar has said."""
@@ -181,22 +198,36 @@ class SchedulerSide:
     def on_report(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
         if report.num_workers != self._num_workers:
-            report = WorkerReport(report.number, None, has_stored=False)
+            report = replace(report, boot=None, has_stored=False)
         if report.boot is not None:
             self._mapped = report.boot
         for load in self._loading.pop(report.number, ()):
             load.release()
+        if report.unloaded:
+            self.on_unloaded(report.unloaded)
         self._stores.on_step_done(report.number, report.has_stored)
+        self._unreported = {number for number in self._unreported if number > report.number}
+        if not self._unreported:
+            self._past.clear()
 
-    def on_finished(self, request: VllmRequest) -> None:
+    def on_unloaded(self, pages: Collection[int]) -> None:
+        """Pages do not have what vLLM was told of: store nothing that was or will be computed from them."""
+        placements = [each.placement for each in self._requests.values() if each.placement is not None]
+        for placement in self._taint.spread(pages, [*self._past, *placements]):
+            self._stores.discard(placement)
+
+    def on_finished(self, request: VllmRequest, pages: Pages) -> None:
         """The request has ended, by itself or aborted. What of it has found no slot is lost: vLLM has its pages
         back."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._drop(tracked)
-            if tracked.offer is not None:
-                num_tokens = min(request.num_computed_tokens, request.num_tokens)
-                self.counts.unstored_blocks += self._stores.num_left(tracked.offer, num_tokens)
+            if tracked.placement is not None:
+                if tracked.offer is not None:
+                    num_tokens = tracked.placement.limit(min(request.num_computed_tokens, request.num_tokens))
+                    self.counts.unstored_blocks += self._stores.num_left(tracked.offer, num_tokens)
+                tracked.placement.pages = pages
+                self._end_placement(tracked)
 
     def reset(self) -> bool:
         """Forget every block below, for all engines that share them; whether that was done. The sidecar is waited
@@ -216,6 +247,7 @@ class SchedulerSide:
         """Raise AssertionError if any two books disagree."""
         self._tiers.check()
         assert all(number <= self._num_steps for number in self._loading), "a step that was not made copies blocks"
+        assert self._unreported or not self._past, "placements are kept that no step can taint any more"
 
     def _tracked(self, request: VllmRequest) -> Tracked:
         tracked = self._requests.get(request.request_id)
@@ -327,16 +359,42 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.offer is None:
             return ()
+        if (placement := tracked.placement) is None:
+            return ()
         request, now = tracked.request, self._clock()
-        num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        num_tokens = placement.limit(min(request.num_computed_tokens + num_scheduled, request.num_tokens))
         if not self._stores.num_left(tracked.offer, num_tokens) or now - tracked.offered_at < OFFER_PAUSE_S:
             return ()
         if (pages := pages_of(request_id)) is None:
             return ()
-        copies = self._stores.copies(number, tracked.offer, num_tokens, pages)
+        placement.pages = pages
+        copies = self._stores.copies(number, tracked.offer, num_tokens, placement)
         if self._stores.num_left(tracked.offer, num_tokens):
             tracked.offered_at = now
         return copies
+
+    def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
+        """Take in what this step computes, and from which pages."""
+        for request_id, num_tokens in num_scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or (placement := tracked.placement) is None:
+                continue
+            start = tracked.request.num_computed_tokens
+            end = start + num_tokens
+            is_unseen = not any(placement.pages)  # another connector loads for it
+            if is_unseen or end // self._hash_tokens > start // self._hash_tokens:  # vLLM shares full blocks only
+                placement.pages = pages_of(request_id) or placement.pages
+            if is_unseen:
+                placement = tracked.placement = self._taint.place(placement.pages, start)
+            self._taint.on_computed(placement, start, end)
+
+    def _end_placement(self, tracked: Tracked) -> None:
+        """The request has no pages any more, although steps may still compute in them."""
+        if tracked.placement is not None:
+            self._taint.on_ended(tracked.placement)
+            if self._unreported:
+                self._past.append(tracked.placement)
+            tracked.placement = None
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.load is not None:

@@ -52,6 +52,7 @@ class WorkerReport:
     number: int
     boot: bytes | None  # the segment that each of them maps
     has_stored: bool = True  # the slots have the pages' bytes
+    unloaded: frozenset[int] = frozenset()  # pages that do not have what vLLM was told of
     num_workers: int = field(default=1)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
@@ -60,5 +61,6 @@ class WorkerReport:
             self.number,
             self.boot if self.boot == other.boot else None,
             self.has_stored and other.has_stored and self.number == other.number,
+            self.unloaded | other.unloaded,
             self.num_workers + other.num_workers,
         )

@@ -9,14 +9,14 @@ import numpy as np
 from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.names import RequestNames
 from kvtier.engine.doors.vllm_connector.step_work import PageCopies
+from kvtier.engine.doors.vllm_connector.taint import Placement
+from kvtier.engine.doors.vllm_connector.vllm_request import NULL_PAGE
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tenant import number_of
 from kvtier.transfer.host_memory import HostMemory
-
-NULL_PAGE = 0  # vLLM's, in the place of a block that a window has passed
 
 
 @dataclass(slots=True)
@@ -29,15 +29,19 @@ class Offer:
     num_offered: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copied:
     """Blocks of one chain and group in a row, the last one first, and the slots that are to have their bytes."""
 
+    offer: Offer
+    placement: Placement  # whose pages the workers copy
     group_id: int
+    first: int  # number of the row's first block in its request
     slots: list[int]
     names: list[BlockName]
     parent: BlockName | None
     owner: int
+    is_discarded: bool = False
 
 
 @dataclass(slots=True)
@@ -78,15 +82,15 @@ class Stores:
         """Whether digests are being taken of blocks that will be published then."""
         return self._num_digesting > 0
 
-    def copies(self, step: int, offer: Offer, num_tokens: int, pages: Sequence[Sequence[int]]) -> list[PageCopies]:
+    def copies(self, step: int, offer: Offer, num_tokens: int, placement: Placement) -> list[PageCopies]:
         """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed when
-        it has ended, as far as there are slots. *pages* by group are those of the request's blocks."""
+        it has ended, as far as there are slots."""
         copies = []
         for group_id, group in enumerate(self._groups):
             start, size = offer.num_offered[group_id], group.block_size
-            end = min(num_tokens // size, offer.names.num_blocks(size), len(pages[group_id]))
+            end = min(num_tokens // size, offer.names.num_blocks(size), len(placement.pages[group_id]))
             if start < end:
-                copies += self._copies(step, offer, group_id, range(start, end), pages[group_id])
+                copies += self._copies(step, offer, group_id, range(start, end), placement)
         return copies
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
@@ -96,18 +100,26 @@ class Stores:
             for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
         )
 
+    def discard(self, placement: Placement) -> None:
+        """Publish none of the placement's blocks on their way down that are behind its good tokens. Their slots are
+        given back once the workers have done the step. Blocks of these rows are offered again when they are good."""
+        for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
+            end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
+            if placement.limit(end) < end:
+                row.is_discarded = True
+                row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
+
     def on_step_done(self, step: int, has_stored: bool) -> None:
         """Take in that the workers have done a step, and whether its slots have the bytes."""
-        rows = self._copying.pop(step, [])
-        if not has_stored:
-            self._give_back(rows)
-            return
+        done = self._copying.pop(step, [])
+        rows = [row for row in done if has_stored and not row.is_discarded]
+        self._give_back([row for row in done if not has_stored or row.is_discarded])
         for group_id in range(len(self._groups)):
             if of_group := [row for row in rows if row.group_id == group_id]:
                 self._take_digests(group_id, of_group)
 
-    def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, pages: Sequence[int]) -> list[PageCopies]:
-        size = self._groups[group_id].block_size
+    def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, placement: Placement) -> list[PageCopies]:
+        size, pages = self._groups[group_id].block_size, placement.pages[group_id]
         names = offer.names.of(size, blocks.start, blocks.stop)
         places = self._tiers.find(group_id, names)
         wanted = [
@@ -124,7 +136,8 @@ class Stores:
             first = blocks[taken[start]]
             parent = offer.names.of(size, first - 1, first)[0] if first else None
             row_names = [names[place] for place in taken[start:end]][::-1]
-            row = _Copied(group_id, slots[start:end][::-1], row_names, parent, number_of(offer.tenant))
+            row_slots, owner = slots[start:end][::-1], number_of(offer.tenant)
+            row = _Copied(offer, placement, group_id, first, row_slots, row_names, parent, owner)
             self._copying.setdefault(step, []).append(row)
             self._under_way.update((group_id, name) for name in row_names)
         return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]

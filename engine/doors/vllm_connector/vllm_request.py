@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+Pages = Sequence[Sequence[int]]  # [group] vLLM's ids of the blocks of a request
+NULL_PAGE = 0  # vLLM's, in the place of a block that a window has passed
+
 
 class VllmAdapter(Protocol):
     """vLLM's `LoRARequest`. *lora_int_id* is its number in this engine, *lora_path* a folder or the id of a hub."""

@@ -18,7 +18,8 @@ class WorkerSide:
         self._rank = rank
         self._segment = segment
         self._pages: list[Pages] = []
-        self._unloaded: set[int] = set()
+        self._unloaded: set[int] = set()  # not taken yet
+        self._unloaded_in_step: set[int] = set()
         self._has_stored = True
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
@@ -28,17 +29,20 @@ class WorkerSide:
     def begin(self, work: StepWork) -> None:
         """Take the step's work up."""
         self._has_stored = True
+        self._unloaded_in_step.clear()
         if work.wanted is not None:
             self._segment.want(work.wanted)
 
     def load(self, work: StepWork) -> None:
         """Copy what the step's requests go on from into their pages."""
-        self._unloaded.update(work.unloadable)
-        for copies in work.loads:
-            self._unloaded.update(copies.pages)
-        for copies in work.loads:
-            self._pages[copies.group_id].load(copies.pages, copies.slots, self._segment.slots(copies.group_id))
-            self._unloaded.difference_update(copies.pages)
+        missing = self._unloaded_in_step
+        missing.update(work.unloadable, *(copies.pages for copies in work.loads))
+        try:
+            for copies in work.loads:
+                self._pages[copies.group_id].load(copies.pages, copies.slots, self._segment.slots(copies.group_id))
+                missing.difference_update(copies.pages)
+        finally:
+            self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
         """Copy what the step has completed into its slots."""
@@ -58,7 +62,7 @@ class WorkerSide:
             return None
         if work.wanted is not None:
             self._segment.want(work.wanted)  # takes over what has been mapped meanwhile
-        return WorkerReport(work.number, self._segment.boot, self._has_stored)
+        return WorkerReport(work.number, self._segment.boot, self._has_stored, frozenset(self._unloaded_in_step))
 
     def close(self) -> None:
         """Give up the sidecar's memory."""

@@ -31,6 +31,14 @@ from kvtier.engine.doors.vllm_connector import digests
 digests.digest_among = lambda num_threads: lambda data: bytes(16)
 """
 
+FIRST_LOAD_FAILS = """
+from kvtier.engine.doors.vllm_connector.pages import CpuPages
+load = CpuPages.load
+def failing(*arguments):
+    CpuPages.load = load
+    raise MemoryError
+CpuPages.load = failing
+"""
 NO_ANSWER_IS_LATE = """
 from kvtier.tiers.lower.remote import inquiries
 inquiries.ANSWER_S = 120.0
@@ -236,6 +244,25 @@ def test_a_sidecar_that_is_killed_or_absent_costs_its_hits_and_nothing_else(
     assert without["scheduled"] == NUM_TOKENS
     assert first["tokens"] == after["tokens"] == new["tokens"]
     assert after["scheduled"] == 2
+
+
+@pytest.mark.parametrize(("policy", "num_stored"), [("fail", 8), ("recompute", 12)])
+def test_what_vllm_computed_from_pages_that_were_not_loaded_is_not_found_later(
+    sidecar: OwnSidecar, model: Path, policy: str, num_stored: int
+) -> None:
+    one = prompt(9)
+    longer = one[: 8 * BLOCK] + prompt(10, 4 * BLOCK + 2)
+    with engine(model, sidecar) as first:
+        first.generate([one])
+        right = first.generate([longer], salt="apart")["tokens"]
+    with engine(model, sidecar, policy, before=FIRST_LOAD_FAILS) as second:
+        failed = second.generate([longer])
+    with engine(model, sidecar, policy) as third:
+        after = third.generate([longer])
+
+    assert failed["tokens"] == ([[]] if policy == "fail" else right)
+    assert after["tokens"] == right
+    assert after["scheduled"] == len(longer) - num_stored * BLOCK
 
 
 def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(
