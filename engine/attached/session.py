@@ -25,6 +25,8 @@ from kvtier.engine.attached.wire import (
 ANSWER_S = 5.0  # for which the answer to `Hello` is waited for: the sidecar's thread never waits itself
 PIECE_BYTES = 256 << 10
 MOST_PIECES = 16  # that are read in one call: the rest in the next
+MAX_HINT_BYTES = 1 << 20  # unsent; while there are more, a sidecar that does not read is sent no hints
+MAX_UNSENT_BYTES = 64 << 20  # a sidecar that reads so little is taken for gone
 
 
 class AttachRefused(ValueError):
@@ -57,11 +59,26 @@ class Session:
         """Whether the sidecar has still to read some of what was sent."""
         return bool(self._unsent)
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes that wait until the sidecar reads."""
+        return len(self._unsent)
+
     def send(self, message: FromEngine) -> None:
-        """Send the message as soon as the sidecar reads; nothing happens if it has gone."""
+        """Send the message as soon as the sidecar reads; nothing happens if it has gone.
+
+        A sidecar that leaves `MAX_UNSENT_BYTES` unread is taken for gone.
+        """
         if self.is_open:
             self._unsent += frame_of(message)
             self.flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self.hang_up()
+
+    def send_hint(self, message: FromEngine) -> None:
+        """Send a message that may be lost, unless the sidecar has much to read already."""
+        if len(self._unsent) < MAX_HINT_BYTES:
+            self.send(message)
 
     def flush(self) -> None:
         """Go on with sending."""

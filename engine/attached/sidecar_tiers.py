@@ -69,6 +69,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 log = logging.getLogger(__name__)
 
 TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
+MAX_COME = 1024  # messages that wait to be taken in; while there are more, the sidecar is not read
 WAKE_S = 0.25  # for which a wait for the sidecar's answer lasts at most; then it is begun anew
 CLEAR_S = 30.0  # a million blocks on disk are told of as gone in eight
 NO_STATE = State(True, True, False, {}, {}, None, None, [])
@@ -237,13 +238,15 @@ class SidecarTiers:
         self._send(Abandon(group_id, packed(slots)))
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        self._send(Refresh(group_id, joined(names), bytes(were_read)))
+        if self._session is not None and self.is_attached:
+            self._session.send_hint(Refresh(group_id, joined(names), bytes(were_read)))
 
     def evict_last(self, group_id: int, places: Places) -> None:
         """Nothing: by the time the sidecar heard of it other blocks could be in these slots."""
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
-        self._send(Forget(group_id, joined(names)))
+        if self._session is not None:
+            self._session.send_hint(Forget(group_id, joined(names)))
 
     def clear(self) -> bool:
         """See `LowerTiers.clear`. The sidecar forgets every block of this namespace, for all engines that share it."""
@@ -278,7 +281,7 @@ class SidecarTiers:
         if self._session is not None:
             self._session.flush()
         self._take_in(self._clock() + TAKING_IN_S)
-        self._silence.look(self._session is not None and self._is_any_waiting())
+        self._silence.look(self._session is not None and (self._is_any_waiting() or self._session.is_sending))
         if self._silence.is_lost and not self._was_lost:
             self._was_lost = True
             self._fail_waiting(Reason.DEADLINE)
@@ -423,7 +426,8 @@ class SidecarTiers:
         session = self._session
         if session is None:
             return
-        self._come += session.receive()
+        if len(self._come) < MAX_COME:
+            self._come += session.receive()
         if self._come:
             self._silence.on_heard()
             self._was_lost = False

@@ -1,6 +1,7 @@
 """Port: the sockets at which engines come in, and what they send and are sent."""
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -18,6 +19,7 @@ MOST_MESSAGES = 16  # … and so many messages of it given at a time: then the o
 MOST_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
 MOST_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
 STUCK_S = 60.0  # so is one that has something to read and reads none of it for so long
+ACCEPT_PAUSE_S = 1.0  # for which nothing is accepted after the process or the machine had no descriptor left
 
 _M = TypeVar("_M")
 _M_co = TypeVar("_M_co", covariant=True)
@@ -99,6 +101,7 @@ class Port(Generic[_M]):
         self._listeners = list(listeners)
         self._clients: dict[Client[_M], None] = {}  # in the order of their turns
         self._gone: list[Client[_M]] = []
+        self._accepts_again_at: float | None = None  # while the listeners are not watched
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, None)
@@ -165,7 +168,11 @@ class Port(Generic[_M]):
         return gone
 
     def tick(self) -> None:
-        """Let go of clients that read no answers."""
+        """Let go of clients that read no answers, and accept clients again after a pause."""
+        if self._accepts_again_at is not None and self._clock() >= self._accepts_again_at:
+            self._accepts_again_at = None
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ, None)
         for client in [client for client in self._clients if client.unread]:
             if self._clock() - client.moved_at > STUCK_S:
                 self._refused("unread", "a client has read no answers for a minute; its connection is closed")
@@ -189,9 +196,13 @@ class Port(Generic[_M]):
         self.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        if self._accepts_again_at is not None:
+            return
         try:
             connection, _ = listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._pause_accepting(error)
             return
         if len(self._clients) >= MOST_CLIENTS:
             self._turn_away(connection, "clients", f"{MOST_CLIENTS} clients are there already")
@@ -204,6 +215,14 @@ class Port(Generic[_M]):
             client = Client(connection, self._framing(), self._clock())
             self._clients[client] = None
             self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Stop watching the listeners for a while: they would be readable at once, again and again."""
+        self._accepts_again_at = self._clock() + ACCEPT_PAUSE_S
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+        what = f"a client cannot be accepted ({error.strerror}) and waits"
+        self._refused("descriptors", f"{what}; raise the limit of open files (LimitNOFILE, ulimit -n)")
 
     def _turn_away(self, connection: socket.socket, kind: str, why: str) -> None:
         self._refused(kind, why)

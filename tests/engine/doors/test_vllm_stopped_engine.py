@@ -143,6 +143,25 @@ def test_slots_of_a_stopped_engine_are_free_when_it_and_its_worker_have_ended(be
     close(other)
 
 
+def test_a_stopped_sidecar_is_found_out_also_by_an_engine_that_asks_nothing(bed: DoorBed) -> None:
+    prompt = bed.prompt(200)
+    bed.run(bed.request(prompt))
+    bed.sidecar.is_stopped = True
+    num_requests = 0
+    while bed.tiers.is_attached:  # vLLM's own prefix cache has the prompt: the sidecar is told that it was used
+        request = bed.request(prompt)
+        bed.side.num_matched(request, 196)
+        bed.side.on_allocated(request, [[]], 0)
+        bed.finish_without_listening(request)
+        bed.clock.now += 0.05
+        bed.side.poll()
+        num_requests += 1
+        assert num_requests < 1000
+
+    bed.make_well()
+    assert bed.tiers.is_attached
+
+
 def test_slots_are_kept_when_an_engine_is_closed_while_a_copy_hangs(bed: DoorBed) -> None:
     promised(bed)
     bed.worker.close()

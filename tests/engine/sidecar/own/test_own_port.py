@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import select
 import selectors
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def test_memory_stays_flat_whatever_is_promised(bed: Bed, engine: Engine) -> Non
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
     for plain in plains:
         plain.close()
+
+
+def test_a_client_waits_while_no_descriptor_is_left(bed: Bed, engine: Engine) -> None:
+    waiting = Plain(bed)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        bed.settle()
+        assert bed.door.counts().refused == {"descriptors": 1}
+        assert not select.select([bed.door.file], [], [], 0)[0], "the sidecar's loop would not rest"
+        assert engine.ask(wire.Ping(), wire.Pong)  # others are served
+        bed.pass_time(1.1)
+        assert bed.door.counts().refused == {"descriptors": 2}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    waiting.send(wire.frame_of(hello()))
+    bed.pass_time(1.1)
+
+    assert isinstance(waiting.read()[0], wire.Welcome)
+    waiting.close()
 
 
 KILLED = """
