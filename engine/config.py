@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
@@ -33,6 +34,16 @@ class ByteSize(int):
     """A number of bytes; in TOML an integer or a string such as "8GiB" (1024³) or "64KB" (1000)."""
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether *host*, a name or an address, can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def parse_bytes(size: int | str) -> ByteSize:
     """*size* in bytes: "8GiB", "1.5 GiB", "64KB", "512" or a plain count; units B, KB to TB, KiB to TiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", str(size).strip().lower(), re.ASCII)
@@ -48,6 +59,9 @@ def parse_bytes(size: int | str) -> ByteSize:
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 _LEAST_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with a prompt of a few words
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+HOST_NAME = r"^(\*|(\*\.)?[^*/:\s]+)$"
+HostName = Annotated[str, msgspec.Meta(pattern=HOST_NAME, examples=["kv.example"])]
+Origin = Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", examples=["https://chat.example"])]
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -308,8 +322,10 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
     *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
     requests go on for *drain_s* seconds. Pages of *cors_origins*, such as `https://chat.example`, may ask it from a
-    browser; `*` is any page. *tool_call_parser* is the family whose calls of tools are read; without it the model's
-    chat template tells.
+    browser; `*` is any page. Without *api_keys* the names in *allowed_hosts* may stand as `Host` in requests, in
+    addition to IP addresses, loopback names and, if *host* is no loopback address, names that public DNS cannot have;
+    `*.example` is every name below it, `*` any. *tool_call_parser* is the family whose calls of tools are read; without
+    it the model's chat template tells.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -328,7 +344,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     max_connections: Count = 768
     max_connections_per_address: Count = 512
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
-    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern="^(\\*|https?://[^/]+)$")], ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
+    allowed_hosts: tuple[HostName, ...] = ()
     log_format: Literal["human", "json"] = "human"
     tool_call_parser: ToolCallParser | None = None
 

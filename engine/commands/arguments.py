@@ -1,6 +1,7 @@
 """What the arguments of all commands share: how help looks, how a mistake is said, and what a value may be."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -8,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtier.engine.config import parse_bytes
+from kvtier.engine.config import HOST_NAME, parse_bytes
 
 MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
 
@@ -94,6 +95,13 @@ def sent_text(text: str) -> str:
         some_text(text).encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("is no text in UTF-8") from None
+    return text
+
+
+def host_name(text: str) -> str:
+    """The value of `--allow-host`: the name of a host, or `*.` and what names end in, or `*`."""
+    if not re.fullmatch(HOST_NAME, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no host name; give one without scheme and port, as kv.example")
     return text
 
 

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Mapping
 from types import FrameType
 
+from kvtier.engine.config import is_loopback
 from kvtier.engine.operating.operators import Operators
 from kvtier.engine.routing.config import RouteConfig, route_config
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
-from kvtier.engine.sidecar.config import is_loopback
 from kvtier.extras import extra
 
 log = logging.getLogger(__name__)

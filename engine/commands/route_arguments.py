@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, sent_text, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, host_name, sent_text, some_text
 
 EXAMPLES = """examples:
   kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000
@@ -68,6 +68,15 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         metavar="FILE",
         help="the servers' own file of API keys, if they have one (default: none)",
     )
+    route.add_argument(
+        "--allow-host",
+        action="append",
+        dest="allowed_hosts",
+        type=host_name,
+        metavar="NAME",
+        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
+        "(default: IP addresses, and names that public DNS cannot have)",
+    )
     route.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     route.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     route.set_defaults(run=run)
@@ -75,7 +84,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     """The options that were given, as tables of `RouteConfig`. ValueError for endpoints that do not fit the URLs."""
-    names = ("host", "port", "api_keys", "log_format")
+    names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
     given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in ("events", "replay"):
         endpoints = getattr(options, name)

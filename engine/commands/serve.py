@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvtier.engine.commands.first_look import check_device, check_files, check_model
-from kvtier.engine.config import Config, config_from_dict, load_toml, with_tables
+from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, with_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
@@ -20,8 +20,6 @@ from kvtier.engine.server.log_lines import write_log
 from kvtier.extras import extra
 
 log = logging.getLogger(__name__)
-
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
@@ -71,7 +69,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
     with _bound(settings.host, settings.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
-        if keys is None and not settings.host.startswith(_LOOPBACK):
+        if keys is None and not is_loopback(settings.host):
             log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
         if asyncio.run(_run(model, settings.model_name or name, config, keys, operators, bound)):
             return 0

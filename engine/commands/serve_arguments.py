@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from kvtier.engine.commands.arguments import MODELS, HelpFormatter, folder_and_size, size, some_text
+from kvtier.engine.commands.arguments import MODELS, HelpFormatter, folder_and_size, host_name, size, some_text
 from kvtier.engine.tool_call_parser import ToolCallParser
 
 EXAMPLES = """examples:
@@ -33,7 +33,16 @@ exit status: 0 it was told to end, or --check-config found nothing that the serv
 """
 _MOST_PORT = 65535
 _MOST_BLOCK_SIZE = 1024  # as the configuration has it
-_OF_SERVER = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format", "tool_call_parser")
+_OF_SERVER = (
+    "host",
+    "port",
+    "model_name",
+    "api_keys",
+    "tenant_isolation",
+    "allowed_hosts",
+    "log_format",
+    "tool_call_parser",
+)
 
 
 def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
@@ -89,6 +98,15 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         type=some_text,
         metavar="FILE",
         help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
+    )
+    serve.add_argument(
+        "--allow-host",
+        action="append",
+        dest="allowed_hosts",
+        type=host_name,
+        metavar="NAME",
+        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
+        "(default: IP addresses, and names that public DNS cannot have)",
     )
     serve.add_argument(
         "--tenant-isolation",

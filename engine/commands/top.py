@@ -19,7 +19,7 @@ from rich.text import Text
 
 from kvtier.engine.byte_size import size_text
 from kvtier.engine.commands.given_text import token_of
-from kvtier.engine.sidecar.config import is_loopback
+from kvtier.engine.config import is_loopback
 
 _ANSWER_S = 5.0
 _MOST_BYTES = 16 << 20  # of an answer

@@ -5,9 +5,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvtier.engine.config import Config, ConfigError, Table, config_from_dict, load_toml, tree_from_dict, with_tables
+from kvtier.engine.config import (
+    Config,
+    ConfigError,
+    ServerConfig,
+    Table,
+    config_from_dict,
+    load_toml,
+    tree_from_dict,
+    with_tables,
+)
 from kvtier.engine.routing.config import IndexConfig, PolicyConfig, TokensConfig
 from kvtier.engine.sidecar.config import sidecar_config
+
+ANY_ADDRESS = "0.0.0.0"  # says what Ray's proxies may do; nothing listens there
 
 
 class RayServeConfig(Table, frozen=True, kw_only=True):
@@ -49,6 +60,14 @@ def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:
         sidecar_config(None, config.sidecar)
         config.engine_config(sidecar="unix:///tmp/kvtier.sock")  # refuses what the sidecar has in its place
     return config
+
+
+def server_settings(config: Config) -> ServerConfig:
+    """Return the settings of the server in an engine's configuration, as an application of Ray Serve has them.
+
+    Ray's proxies listen, on addresses that are not known here, so hosts are judged as on a network.
+    """
+    return msgspec.structs.replace(config.server, host=ANY_ADDRESS)
 
 
 _WHY_NOT = {

@@ -11,10 +11,11 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.ray_serve.asgi_call import messages
 from kvtier.engine.ray_serve.call import Call, Way
-from kvtier.engine.ray_serve.config import RayServeConfig
+from kvtier.engine.ray_serve.config import RayServeConfig, server_settings
 from kvtier.engine.ray_serve.node_sidecar import sidecar_of_node
 from kvtier.engine.ray_serve.request_router import EVENTS, REPLAY
 from kvtier.engine.server.access import Access, KeyCheck
+from kvtier.engine.server.across_origins import across_origins
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.served_models import ServedModels
@@ -43,12 +44,13 @@ class Engine:
             tables["sidecar"] = f"unix://{await sidecar_of_node(context.app_name, config.sidecar)}"
         loaded = config.engine_config(**tables)
         keys = ApiKeys.of(loaded.server.api_keys)
-        self._entrance = Entrance(loaded.server, keys, tracer=Tracer.of(loaded.tracing, "kvtier"))
+        self._entrance = Entrance(server_settings(loaded), keys, tracer=Tracer.of(loaded.tracing, "kvtier"))
         name = loaded.server.model_name or Checkpoint.of(config.model).served_name
         models = ServedModels(name, tuple(loaded.lora), int(time.time()), longest_request=None)
         named = with_tenant_names(loaded, keys)
         self._serving = await load_app(config.model, None, named, models, self._entrance, lambda stage: None)
-        self._app: ASGIApp = Access(KeyCheck(self._serving, self._entrance), self._entrance)
+        checked = across_origins(KeyCheck(self._serving, self._entrance), loaded.server)
+        self._app: ASGIApp = Access(checked, self._entrance)
         self._publishes = await self._serving.service.llm.ask(_publishes)
 
     def record_routing_stats(self) -> Mapping[str, object]:

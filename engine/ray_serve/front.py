@@ -16,13 +16,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from kvtier.engine.ray_serve.call import Call, Stage, Wanted, Way
-from kvtier.engine.ray_serve.config import RayServeConfig
+from kvtier.engine.ray_serve.config import RayServeConfig, server_settings
 from kvtier.engine.routing.broken_answer import BROKEN_EVENT, replica_failed
 from kvtier.engine.routing.question import CREDENTIALS, SESSION_HEADER, Question, may_repeat, read_question
 from kvtier.engine.routing.salts import Salts
-from kvtier.engine.routing.token_cache import TokenArray, TokenCache, asking, tokens_in
+from kvtier.engine.routing.token_cache import TokenArray, TokenCache, asker_of, asking, tokens_in
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.entrance import browser_rules
 from kvtier.engine.server.error_response import error_response
 from kvtier.engine.server.facts import Facts
 from kvtier.engine.server.paths import TOKENIZE
@@ -52,10 +53,11 @@ class Front:
     def __init__(self, engine: DeploymentHandle, config: RayServeConfig) -> None:
         loaded = config.engine_config()
         self._engine = engine.options(method_name="answer", stream=True)
-        self._settings = loaded.server
+        self._settings = server_settings(loaded)
         self._tokens = TokenCache(config.tokens.max_cached)
         self._tokens_config = config.tokens
         keys = ApiKeys.of(loaded.server.api_keys)
+        self._browser_rules = browser_rules(self._settings, keys)
         self._salts = Salts(keys, loaded.server.tenant_isolation == "strict")
 
     async def __call__(self, request: Request) -> Response:
@@ -63,6 +65,10 @@ class Front:
         facts = Facts(request_id_of(request.headers.get("x-request-id")))
         facts.put(request.scope)
         try:
+            if self._browser_rules is not None:
+                refusal = self._browser_rules.refusal(request.method, request.headers)
+                if refusal is not None:
+                    raise refusal
             call = _call(request, await read_body(request, self._settings), facts.request_id)
             way = await self._way(call, request)
             return await self._answer(call, way)
@@ -85,7 +91,8 @@ class Front:
         if not self._tokens_config.ask or question.tokenize is None:
             return None
         body = asking(question.tokenize)
-        if (kept := self._tokens.get(body)) is not None:
+        asker = asker_of(next(iter(credentials.values()), ""), question.salt)
+        if (kept := self._tokens.get(asker, body)) is not None:
             return kept
         headers = [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]
         call = Call("POST", TOKENIZE, b"", [(b"content-type", b"application/json"), *headers], body)
@@ -97,7 +104,7 @@ class Front:
             tokens = tokens_in(b"".join(each.get("body", b"") for each in found[1:]))
         except (TimeoutError, RayActorError, RayServeException, msgspec.MsgspecError, OverflowError):
             return None  # the text has to do
-        self._tokens.keep(body, tokens)
+        self._tokens.keep(asker, body, tokens)
         return tokens
 
     async def _answer(self, call: Call, way: Way) -> Response:

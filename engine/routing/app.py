@@ -20,6 +20,7 @@ from kvtier.engine.routing.proxy import Proxy
 from kvtier.engine.routing.router import Router
 from kvtier.engine.routing.upstream import Broken
 from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.browser_check import BrowserRules
 from kvtier.engine.server.connection import in_time
 from kvtier.engine.server.error_response import error_response
 from kvtier.engine.server.facts import Facts
@@ -42,12 +43,15 @@ class RouteApp:
         metrics: RouteMetrics,
         operators: Operators | None,
         audit: AuditLog | None,
+        browser_rules: BrowserRules | None,
     ) -> None:
-        """*operators* may drain replicas, and each time is a line in *audit*; None: nobody may."""
+        """*operators* may drain replicas, and each time is a line in *audit*; None: nobody may. *browser_rules* refuse
+        what pages of other sites ask."""
         self.is_ending = False
         self.num_running = 0  # requests that were let in and have not ended
         self._router, self._proxy, self._feeds, self._metrics = router, proxy, feeds, metrics
         self._operators, self._audit = operators, audit
+        self._browser_rules = browser_rules
         routes = [
             Route(HEALTH, self._health),
             Route(READY, self._ready),
@@ -77,6 +81,10 @@ class RouteApp:
                     headers["x-request-id"] = facts.request_id
             await send(message)
 
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await error_response(refusal, scope)(scope, receive, in_time(send_named))
+            return
         if scope["path"] in OWN:
             await self._own(scope, receive, in_time(send_named))
             return
@@ -92,6 +100,11 @@ class RouteApp:
             pass  # an answer that is not complete: the server cuts the connection
         finally:
             self.num_running -= 1
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if self._browser_rules is None or scope["path"] in (HEALTH, READY):
+            return None
+        return self._browser_rules.refusal(scope["method"], Headers(scope=scope))
 
     async def _health(self, _: Request) -> Response:
         """The process lives."""

@@ -11,7 +11,9 @@ import msgspec
 from kvtier.engine.config import (
     ByteSize,
     Count,
+    HostName,
     OperatorsConfig,
+    Origin,
     Seconds,
     Table,
     load_toml,
@@ -110,8 +112,10 @@ class RouteConfig(Table, frozen=True, kw_only=True):
     """The whole tree. Requests have *max_body* bytes at most, and an answer that takes longer than *timeout_s* to begin
     or to go on is given up. Told to end, the router lets answers go on for *drain_s* seconds.
 
-    *api_keys* is the replicas' own file, if they have one: kvtier's blocks are named by tenant. The router lets every
-    request pass, and the replica decides.
+    *api_keys* is the replicas' own file, if they have one: kvtier's blocks are named by tenant. With it the router lets
+    every request pass, and the replica decides. Without it requests must name as `Host` an IP address, a loopback name,
+    one of *allowed_hosts* or, if *host* is no loopback address, a name that public DNS cannot have; and of pages in
+    browsers those of *cors_origins* alone may ask, which the replicas have to allow too.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -124,6 +128,8 @@ class RouteConfig(Table, frozen=True, kw_only=True):
     operators: OperatorsConfig = OperatorsConfig()
     api_keys: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     tenant_isolation: Literal["off", "strict"] = "strict"
+    allowed_hosts: tuple[HostName, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     max_body: ByteSize = parse_bytes("64MiB")
     max_header: ByteSize = parse_bytes("32KiB")
     header_timeout_s: Seconds = 20.0

@@ -25,6 +25,7 @@ from kvtier.engine.routing.router import Router
 from kvtier.engine.routing.tokens import Tokens
 from kvtier.engine.routing.upstream import sent_once
 from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.browser_check import BrowserRules
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.server.http_connection import HttpConnection
 
@@ -73,7 +74,8 @@ class RouteServer:
         audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
         if audit is not None:
             self._ends.callback(audit.close)
-        self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit)
+        rules = browser_rules(config, keys)
+        self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit, rules)
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
@@ -152,6 +154,19 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
         date_header=False,
         proxy_headers=False,  # the address behind the others in X-Forwarded-For is the one that is connected
         timeout_graceful_shutdown=LEAVING_S,
+    )
+
+
+def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
+    """Return what a browser may ask for other sites' pages; None where the replicas need a key."""
+    if keys is not None:
+        return None
+    return BrowserRules.of(
+        config.host,
+        config.allowed_hosts,
+        config.cors_origins,
+        host_advice="add the name to allowed_hosts or --allow-host, or give the servers' --api-keys",
+        origin_advice="add their origin to cors_origins, or give the servers' --api-keys",
     )
 
 

@@ -14,9 +14,11 @@ from aiohttp import (
     ClientSession,
     ConnectionTimeoutError,
 )
+from starlette import datastructures
 from yarl import URL
 
 from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.browser_check import is_same_origin
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -139,8 +141,13 @@ def _why(error: Exception) -> str:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
-    """A request's *headers* as they go on, with the address of its *client* behind those of the proxies before."""
-    kept = [(name, value) for name, value in passed_on(headers) if name.lower() not in _OF_THE_ROUTER]
+    """Return a request's *headers* as they go on, with the address of its *client* behind those of the proxies before.
+
+    The origin of a page of the router's own is left out: a replica, which has another name, would take it for foreign.
+    """
+    headers = [*headers]
+    of_router = _OF_THE_ROUTER.union([b"origin"] if is_same_origin(datastructures.Headers(raw=headers)) else [])
+    kept = [(name, value) for name, value in passed_on(headers) if name.lower() not in of_router]
     before = [value for name, value in headers if name.lower() == b"x-forwarded-for"]
     return [*kept, (b"x-forwarded-for", b", ".join([*before, client.encode()])), (b"x-request-id", request_id.encode())]
 

@@ -12,7 +12,7 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.error_response import error_response
 from kvtier.engine.server.facts import Facts, facts_of
-from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_anthropics, is_open, label_of
+from kvtier.engine.server.paths import OF_ALL, OPERATE, PROBES, QUIET, is_anthropics, is_open, label_of
 from kvtier.engine.server.request_ids import request_id_of
 from kvtier.engine.tracing.span import Attribute, Span
 from kvtier.engine.tracing.trace_context import TraceContext
@@ -104,7 +104,8 @@ def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
 
 
 class KeyCheck:
-    """Hands on requests with a known API key, and notes the key's tenant. Without a file of keys it hands on all."""
+    """Hands on requests with a known API key, and notes the key's tenant. Without a file of keys it hands on all except
+    those that a page of another site makes a browser send."""
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
@@ -113,12 +114,20 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or 403, or hand the request on to the inner app."""
         refusal = None
-        if scope["type"] == "http" and not is_open(scope["path"]):
-            refusal = self._refusal(scope)
+        if scope["type"] == "http":
+            refusal = self._of_browser(scope)
+            if refusal is None and not is_open(scope["path"]):
+                refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             await error_response(refusal, scope)(scope, receive, send)
+
+    def _of_browser(self, scope: Scope) -> ApiError | None:
+        rules = self._entrance.browser_rules
+        if rules is None or scope["path"] in PROBES:
+            return None
+        return rules.refusal(scope["method"], Headers(scope=scope))
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         entrance = self._entrance

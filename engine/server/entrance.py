@@ -6,6 +6,7 @@ from kvtier.engine.config import ServerConfig
 from kvtier.engine.metrics.http import HttpMetrics
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.browser_check import BrowserRules
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.tracing.tracer import Tracer
 
@@ -26,6 +27,7 @@ class Entrance:
         self.tracer = tracer
         self.operating = operating
         self.keys = keys
+        self.browser_rules = browser_rules(settings, keys)
         self.registry = CollectorRegistry()
         self.metrics = HttpMetrics(self.registry)
         limits = ConnectionLimits(
@@ -52,3 +54,16 @@ class Entrance:
     def is_strict(self) -> bool:
         """Whether tenants share no cached block."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"
+
+
+def browser_rules(settings: ServerConfig, keys: ApiKeys | None) -> BrowserRules | None:
+    """Return what a browser may ask for other sites' pages; None where clients need a key, which such pages lack."""
+    if keys is not None:
+        return None
+    return BrowserRules.of(
+        settings.host,
+        settings.allowed_hosts,
+        settings.cors_origins,
+        host_advice="add the name to server.allowed_hosts or --allow-host, or give --api-keys",
+        origin_advice="add their origin to server.cors_origins, or give --api-keys",
+    )

@@ -16,7 +16,8 @@ HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 
-OPEN = frozenset({HEALTH, READY, VERSION, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
+PROBES = frozenset({HEALTH, READY, VERSION})  # asked by machines under any name of this one
+OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset(

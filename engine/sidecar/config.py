@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ from kvtier.engine.config import (
     DashboardConfig,
     DiskConfig,
     HostConfig,
+    HostName,
     OperatorsConfig,
     RemoteConfig,
     RequestLogConfig,
@@ -20,6 +20,7 @@ from kvtier.engine.config import (
     Table,
     TenantConfig,
     TracingConfig,
+    is_loopback,
     load_toml,
     parse_bytes,
     tree_from_dict,
@@ -83,12 +84,14 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
 class HttpConfig(Table, frozen=True, kw_only=True):
     """`[http]`: where people and machines ask how the sidecar is. *port* "none": nowhere; 0: a free one. With a token,
     in *token* or in the file *token_file*, every request but that for `/health` needs `Authorization: Bearer TOKEN`.
-    Without one *host* must be this machine's own, as `/clear` is there for all who reach it."""
+    Without one *host* must be this machine's own, as `/clear` is there for all who reach it, and requests must name a
+    loopback address, `localhost` or one of *allowed_hosts* as `Host`."""
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | Literal["none"] = 9464
     token: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     token_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    allowed_hosts: tuple[HostName, ...] = ()
 
     def __post_init__(self) -> None:
         if self.token is not None and self.token_file is not None:
@@ -114,16 +117,6 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
                 "compat vllm: the engines on a sidecar tell vLLM's names themselves, and boards would count both; "
                 'use "lmcache" here, and "vllm" in the configuration of kvtier serve'
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether *host*, a name or an address, can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class SidecarConfig(Table, frozen=True, kw_only=True):

@@ -10,10 +10,11 @@ from kvtier.engine.dashboard.assets import ASSETS, PAGE
 from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.browser_check import BrowserRules
 from kvtier.engine.server.connection import in_time
 from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.server.request_ids import RequestIds, request_id_of
-from kvtier.engine.sidecar.config import HttpConfig, is_loopback
+from kvtier.engine.sidecar.config import HttpConfig
 from kvtier.engine.tracing.trace_context import TraceContext
 from kvtier.store.private_file import read_private
 
@@ -45,18 +46,29 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
         raise ValueError(f"{where}: {error}") from None
 
 
+def browser_rules(config: HttpConfig) -> BrowserRules:
+    """Return what a browser may ask for other sites' pages, where requests need no token."""
+    return BrowserRules.of(
+        config.host,
+        config.allowed_hosts,
+        (),
+        host_advice="add the name to http.allowed_hosts, set http.token_file",
+        origin_advice="ask without a browser, or set http.token_file",
+    )
+
+
 class Access:
     """The outermost ASGI layer: gives each request its id, refuses those without the token, and counts all by path and
     status.
 
-    Without a token any process of this machine may ask, but no page that a browser on it shows: such a request has an
-    `Origin`, or names a host that is not this machine.
+    Without a token any process of this machine may ask, but no page that a browser on it shows, see `BrowserRules`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         token: ApiKeys | None,
+        rules: BrowserRules,
         paths: frozenset[str],
         metrics: RequestMetrics,
         has_operators: bool = False,
@@ -66,6 +78,7 @@ class Access:
         self._has_operators = has_operators
         self._app = app
         self._token = token
+        self._rules = rules
         self._paths = paths
         self._metrics = metrics
 
@@ -103,14 +116,7 @@ class Access:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if self._token is None:
-            host = headers.get("host", "localhost").strip().lower()
-            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            # A page of this server's own names it as its origin, as browsers do for modules of JavaScript.
-            is_elsewhere = headers.get("origin", f"http://{host}").lower() != f"http://{host}"
-            if is_elsewhere or not is_loopback(name):
-                message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
-                return ApiError(403, message, code="forbidden")
-            return None
+            return self._rules.refusal(scope["method"], headers)
         path = scope["path"]
         is_open = path in (HEALTH, PAGE) or path.startswith(f"{ASSETS}/")
         if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):

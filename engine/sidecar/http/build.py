@@ -8,7 +8,7 @@ from kvtier.engine.dashboard.keeper import history_path, keeper_of
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.sidecar.config import SidecarConfig
-from kvtier.engine.sidecar.http.access import Access, token_of
+from kvtier.engine.sidecar.http.access import Access, browser_rules, token_of
 from kvtier.engine.sidecar.http.app import PATHS, SidecarRoutes
 from kvtier.engine.sidecar.http.http_thread import HttpThread, bound_at
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
@@ -38,7 +38,8 @@ def serve_http(
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     dashboard = Dashboard(source, keeper, config.dashboard.max_viewers)
     routes = SidecarRoutes(owner, config, metrics, dashboard, operating)
-    app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests, operating is not None)
+    token, rules = token_of(config.http), browser_rules(config.http)
+    app = Access(routes.app(), token, rules, PATHS, metrics.requests, operating is not None)
     return HttpThread(app, gate, bound or bound_at(config.http.host, config.http.port), dashboard)
 
 

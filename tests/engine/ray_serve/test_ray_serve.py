@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("ray") is None, rea
 DEVICE_SLOTS = 120  # of which a document takes 50
 TEXT = "The {} report says that the year was dry, and that the harvest was small in all parts of it. " * 9
 NUM_DOCUMENTS = 20
+PAGE = "https://chat.example"
 LEAST = 750  # tokens of a document that are found
 SCHEDULER = {"load": "always", "prefill_chunk": 128, "token_budget": 256, "max_running": 8}
 AUTOSCALING = {
@@ -44,6 +45,7 @@ def apart(cluster: Cluster) -> Iterator[Application]:
         "device": {**DEVICE, "capacity": 300 * BLOCK_BYTES},
         "host": {"capacity": 2000 * BLOCK_BYTES},
         "scheduler": SCHEDULER,
+        "server": {"cors_origins": [PAGE]},
     }
     with cluster.application("apart", {"num_replicas": 2}, engine=engine) as found:
         yield found
@@ -115,6 +117,19 @@ def test_errors_are_the_servers(apart: Application) -> None:
     assert apart.post(COMPLETIONS, content=b"{").status_code == 400
     assert apart.get("/v1/models").json()["data"][0]["id"] == MODEL
     assert apart.get("/nothing").status_code == 404
+
+
+def test_a_page_of_another_site_is_refused_and_one_that_is_named_may_ask(apart: Application) -> None:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        refused = apart.post(COMPLETIONS, json=body, headers=headers)
+        assert (refused.status_code, REPLICA in refused.headers) == (403, False)  # no replica was asked
+    named = apart.get("/v1/models", headers={"Origin": PAGE})
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+    before = httpx.options(apart.url + COMPLETIONS, headers=asked, timeout=DEADLINE_S)
+    assert named.headers["access-control-allow-origin"] == PAGE
+    assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert apart.get("/v1/models", headers={"Host": "kvtier.default.svc"}).status_code == 200
 
 
 def test_replicas_of_a_node_share_a_sidecar_that_outlives_them(cluster: Cluster, tmp_path: Path) -> None:

@@ -143,6 +143,47 @@ def test_a_request_comes_as_it_was_sent_and_so_does_its_answer() -> None:
     run(play)
 
 
+EVIL = "evil.example"
+
+
+@pytest.mark.parametrize("headers", [{"host": EVIL}, {"origin": f"http://{EVIL}"}, {"sec-fetch-site": "cross-site"}])
+@pytest.mark.parametrize("path", ["/v1/route/replicas", "/metrics", "/v1/kvtier/documents", MESSAGES, "/dashboard"])
+def test_a_page_of_another_site_reaches_neither_the_router_nor_a_replica(headers: dict[str, str], path: str) -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            assert (await routed.client.get(path, headers=headers)).status_code == 403
+            assert (await routed.client.post(path, headers=headers, content="{}")).status_code == 403
+            assert (await routed.client.get("/health", headers=headers)).status_code == 200
+            assert not replica.heard
+
+    run(play)
+
+
+def test_named_hosts_and_origins_are_passed_on_and_a_page_of_the_routers_own_is_no_foreign_one_there() -> None:
+    async def play() -> None:
+        allowed = {"allowed_hosts": ["kv.example"], "cors_origins": ["https://chat.example"]}
+        async with FakeReplica("a") as replica, routing(replica, **allowed) as routed:
+            by_proxy = {"host": "kv.example", "origin": "https://kv.example"}
+            by_page = {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}
+
+            assert (await routed.client.get("/dashboard", headers=by_proxy)).status_code == 200
+            assert (await routed.client.get("/v1/models", headers=by_page)).status_code == 200
+            assert [each.headers.get("origin") for each in replica.heard] == [None, "https://chat.example"]
+
+    run(play)
+
+
+def test_a_refused_host_names_the_option_and_with_the_replicas_keys_none_is_refused() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            error = (await routed.client.get("/v1/models", headers={"host": EVIL})).json()["error"]
+            assert (error["code"], "--allow-host" in error["message"]) == ("unknown_host", True)
+        async with FakeReplica("a") as replica, routing(replica, keys=ApiKeys({"sk-ann-1111": "ann"})) as routed:
+            assert (await routed.client.get("/v1/models", headers={"host": EVIL})).status_code == 200
+
+    run(play)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 def test_each_part_of_a_stream_comes_before_the_next_is_sent(path: str) -> None:
     async def play() -> None:
@@ -235,7 +276,7 @@ def test_what_cannot_be_passed_on_is_refused_and_no_replica_is_believed_to_be_de
     async def play() -> None:
         async with FakeReplica("a") as replica, routing(replica) as routed:
             reader, writer = await asyncio.open_connection("127.0.0.1", routed.client.base_url.port)
-            writer.write(lines + b"\r\nhost: x\r\n\r\n")
+            writer.write(lines + b"\r\nhost: localhost\r\n\r\n")
             status = await reader.readline()
             writer.close()
 
@@ -514,7 +555,7 @@ def test_a_replica_that_was_out_of_reach_is_believed_again_when_its_events_come(
 
 def test_token_ids_need_nobody_to_be_asked_and_a_salt_is_looked_at() -> None:
     async def play() -> None:
-        replicas = [FakeReplica(name, can_tokenize=False) for name in "ab"]
+        replicas = [FakeReplica(name, tokenize_status=lambda _: 404) for name in "ab"]
         tokens = [*range(200)]
         with publishing(2) as (publishers, endpoints):
             publishers[0].publish(stored(tokens))
@@ -547,9 +588,65 @@ def test_with_the_replicas_keys_a_tenants_blocks_are_known_by_its_key() -> None:
     run(play)
 
 
+@pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 422, 429, 500, 503])
+def test_one_refused_question_for_tokens_is_about_that_question_alone(status: int) -> None:
+    def refuses(heard: Heard) -> int:
+        if "prompt" not in heard.content:
+            return 400  # as every server does that has the route
+        return status if heard.content.get("model") == "typo" else 200
+
+    async def play() -> None:
+        replica = FakeReplica("a", tokenize_status=refuses)
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored([*range(32)]))
+            async with replica, routing(replica, endpoints=endpoints) as routed:
+                await come_true(lambda: routed.server.router.index.num_prefixes > 0)
+
+                await routed.client.post(COMPLETIONS, json={"model": "typo", "prompt": LONG})
+                assert replica.num_tokenized == 0
+                for number in range(3):
+                    await routed.complete(f"{number} {LONG}")
+                    await routed.client.post(COMPLETIONS, json={"model": "typo", "prompt": LONG})
+                assert replica.num_tokenized == 3
+
+    run(play)
+
+
+def test_tokens_that_were_asked_for_one_client_are_asked_for_again_for_another_one() -> None:
+    async def play() -> None:
+        replica = FakeReplica("a")
+        with publishing(1) as (publishers, endpoints):
+            publishers[0].publish(stored([*range(32)]))
+            async with replica, routing(replica, endpoints=endpoints) as routed:
+                await come_true(lambda: routed.server.router.index.num_prefixes > 0)
+                asking = [{"authorization": "Bearer ann"}, {"authorization": "Bearer eve"}, {"x_api_key": "eve"}, {}]
+
+                for num_asked, headers in enumerate(asking, 1):
+                    await routed.complete(LONG, **headers)
+                    await routed.complete(LONG, **headers)
+                    assert replica.num_tokenized == num_asked
+                salted = {"model": "m", "prompt": LONG, "cache_salt": "the victim's"}
+                await routed.client.post(COMPLETIONS, json=salted)
+                assert replica.num_tokenized == len(asking) + 1
+
+    run(play)
+
+
+def test_a_prompt_that_a_replica_refuses_is_expected_of_nobody() -> None:
+    async def refuses_it(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
+        await whole(writer, {"error": "the prompt is too long"}, 400)
+
+    async def play() -> None:
+        async with FakeReplica("a", answer=refuses_it) as replica, routing(replica) as routed:
+            assert (await routed.complete(LONG)).status_code == 400
+            assert routed.server.router.index.num_prefixes == 0
+
+    run(play)
+
+
 def test_a_replica_without_tokenize_is_asked_once_and_texts_are_compared() -> None:
     async def play() -> None:
-        replicas = [FakeReplica(name, can_tokenize=False) for name in "ab"]
+        replicas = [FakeReplica(name, tokenize_status=lambda _: 404) for name in "ab"]
         with publishing(2) as (publishers, endpoints):
             publishers[0].publish(stored([*range(32)]))
             async with replicas[0], replicas[1], routing(*replicas, endpoints=endpoints) as routed:

@@ -26,7 +26,7 @@ def loading(keys: ApiKeys | None = None) -> tuple[LoadingApp, Callable[..., http
     def ask(method: str, path: str, **headers: str) -> httpx.Response:
         async def asked() -> httpx.Response:
             transport = httpx.ASGITransport(Access(KeyCheck(Switch(app), entrance), entrance))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.request(method, path, headers=headers)
 
         return asyncio.run(asked())
@@ -116,7 +116,7 @@ def test_a_request_is_answered_to_its_end_by_the_app_that_began() -> None:
     async def story() -> list[bytes]:
         first, second = NamedApp(b"first"), NamedApp(b"second")
         switch = Switch(first)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(switch), base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(switch), base_url="http://localhost") as client:
             early = asyncio.create_task(client.get("/"))
             await first.has_begun.wait()
             switch.app = second

@@ -240,7 +240,7 @@ def test_a_prompt_whose_client_leaves_before_its_turn_is_never_tokenized(small: 
         come_true(lambda: tokenizers.num_running == 2)
         with socket.create_connection(("127.0.0.1", small.port), DEADLINE_S) as connection:
             body = json.dumps({"model": MODEL, "prompt": "Hello"}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
             connection.sendall(head + body)
             come_true(lambda: tokenizers.num_waiting == 1)
 
