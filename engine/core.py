@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
-from kvtier.engine.explain.explanation import Explanation
+from kvtier.engine.explain.evidence import Evidence
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.drawing.draws import draw_tokens
@@ -223,24 +223,21 @@ class EngineCore:
         return {str(place): num_tokens for place, num_tokens in counts.items()}
 
     def explain_prompt(
-        self,
-        token_ids: Sequence[int],
-        extra: ExtraKeys,
-        tenant: str | None = None,
-        same_messages: Sequence[str] = (),
-    ) -> Explanation:
-        """Block by block what would be found of a prompt now, and why not more; it changes nothing. See `Explainer`."""
-        chain, num_tokens = self.chain(token_ids, extra), len(token_ids)
+        self, chain: BlockChain, tenant: str | None = None, same_messages: Sequence[str] = ()
+    ) -> Evidence:
+        """Return what would be found now of the prompt in *chain*, and what is known of why not more; it changes
+        nothing. See `Explainer`."""
+        num_tokens = len(chain.token_ids)
         hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.where(chain)
         depths = bytearray(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
         computed = self.cache.computed(hit)
         depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         num_copied = 0 if hit.partial is None else hit.partial.num_tokens
         trail = Trail(chain.block_size, chain.names, bytes(depths), num_copied, hit.misses.reasons)
-        return self.explainer.explain_now(trail, chain, tiers, num_tokens, tenant, same_messages)
+        return self.explainer.evidence_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        """The chain that names a prompt's blocks."""
+        """Return the chain that names a prompt's blocks. Any thread may ask."""
         names = self.config.names
         algorithm = HashAlgorithm(names.algorithm)
         chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)

@@ -148,14 +148,18 @@ class Bed:
         """The same for a prompt that is asked about, and not asked."""
         planted = Planted(kind, "none", why)
         self.planted.append(planted)
-        if not planted.is_named(self.llm.core.explain_prompt(prompt, ExtraKeys())):
+        if not planted.is_named(self.llm.core.explain_prompt(self.llm.core.chain(prompt, ExtraKeys())).explanation()):
             self.misnamed.append(planted)
 
     def not_named(self) -> list[Planted]:
         """Those of which something else is said, or nothing."""
-        explain = self.llm.core.explainer.explain
-        found = [(each, explain(each.request_id, None)) for each in self.planted if each.request_id != "none"]
-        return self.misnamed + [each for each, told in found if len(told) != 1 or not each.is_named(told[0])]
+        explainer = self.llm.core.explainer
+        found = [(each, explainer.find(each.request_id, None)) for each in self.planted if each.request_id != "none"]
+        return self.misnamed + [
+            each
+            for each, pasts in found
+            if len(pasts) != 1 or not each.is_named(explainer.evidence(pasts[0]).explanation())
+        ]
 
 
 def explain_rows(folder: Path) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""KnownPrompts: prints of the newest prompts, to find where another one departs from them."""
+"""KnownPrompts: prints of the newest prompts; OlderPrompts finds where another one departs from them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -23,32 +23,21 @@ class Nearest:
     departs: bool
 
 
-class KnownPrompts:
-    """The newest ones, bounded. To add one costs nothing to speak of; to ask looks through all. Owned by one thread."""
+@dataclass(frozen=True, slots=True)
+class OlderPrompts:
+    """The prompts that were known at one time, oldest first. Searching them takes milliseconds; any thread may."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_tokens = most_tokens
-        self._prompts: deque[PromptPrint] = deque()  # the newest last
-        self._num_tokens = 0
-        self.num_added = 0  # prompts so far: a time, for `nearest`
+    prints: Sequence[PromptPrint]
 
-    def add(self, prompt: PromptPrint) -> None:
-        """Take in a prompt; the oldest make way."""
-        self._prompts.append(prompt)
-        self._num_tokens += prompt.num_tokens
-        self.num_added += 1
-        while len(self._prompts) > MOST_PROMPTS or self._num_tokens > self._most_tokens:
-            self._num_tokens -= self._prompts.popleft().num_tokens
-
-    def nearest(self, prompt: PromptPrint, num_found: int, before: int) -> Nearest | None:
-        """The prompt that shares most with this one, of those that were added *before* that many were; None if none
-        shares a token. Its first *num_found* blocks were in the cache."""
-        known = self.has_all(prompt, before)
+    def nearest(self, prompt: PromptPrint, num_found: int) -> Nearest | None:
+        """Return the prompt that shares most with this one; None if none shares a token. Its first *num_found* blocks
+        were in the cache."""
+        known = self.has_all(prompt)
         shared = max(num_found, int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0)
         num_shared = shared * prompt.block_size
         if shared >= len(prompt.parents):
             return Nearest(num_shared, False) if shared else None
-        siblings = self._siblings(prompt.parents[shared], before)
+        siblings = self._siblings(prompt.parents[shared])
         own_length = prompt.length(shared)
         best, departs = 0, False
         if siblings:
@@ -61,21 +50,39 @@ class KnownPrompts:
             departs = best < own_length and bool(goes_on.any())
         return Nearest(num_shared + best, departs) if num_shared + best else None
 
-    def has_all(self, prompt: PromptPrint, before: int) -> npt.NDArray[np.bool_]:
-        """For each full block of the prompt whether it was known *before* that many prompts were added."""
-        return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self._older(before))]))
+    def has_all(self, prompt: PromptPrint) -> npt.NDArray[np.bool_]:
+        """Return for each full block of the prompt whether it was known."""
+        return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
 
-    def _siblings(self, parent: np.uint64, before: int) -> list[tuple[PromptPrint, int]]:
-        """The blocks that continue the same prefix, each by its prompt and its place there."""
-        older = self._older(before)
-        parents = np.concatenate([NONE, *(other.parents for other in older)])
-        ends = np.cumsum([len(other.parents) for other in older], dtype=np.intp)
+    def _siblings(self, parent: np.uint64) -> list[tuple[PromptPrint, int]]:
+        """Return the blocks that continue the same prefix, each by its prompt and its place there."""
+        parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
+        ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
         found = []
         for place in np.flatnonzero(parents == parent).tolist():
             number = int(np.searchsorted(ends, place, side="right"))
-            found.append((older[number], place - int(ends[number]) + len(older[number].parents)))
+            found.append((self.prints[number], place - int(ends[number]) + len(self.prints[number].parents)))
         return found
 
-    def _older(self, before: int) -> Sequence[PromptPrint]:
+
+class KnownPrompts:
+    """The newest prompts, bounded. Adding one and noting the older ones costs microseconds. Owned by one thread."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_tokens = most_tokens
+        self._prompts: deque[PromptPrint] = deque()  # the newest last
+        self._num_tokens = 0
+        self.num_added = 0  # prompts so far: a time, for `older`
+
+    def add(self, prompt: PromptPrint) -> None:
+        """Take in a prompt; the oldest make way."""
+        self._prompts.append(prompt)
+        self._num_tokens += prompt.num_tokens
+        self.num_added += 1
+        while len(self._prompts) > MOST_PROMPTS or self._num_tokens > self._most_tokens:
+            self._num_tokens -= self._prompts.popleft().num_tokens
+
+    def older(self, before: int) -> OlderPrompts:
+        """Return those of the prompts that were added *before* that many were."""
         num_newer = max(0, self.num_added - before)
-        return list(self._prompts)[: max(0, len(self._prompts) - num_newer)]
+        return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvtier.engine.explain.evidence import Evidence
 from kvtier.engine.explain.explainer import Explainer
-from kvtier.engine.explain.explanation import Explanation
+from kvtier.engine.explain.past_requests import Past
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
@@ -22,11 +23,15 @@ class LocalExplainer:
         """Remember a request that has ended."""
         self._explainer.on_ended(record, trail, chain, self._ghosts)
 
-    def explain(self, request_id: str, tenant: str | None, same_messages: Sequence[str] = ()) -> list[Explanation]:
-        """Why the prompts of the request were found or not, see `Explainer.explain`."""
-        return self._explainer.explain(request_id, tenant, same_messages)
+    def find(self, request_id: str, tenant: str | None) -> list[Past]:
+        """Return the requests of that id, see `Explainer.find`."""
+        return self._explainer.find(request_id, tenant)
 
-    def explain_now(
+    def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
+        """Return what is known of why the prompt of a request was found or not, see `Explainer.evidence`."""
+        return self._explainer.evidence(past, same_messages)
+
+    def evidence_now(
         self,
         trail: Trail,
         chain: BlockChain,
@@ -34,15 +39,15 @@ class LocalExplainer:
         num_tokens: int,
         tenant: str | None,
         same_messages: Sequence[str] = (),
-    ) -> Explanation:
-        """What would be found of a prompt now, see `Explainer.explain_now`."""
-        return self._explainer.explain_now(
+    ) -> Evidence:
+        """Return what would be found of a prompt now, see `Explainer.evidence_now`."""
+        return self._explainer.evidence_now(
             trail, chain, self._ghosts, tiers, num_tokens, tenant, same_messages=same_messages
         )
 
-    def is_prompt_of(self, request_id: str, chain: BlockChain, num_tokens: int, tenant: str | None) -> bool:
-        """Whether the request had this very prompt."""
-        return self._explainer.is_prompt_of(request_id, chain, num_tokens, tenant)
+    def is_prompt_of(self, past: Past, chain: BlockChain, num_tokens: int) -> bool:
+        """Return whether the request had this very prompt. Any thread may ask."""
+        return self._explainer.is_prompt_of(past, chain, num_tokens)
 
     def close(self) -> None:
         """Write what was seen, for the next process to explain more."""

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier.engine.explain.prompt_print import PromptPrint
 from kvtier.engine.explain.seen_contents import Way
@@ -12,6 +13,7 @@ from kvtier.tiers.device.ghosts import Ghosts
 
 MOST_REQUESTS = 4096
 MOST_TOKENS = 4 << 20  # of their prompts: a few bytes each
+MAX_OF_ID = 128  # requests that a question for one id is about: as many as one HTTP request has completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Past:
     prompt: PromptPrint
     way: Way
     ghosts: Ghosts  # of the tiers that it was looked up in
-    before: int  # prompts that had been known by then, see `KnownPrompts.nearest`
+    before: int  # prompts that had been known by then, see `KnownPrompts.older`
     seen_before: int  # see `SeenContents.differing`
 
 
@@ -45,16 +47,16 @@ class PastRequests:
         while len(self._requests) > MOST_REQUESTS or self._num_tokens > MOST_TOKENS:
             self._drop_oldest()
 
-    def find(self, request_id: str) -> Sequence[Past]:
-        """All that are kept with this id, the first that ended first."""
-        return [self._requests[number] for number in self._by_id.get(request_id, ())]
+    def find(self, request_id: str, tenant: str | None) -> list[Past]:
+        """Return the tenant's newest `MAX_OF_ID` with this id, the first that ended first. Clients choose the ids of
+        their requests, and may give all of them the same one."""
+        found = (self._requests[number] for number in reversed(self._by_id.get(request_id, ())))
+        newest = list(islice((past for past in found if past.record.tenant == tenant), MAX_OF_ID))
+        return newest[::-1]
 
-    def running_at(self, at: float) -> Sequence[RequestRecord]:
-        """Those that had come and not ended at that time, since the Unix epoch; if there were none, the last that had
-        come before: what it has taken is copied down, and pushes others out, when it has ended."""
-        come = [past.record for past in self._requests.values() if past.record.arrived_at <= at]
-        running = [each for each in come if at <= each.arrived_at + (each.total_s or 0.0)]
-        return running or sorted(come, key=lambda each: each.arrived_at)[-1:]
+    def all(self) -> Sequence[Past]:
+        """Return all that are kept, the first that ended first."""
+        return list(self._requests.values())
 
     def _drop_oldest(self) -> None:
         number, past = self._requests.popitem(last=False)

@@ -23,6 +23,14 @@ class Way(NamedTuple):
     namespace: str  # a name for it; the fields that it stands for are kept once
     tenant: str | None  # of the API key: what is told to whom
 
+    def may_learn_of(self, other: "Way") -> bool:
+        """Return whether a request of this way may be told that there was one of the *other* way.
+
+        A tenant with an API key is told of all its salts. Without keys only salts tell clients apart, so nothing is
+        told of requests with another salt: else a client without that salt could try what their prompts were.
+        """
+        return other.tenant == self.tenant and (self.tenant is not None or other.salt in (b"", self.salt))
+
 
 class _Kept(msgspec.Struct):
     """What is written to disk."""
@@ -64,12 +72,12 @@ class SeenContents:
         """The fields in which another way differs from *way* in which the content was seen *before* that many were
         added; of several that of the one most like it: `cache_salt`, `adapter`, and fields of the namespace.
 
-        Empty if there is none of the same tenant's: nobody is told of another's salts.
+        Empty if there is none that the asker may learn of, see `Way.may_learn_of`.
         """
         ways = [
             other
             for other, first_at in self._ways.get(content, {}).items()
-            if first_at < before and other.tenant == way.tenant
+            if first_at < before and way.may_learn_of(other)
         ]
         found = [self._fields(way, other) for other in ways if other != way]
         return min(reversed(found), key=len, default=[])

@@ -19,6 +19,7 @@ REPLAY_S = 10.0  # nothing else is heard meanwhile
 AGAIN_S = 1.0  # after an error, before the feed begins anew
 _END = -1
 _SEQ_BYTES = 8  # big-endian, signed: the end of a replay is -1
+_MAX_MESSAGE_BYTES = 16 << 20  # more than the blocks of the largest step; a longer message ends the connection
 _HWM = 100_000  # batches that wait for the router, as many as a publisher keeps for a slow one
 
 
@@ -81,6 +82,7 @@ class EventFeed:
             subscriber = context.socket(zmq.SUB)
             opened.callback(subscriber.close, linger=0)
             subscriber.setsockopt(zmq.RCVHWM, _HWM)
+            subscriber.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             subscriber.setsockopt(zmq.IPV6, int("::" in self._endpoint or "[" in self._endpoint))
             subscriber.subscribe(self._topic)
             monitor = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)

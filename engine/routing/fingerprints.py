@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 Fingerprint: TypeAlias = int  # 64 bits
 
 _WORD = 1 << 64
+_MAX_SIZES = 16  # of blocks for which powers are kept
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse: the golden ratio's bits, as in splitmix64
 _INVERSE = pow(_BASE, -1, _WORD)
 
@@ -54,9 +55,10 @@ class Fingerprints:
     ) -> NDArray[np.uint64]:
         """The same, as an array."""
         num_blocks = len(tokens) // block_size
-        powers = self._powers.get(block_size)
-        if powers is None:
-            powers = self._powers[block_size] = _Powers(block_size)
+        powers = self._powers.pop(block_size, None) or _Powers(block_size)
+        self._powers[block_size] = powers  # the newest is the last
+        if len(self._powers) > _MAX_SIZES:
+            del self._powers[next(iter(self._powers))]
         up, down = powers.of(num_blocks)
         mixed = _mixed(tokens[: num_blocks * block_size].astype(np.uint64), self._key)
         blocks = (mixed.reshape(num_blocks, block_size) * powers.in_block).sum(axis=1, dtype=np.uint64)
@@ -74,7 +76,9 @@ class _Powers:
     def __init__(self, block_size: int) -> None:
         self._step = np.uint64(pow(_BASE, block_size, _WORD))
         self._back = np.uint64(pow(_INVERSE, block_size, _WORD))
-        self.in_block = np.array([pow(_BASE, block_size - 1 - i, _WORD) for i in range(block_size)], dtype=np.uint64)
+        factors = np.full(block_size, _BASE, dtype=np.uint64)
+        factors[0] = 1
+        self.in_block = np.cumprod(factors, dtype=np.uint64)[::-1].copy()
         self._up = self._down = np.empty(0, dtype=np.uint64)
 
     def of(self, num_blocks: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -14,6 +14,8 @@ from kvtier.engine.routing.kv_event import AllBlocksCleared, BlockRemoved, Block
 from kvtier.tiers.naming.tier import Tier
 
 MOST_SIZES = 3  # of blocks: an engine's own, and those of one or two caches below it
+_MAX_SIZES = 64  # that are counted, whatever a replica tells
+_MAX_LORAS = 4096  # names that are kept, likewise
 SWEPT = 1000  # prefixes that are looked at with each event, if a replica was forgotten: 0.2 ms
 MOST_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
 
@@ -76,7 +78,7 @@ class PrefixIndex:
     def __init__(self, fingerprints: Fingerprints, most_blocks: int) -> None:
         """*most_blocks*: names to know, and as many prefixes that were sent and not told of."""
         self.fingerprints = fingerprints
-        self.loras: set[str] = set()
+        self.loras: OrderedDict[str, None] = OrderedDict()  # those told of last
         self.num_orphans = 0  # blocks that cannot be placed: the parent was told before the router listened
         self._most_blocks = most_blocks
         self._sizes: Counter[int] = Counter()  # of blocks told of, by their sizes
@@ -242,8 +244,13 @@ class PrefixIndex:
         if before is None or len(event.token_ids) != size * len(event.block_hashes):
             return
         self._sizes[size] += len(event.block_hashes)
+        if len(self._sizes) > _MAX_SIZES:
+            self._sizes = Counter(dict(self._sizes.most_common(_MAX_SIZES // 2)))
         if event.lora_name is not None:
-            self.loras.add(event.lora_name)
+            self.loras[event.lora_name] = None
+            self.loras.move_to_end(event.lora_name)
+            if len(self.loras) > _MAX_LORAS:
+                self.loras.popitem(last=False)
         tokens = np.array(event.token_ids, dtype=np.uint64)
         if not any(_others(each, event.lora_name) for each in keys):
             self._know(event.block_hashes, self.fingerprints.chain(before, tokens, size))

@@ -140,6 +140,8 @@ class Proxy:
                         self._refused(way, replica, "refused")
                         way.refusal = answer
                         return False
+                    if answer.status >= 400 and way.prompt is not None:
+                        self._router.refused(way.prompt, replica.name)
                     await self._send(answer, send)
                     return True
             except NoAnswer as error:

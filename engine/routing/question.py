@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,14 @@ SESSION_HEADER = "x-session-id"
 CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
+# A longer body, or one of more values, is compared as it is: to read 64 MiB of token ids holds up all clients for 14 s.
+MAX_READ_BYTES = 8 << 20
+MAX_VALUES = 1 << 18  # numbers, texts and objects; each but the first has a comma before it
+_MAX_MESSAGES = 4096  # of an Anthropic request whose tokens are asked for
 _MOST_SESSION = 1024  # characters of a session's name that count
+
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +48,17 @@ def may_repeat(method: str, path: str) -> bool:
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
     """The question in the *body* of a request to *path*; None if it has none that can be looked for.
 
-    *session* is what the request's headers call its conversation, *who* the header that says who asks: what two
-    clients call the same is not the same.
+    A body that takes long to read is taken for a text as it is.
+
+    Args:
+        session: What the request's headers call its conversation.
+        who: The header that says who asks: what two clients call the same is not the same.
     """
     if path not in ASKING:
         return None
+    if len(body) > MAX_READ_BYTES or body.count(b",") > MAX_VALUES:
+        names_document = b'"document_id"' in body or b'"kvtier"' in body
+        return None if names_document else Question(body, session=_session({}, session, who))
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -70,8 +83,8 @@ def _completion(content: Mapping[str, Any]) -> _Prompt:
     prompt = content.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]  # of several prompts the first decides
-    if _are_token_ids(prompt):
-        return msgspec.json.encode(prompt), prompt, None
+    if (token_ids := _token_ids(prompt)) is not None:
+        return msgspec.json.encode(prompt), token_ids, None
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass"), None, _known(content, "model") | {"prompt": prompt}
     return msgspec.json.encode(prompt), None, None
@@ -86,7 +99,7 @@ def _messages(content: Mapping[str, Any]) -> _Prompt:
     """Anthropic's: a chat whose system message stands beside the others."""
     text = _texts(content, "tools", "system", "messages")
     messages, system = content.get("messages"), content.get("system")
-    if content.get("tools") or not isinstance(messages, list):
+    if content.get("tools") or not isinstance(messages, list) or len(messages) > _MAX_MESSAGES:
         return text, None, None
     system_messages = [{"role": "system", "content": system}] if system else []
     chat = [_plain(message) for message in [*system_messages, *messages]]
@@ -102,10 +115,12 @@ def _response(content: Mapping[str, Any]) -> _Prompt:
 _PROMPTS = {COMPLETIONS: _completion, CHAT: _chat, MESSAGES: _messages, RESPONSES: _response}
 
 
-def _are_token_ids(prompt: object) -> bool:
-    return (
-        isinstance(prompt, list) and bool(prompt) and all(type(each) is int and 0 <= each < 1 << 32 for each in prompt)
-    )
+def _token_ids(prompt: object) -> list[int] | None:
+    """Return the prompt's tokens if it is a list of nothing else."""
+    try:
+        return msgspec.convert(prompt, list[_TokenId]) or None
+    except msgspec.ValidationError:
+        return None
 
 
 def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:

@@ -18,6 +18,7 @@ from kvtier.engine.routing.token_cache import TokenArray
 
 TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
 MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
+MAX_TOKENS = 1 << 17  # tokens that are looked at: prompts of that length that differ behind are alike
 BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
 
 
@@ -85,9 +86,10 @@ class Router:
             return self._by_text(question, len(tokens) if tokens is not None else None, who)
         fingerprints = self.index.fingerprints
         root = fingerprints.root(question.model if question.model in self.index.loras else None, salt)
-        views = [Prefixes(fingerprints.chain(root, tokens, size), size) for size in sorted(self.index.block_sizes)]
+        looked_at = tokens[:MAX_TOKENS]
+        views = [Prefixes(fingerprints.chain(root, looked_at, size), size) for size in sorted(self.index.block_sizes)]
         first = views[0].fingerprints[: max(1, self._first_tokens // int(views[0].step_tokens))]
-        ring_key = first[-1].to_bytes(8, "big") if first else tokens.tobytes()
+        ring_key = first[-1].to_bytes(8, "big") if first else looked_at.tobytes()
         return RoutedPrompt(len(tokens), views, ring_key, question.session)
 
     def _by_text(self, question: Question, num_tokens: int | None, who: str) -> RoutedPrompt:

@@ -31,16 +31,19 @@ class TokenCache:
         self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
         self._num_kept = 0  # tokens of all that is kept
 
-    def get(self, body: bytes) -> TokenArray | None:
-        """Those that *body* asks `/tokenize` for, whoever asks: the tokens of a text are no secret to who has it."""
-        key = _key(body)
+    def get(self, asker: str, body: bytes) -> TokenArray | None:
+        """Return the tokens that *body* asks `/tokenize` for, if they were kept for the same *asker*.
+
+        To another one an answer without delay would tell that the text was asked for before.
+        """
+        key = _key(asker, body)
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def keep(self, body: bytes, tokens: TokenArray) -> None:
-        """Keep what was answered."""
-        key = _key(body)
+    def keep(self, asker: str, body: bytes, tokens: TokenArray) -> None:
+        """Keep what was answered to *asker*."""
+        key = _key(asker, body)
         if key not in self._kept:
             self._kept[key] = tokens
             self._num_kept += len(tokens)
@@ -54,5 +57,12 @@ def asking(tokenize: Mapping[str, object]) -> bytes:
     return msgspec.json.encode(tokenize)
 
 
-def _key(body: bytes) -> bytes:
-    return blake2b(body, digest_size=16).digest()
+def asker_of(who: str, salt: str | None) -> str:
+    """Return by what clients are kept apart: the header that says who asks, and the request's salt."""
+    return repr((who, salt))
+
+
+def _key(asker: str, body: bytes) -> bytes:
+    running = blake2b(asker.encode(errors="surrogatepass"), digest_size=16)
+    running.update(b"\0" + body)
+    return running.digest()

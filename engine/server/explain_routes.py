@@ -1,7 +1,8 @@
 """`/v1/kvtier/explain`: why a request's prompt was found in the cache or not; each tenant is told of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.core import EngineCore
 from kvtier.engine.explain.explanation import Departure, Explanation
 from kvtier.engine.explain.explanation_object import explanation_object
+from kvtier.engine.explain.past_requests import Past
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message
 from kvtier.engine.server.completion_request import CompletionRequest
@@ -24,7 +26,7 @@ from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Tool
 from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.tiers.naming.block_hash import ExtraKeys
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 
 BEFORE_TOKENS = 12  # whose text comes before that of the token at which a prompt departs
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -52,7 +54,8 @@ async def explain_request(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     request_id, tenant = request.path_params["id"], facts_of(request.scope).tenant
-    return _answer(await _explained(service, request_id, tenant))
+    pasts = await _pasts(service, request_id, tenant)
+    return _answer(await _explained(service, pasts, request_id, tenant))
 
 
 async def explain_prompt(request: Request) -> Response:
@@ -66,33 +69,47 @@ async def explain_prompt(request: Request) -> Response:
     salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
     alike = [] if asked.messages is None else service.conversations.alike_messages(tenant, asked.messages)
 
-    def extra_of(core: EngineCore) -> ExtraKeys:
-        return ExtraKeys(lora=None if lora is None else core.lora_key(lora), cache_salt=salt)
+    def naming(core: EngineCore) -> Callable[[], BlockChain]:
+        extra = ExtraKeys(lora=None if lora is None else core.lora_key(lora), cache_salt=salt)
+        return partial(core.chain, token_ids, extra)
 
+    named = await service.llm.ask(naming)
+    chain = await service.llm.with_tokenizer(
+        lambda _: named(), tenant
+    )  # hashes a long prompt: not on the engine's thread
     if asked.request_id is None:
-        found = [await service.llm.ask(lambda core: core.explain_prompt(token_ids, extra_of(core), tenant, alike))]
+        evidence = await service.llm.ask(lambda core: core.explain_prompt(chain, tenant, alike))
+        found = [await service.llm.with_tokenizer(lambda _: evidence.explanation(), tenant)]
     else:
-        found = await _explained(service, asked.request_id, tenant)
-        request_id = asked.request_id
-        if not await service.llm.ask(
-            lambda core: core.explainer.is_prompt_of(
-                request_id, core.chain(token_ids, extra_of(core)), len(token_ids), tenant
-            )
+        pasts = await _pasts(service, asked.request_id, tenant)
+        explainer = await service.llm.ask(lambda core: core.explainer)
+        if not await service.llm.with_tokenizer(
+            lambda _: any(explainer.is_prompt_of(past, chain, len(token_ids)) for past in pasts), tenant
         ):
             message = "that request had another prompt, cache_salt or model; give those that it had, or no request_id"
             raise ApiError(409, message, code="other_prompt", param="prompt")
+        found = await _explained(service, pasts, asked.request_id, tenant)
     texts = await service.llm.with_tokenizer(
         lambda tokenizer: [_with_text(each, token_ids, tokenizer) for each in found], tenant
     )
     return _answer(texts)
 
 
-async def _explained(service: Service, request_id: str, tenant: str | None) -> list[Explanation]:
-    alike = service.conversations.alike(request_id)
-    found = await service.llm.ask(lambda core: core.explainer.explain(request_id, tenant, alike))
+async def _pasts(service: Service, request_id: str, tenant: str | None) -> Sequence[Past]:
+    """The requests of that id. ApiError 404 if there is none."""
+    found = await service.llm.ask(lambda core: core.explainer.find(request_id, tenant))
     if not found:
         message = "no request of that id is remembered: it is another's, has not ended, or thousands have come since"
         raise ApiError(404, message, code="request_not_found")
+    return found
+
+
+async def _explained(service: Service, pasts: Sequence[Past], request_id: str, tenant: str | None) -> list[Explanation]:
+    """Explain one request after the other: the engine's thread makes steps between them, and works out none of them."""
+    alike, found = service.conversations.alike(request_id), []
+    for past in pasts:
+        evidence = await service.llm.ask(lambda core, past=past: core.explainer.evidence(past, alike))  # type: ignore[misc]
+        found.append(await service.llm.with_tokenizer(lambda _, evidence=evidence: evidence.explanation(), tenant))  # type: ignore[misc]
     return found
 
 

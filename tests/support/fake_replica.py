@@ -28,7 +28,8 @@ class FakeReplica:
     ready: int = 200
     heard: list[Heard] = field(default_factory=list)
     answer: "Callable[[FakeReplica, Heard, asyncio.StreamWriter], Awaitable[None]] | None" = None
-    can_tokenize: bool = True
+    tokenize_status: Callable[[Heard], int] = lambda heard: 200
+    num_tokenized: int = 0
     ready_paths: tuple[str, ...] = ("/ready", "/health")
     num_left: int = 0  # connections on which a client had gone while it was answered
 
@@ -62,11 +63,12 @@ class FakeReplica:
     async def _respond(self, heard: Heard, writer: asyncio.StreamWriter) -> None:
         if heard.target in self.ready_paths:
             await whole(writer, {"status": "as told"}, self.ready)
-        elif heard.target == "/tokenize" and self.can_tokenize:
+        elif heard.target == "/tokenize" and (status := self.tokenize_status(heard)) != 200:
+            await whole(writer, {}, status)
+        elif heard.target == "/tokenize":
+            self.num_tokenized += 1
             tokens = list(json.dumps(heard.content.get("messages", heard.content.get("prompt"))).encode())
             await whole(writer, {"count": len(tokens), "tokens": tokens})
-        elif heard.target == "/tokenize":
-            await whole(writer, {}, 404)
         else:
             self.heard.append(heard)
             if self.answer is None:

@@ -522,7 +522,8 @@ class FuzzedEngine:
                 for tier in tally.tokens:
                     tally.tokens[tier] += getattr(tokens, tier)
                 tally.num_late += "deadline" in tokens.reasons
-            for found in self.core.explainer.explain(asked.request.timeline.caller.request_id, None):
+            for past in self.core.explainer.find(asked.request.timeline.caller.request_id, None):
+                found = self.core.explainer.evidence(past).explanation()
                 told = [sum(row.end - row.start for row in found.rows if row.tier is tier) for tier in Tier]
                 balance = asked.request.balance()
                 assert told == [balance.device, balance.host, balance.disk, balance.remote], (

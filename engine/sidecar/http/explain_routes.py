@@ -1,24 +1,27 @@
 """`/v1/kvtier/explain`: why chunks of a prompt that an engine looked up were found or not."""
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvtier.engine.explain.explainer import Explainer
 from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.explain.explanation_object import explanation_object
+from kvtier.engine.explain.past_requests import Past
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.sidecar.http.owner import Owner
-from kvtier.engine.sidecar.http.pin_routes import BODY
+from kvtier.engine.sidecar.http.pin_routes import BODY, TokenIds
 from kvtier.engine.sidecar.lmcache.explained_prompt import explained_prompt
 from kvtier.engine.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 
 EXPLAIN = "/v1/kvtier/explain"
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +29,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     explained, which must have had this prompt."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    prompt: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    prompt: TokenIds
     cache_salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
 
@@ -40,7 +43,8 @@ class ExplainRoutes:
 
     async def request(self, request: Request) -> Response:
         """Answer `GET /v1/kvtier/explain/{id}`."""
-        return _answer(await self._explained(request.path_params["id"]))
+        pasts, explainer = await self._pasts(request.path_params["id"]), self._layouts.explainer
+        return _answer([] if explainer is None else await self._explained(explainer, pasts))
 
     async def prompt(self, request: Request) -> Response:
         """Answer `POST /v1/kvtier/explain`."""
@@ -49,22 +53,34 @@ class ExplainRoutes:
         if explainer is None:
             raise ApiError(404, "engines of kvtier explain their own requests: ask them", code="no_door")
         chain = BlockChain(explainer.block_size, ExtraKeys(cache_salt=asked.cache_salt or None))
-        chain.extend(asked.prompt)
+        await asyncio.to_thread(chain.extend, asked.prompt)
         if asked.request_id is None:
             found = await self._owner.ask(lambda: explained_prompt(self._layouts, explainer, asked.model, chain))
             if not found:
                 message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
                 raise ApiError(404, message, code="no_model", param="model")
-            return _answer(found)
-        request_id = asked.request_id
-        known = await self._explained(request_id)
-        if not await self._owner.ask(lambda: explainer.is_prompt_of(request_id, chain, len(asked.prompt), None)):
-            raise ApiError(409, "that lookup was of another prompt or cache_salt", code="other_prompt", param="prompt")
-        return _answer(known)
+            return _answer([await asyncio.to_thread(each.explanation) for each in found])
+        pasts = await self._pasts(asked.request_id)
 
-    async def _explained(self, request_id: str) -> Sequence[Explanation]:
+        def is_prompt_of_one() -> bool:
+            return any(explainer.is_prompt_of(past, chain, len(asked.prompt)) for past in pasts)
+
+        if not await asyncio.to_thread(is_prompt_of_one):
+            raise ApiError(409, "that lookup was of another prompt or cache_salt", code="other_prompt", param="prompt")
+        return _answer(await self._explained(explainer, pasts))
+
+    async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
+        """Explain one lookup after the other: the owner's thread serves engines between them, and works out none."""
+        found = []
+        for past in pasts:
+            evidence = await self._owner.ask(partial(explainer.evidence, past))
+            found.append(await asyncio.to_thread(evidence.explanation))
+        return found
+
+    async def _pasts(self, request_id: str) -> Sequence[Past]:
+        """The lookups of that id. ApiError 404 if there is none."""
         explainer = self._layouts.explainer
-        found = [] if explainer is None else await self._owner.ask(lambda: explainer.explain(request_id, None))
+        found = [] if explainer is None else await self._owner.ask(lambda: explainer.find(request_id, None))
         if not found:
             message = (
                 "no lookup of that id is remembered: thousands have come since, or an engine of kvtier made it, which "

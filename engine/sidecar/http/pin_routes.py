@@ -27,13 +27,14 @@ COMING_S = 10.0  # that an answer waits for what is read from disk …
 LOOK_S = 0.05  # … and how often it looks meanwhile
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1, max_length=1 << 20)]  # more than any model's context
 
 
 class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What is to be kept, and for how long: *seconds* from now, 0 to end it."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    token_ids: TokenIds
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
     salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
 
@@ -46,7 +47,8 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PinRoutes:
-    """Pins by asking the thread that owns the tiers. Prompts are named on the event loop's. Owned by the event loop."""
+    """Pins by asking the thread that owns the tiers. Prompts are named on a thread of their own. Owned by the event
+    loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -61,24 +63,26 @@ class PinRoutes:
     async def carry_out(self, asked: PinRequest) -> dict[str, object]:
         """Keep what is asked for; the answer. ApiError if that cannot be."""
         if not asked.seconds:
-            await self._owner.ask(lambda: self._sidecar.pins.unpin(asked.pin_id))
-            return _answer(asked.pin_id, 0.0, [])
+            pin_id = asked.pin_id
+            await self._owner.ask(lambda: self._sidecar.pins.unpin(pin_id))
+            return _answer(pin_id, 0.0, [])
         sizes = {layout.chunk_tokens for layout, _ in await self._owner.ask(lambda: self._layouts(asked.model))}
         if not sizes:
             message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
             raise ApiError(404, message, code="no_model", param="model")
-        blocks = {size: blocks_of_tokens(size, asked.salt, asked.token_ids) for size in sizes}
+        blocks = {size: await asyncio.to_thread(blocks_of_tokens, size, asked.salt, asked.token_ids) for size in sizes}
+        pin_id = asked.pin_id
 
         def begin() -> None:
             found = self._layouts(asked.model)
             wanted = [(tiers, blocks[layout.chunk_tokens]) for layout, tiers in found if layout.chunk_tokens in blocks]
-            self._sidecar.pins.pin(asked.pin_id, wanted, asked.seconds)
+            self._sidecar.pins.pin(pin_id, wanted, asked.seconds)
 
         try:
             await self._owner.ask(begin)
         except TooManyPins as error:
             raise ApiError(507, str(error), code="pins") from None
-        return _answer(asked.pin_id, asked.seconds, await self._settled(asked.pin_id))
+        return _answer(pin_id, asked.seconds, await self._settled(pin_id))
 
     async def unpin(self, request: Request) -> Response:
         """End the pin with this name."""

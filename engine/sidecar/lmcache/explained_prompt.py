@@ -1,7 +1,7 @@
-"""What would be found of a prompt if an engine looked it up now."""
+"""Evidence of what would be found of a prompt if an engine looked it up now."""
 
+from kvtier.engine.explain.evidence import Evidence
 from kvtier.engine.explain.explainer import Explainer
-from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
@@ -14,8 +14,8 @@ from kvtier.tiers.naming.tier import Reason, Tier
 NOT_TOLD = "What engines have on their devices no sidecar is told."
 
 
-def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Explanation]:
-    """Of the chain's tokens in each layout of the model with chunks of that size; on the thread that owns the tiers."""
+def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:
+    """Return the evidence in each layout of the model with chunks of that size. On the thread that owns the tiers."""
     return [
         _explained(tiers, explainer, chain)
         for tiers in layouts
@@ -29,7 +29,7 @@ def namespace_fields(layout: Layout) -> dict[str, str]:
     return {name: str(value) for name, value in layout.details().items() if name != "chunk_bytes"}
 
 
-def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> Explanation:
+def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> Evidence:
     found = [tiers.tiers.find(rank, chain.names) for rank in range(len(tiers.memories))]
     where = [_coldest([int(places[i]) for places in found]) for i in range(len(chain.names))]
     num_found = next((i for i, tier in enumerate(where) if tier is None), len(where))
@@ -40,7 +40,7 @@ def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> E
     depths = bytes(tier.depth for tier in where[:num_found] if tier is not None)
     trail = Trail(size, chain.names, depths, 0, misses)
     namespace = explainer.namespace_of(namespace_fields(tiers.layout))
-    return explainer.explain_now(trail, chain, tiers.ghosts, where, num_tokens, None, namespace)
+    return explainer.evidence_now(trail, chain, tiers.ghosts, where, num_tokens, None, namespace)
 
 
 def _coldest(places: list[int]) -> Tier | None:

@@ -343,7 +343,7 @@ def test_what_the_planner_would_not_load_from_the_sidecar_is_explained_as_too_co
     with engine(model, socket, scheduler={"load": "cost"}) as llm:
         until_found(llm, document)
         llm.core.planner.best = lambda demand, *_: Plan(0, int(demand.ends[len(demand.ends) // 2]))
-        found = llm.core.explain_prompt(document, NO_EXTRA_KEYS)
+        found = llm.core.explain_prompt(llm.core.chain(document, NO_EXTRA_KEYS)).explanation()
 
     (loaded, computed, *_) = found.rows
     assert loaded.tier in (Tier.HOST, Tier.DISK)

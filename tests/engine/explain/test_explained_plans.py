@@ -50,10 +50,11 @@ def test_what_the_planner_would_compute_costs_too_much_to_load(
         with_front_on_device(core)
         core.planner.best = lambda demand, *_: PLANS[kind](demand)
 
-        asked = core.explain_prompt(PROMPT, NO_EXTRA_KEYS)
+        asked = core.explain_prompt(core.chain(PROMPT, NO_EXTRA_KEYS)).explanation()
         request = add(core, PROMPT, max_tokens=1)
         finish(core)
-        past = core.explainer.explain(request.timeline.caller.request_id, None)[-1]
+        ended = core.explainer.find(request.timeline.caller.request_id, None)[-1]
+        past = core.explainer.evidence(ended).explanation()
 
     assert answers(asked) == [*ANSWERS[kind], (len(PROMPT), None, Reason.LAST_BLOCK)]
     assert answers(past) == answers(asked)
@@ -74,7 +75,7 @@ def test_the_planner_is_asked_as_for_a_request_and_counts_nothing(model: PreTrai
             return best(demand, num_tokens, busy_s, speeds)
 
         core.planner.best = listening
-        core.explain_prompt(PROMPT, NO_EXTRA_KEYS)
+        core.explain_prompt(core.chain(PROMPT, NO_EXTRA_KEYS)).explanation()
         counted = dict(core.planner.num_plans)
         add(core, PROMPT, max_tokens=1)
         core.scheduler.schedule()
@@ -90,6 +91,6 @@ def test_where_all_is_loaded_nothing_costs_too_much(model: PreTrainedModel, tmp_
 
     with engine(model, folder=tmp_path, load="always") as core:
         core.planner.best = lambda demand, *_: PLANS["nothing"](demand)
-        found = core.explain_prompt(PROMPT, NO_EXTRA_KEYS)
+        found = core.explain_prompt(core.chain(PROMPT, NO_EXTRA_KEYS)).explanation()
 
     assert answers(found) == [(HIT, Tier.DISK, None), (len(PROMPT), None, Reason.LAST_BLOCK)]

@@ -35,7 +35,7 @@ def test_the_nearest_is_the_one_that_comparing_tokens_finds(seed: int) -> None:
         begin = rng.choice(prompts)[: rng.randrange(30)] if prompts and rng.random() < 0.8 else []
         prompt = [*begin, *(rng.randrange(50_000) for _ in range(rng.randrange(1, 20)))]
 
-        found = known.nearest(printed(prompt), 0, known.num_added)
+        found = known.older(known.num_added).nearest(printed(prompt), 0)
 
         shared = max((num_equal(prompt, other) for other in prompts), default=0)
         if shared == 0:
@@ -53,16 +53,16 @@ def test_what_came_later_is_not_looked_at() -> None:
     before = known.num_added
     known.add(printed([1, 2, 3, 4, 5, 6]))
 
-    assert known.nearest(printed([1, 2, 3, 9]), 0, before) is None
-    assert known.nearest(printed([1, 2, 3, 9]), 0, known.num_added) == Nearest(3, True)
+    assert known.older(before).nearest(printed([1, 2, 3, 9]), 0) is None
+    assert known.older(known.num_added).nearest(printed([1, 2, 3, 9]), 0) == Nearest(3, True)
 
 
 def test_another_salt_shares_nothing() -> None:
     known = KnownPrompts()
     known.add(printed(list(range(20)), "ann"))
 
-    assert known.nearest(printed(list(range(20)), "bob"), 0, known.num_added) is None
-    assert known.nearest(printed(list(range(20)), "ann"), 0, known.num_added) == Nearest(20, False)
+    assert known.older(known.num_added).nearest(printed(list(range(20)), "bob"), 0) is None
+    assert known.older(known.num_added).nearest(printed(list(range(20)), "ann"), 0) == Nearest(20, False)
 
 
 @pytest.mark.parametrize("size", [4, 16, 24])
@@ -74,7 +74,7 @@ def test_one_token_that_differs_in_a_long_prompt_is_found(size: int) -> None:
 
     for place in [0, 511, 512, 2_900, 2_999, 3_000, *(rng.randrange(3_000) for _ in range(40))]:
         other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
-        found = known.nearest(printed_with(ExtraKeys(), other, size), 0, known.num_added)
+        found = known.older(known.num_added).nearest(printed_with(ExtraKeys(), other, size), 0)
         assert found == (Nearest(place, True) if place else None)
 
 
@@ -83,9 +83,11 @@ def test_an_adapter_is_a_part_of_what_each_block_continues() -> None:
     legal, other = (ExtraKeys(lora=Lora(name, "a digest")) for name in ("legal", "other"))
     known.add(printed_with(legal, list(range(20))))
 
-    assert known.nearest(printed_with(legal, [*range(14), 99, *range(9)]), 0, known.num_added) == Nearest(14, True)
-    assert known.nearest(printed_with(other, list(range(20))), 0, known.num_added) is None
-    assert known.nearest(printed(list(range(20))), 0, known.num_added) is None
+    assert known.older(known.num_added).nearest(printed_with(legal, [*range(14), 99, *range(9)]), 0) == Nearest(
+        14, True
+    )
+    assert known.older(known.num_added).nearest(printed_with(other, list(range(20))), 0) is None
+    assert known.older(known.num_added).nearest(printed(list(range(20))), 0) is None
 
 
 def test_an_image_is_a_part_of_the_blocks_that_it_is_in() -> None:
@@ -93,8 +95,8 @@ def test_an_image_is_a_part_of_the_blocks_that_it_is_in() -> None:
     cat, dog = (ExtraKeys(multimodal=(MultimodalItem(name, 2 * SIZE, SIZE),)) for name in ("cat", "dog"))
     known.add(printed_with(cat, [7] * 4 * SIZE))
 
-    assert known.nearest(printed_with(cat, [7] * 4 * SIZE), 0, known.num_added) == Nearest(4 * SIZE, False)
-    assert known.nearest(printed_with(dog, [7] * 4 * SIZE), 0, known.num_added) == Nearest(2 * SIZE, False)
+    assert known.older(known.num_added).nearest(printed_with(cat, [7] * 4 * SIZE), 0) == Nearest(4 * SIZE, False)
+    assert known.older(known.num_added).nearest(printed_with(dog, [7] * 4 * SIZE), 0) == Nearest(2 * SIZE, False)
 
 
 def test_so_many_prompts_are_known_and_no_more() -> None:
@@ -102,8 +104,8 @@ def test_so_many_prompts_are_known_and_no_more() -> None:
     for number in range(MOST_PROMPTS + 1):
         known.add(printed([number, 1, 2, 3, 4]))
 
-    assert known.nearest(printed([0, 1]), 0, known.num_added) is None
-    assert known.nearest(printed([1, 1]), 0, known.num_added) == Nearest(2, False)
+    assert known.older(known.num_added).nearest(printed([0, 1]), 0) is None
+    assert known.older(known.num_added).nearest(printed([1, 1]), 0) == Nearest(2, False)
 
 
 def test_the_oldest_prompts_make_way() -> None:
@@ -113,8 +115,8 @@ def test_the_oldest_prompts_make_way() -> None:
     for number in range(3):
         known.add(printed([1000 + number, *range(4 * SIZE - 1)]))
 
-    assert known.nearest(printed(first), 0, known.num_added) is None
-    assert known.nearest(printed([1002, *range(5)]), 0, known.num_added) == Nearest(6, False)
+    assert known.older(known.num_added).nearest(printed(first), 0) is None
+    assert known.older(known.num_added).nearest(printed([1002, *range(5)]), 0) == Nearest(6, False)
 
 
 def test_no_token_can_be_read_from_a_print() -> None:

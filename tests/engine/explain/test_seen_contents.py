@@ -29,9 +29,9 @@ def test_each_field_that_differs_is_named() -> None:
 
 def test_of_several_ways_the_one_most_alike_counts() -> None:
     contents = seen()
-    contents.add(b"a", Way(b"x", "legal", "two", None))
+    contents.add(b"a", Way(b"", "legal", "two", None))
     contents.add(b"a", PLAIN._replace(adapter="legal"))
-    contents.add(b"a", Way(b"x", "other", "two", None))
+    contents.add(b"a", Way(b"", "other", "two", None))
 
     assert contents.differing(b"a", PLAIN, contents.num_added) == ["adapter"]
 
@@ -42,6 +42,16 @@ def test_another_tenants_are_never_told_of() -> None:
 
     assert contents.differing(b"a", PLAIN._replace(tenant="bob", salt=b"y"), contents.num_added) == []
     assert contents.differing(b"a", PLAIN._replace(tenant="ann", salt=b"y"), contents.num_added) == ["cache_salt"]
+
+
+def test_without_keys_nothing_is_told_of_requests_with_another_salt() -> None:
+    contents = seen()
+    contents.add(b"a", PLAIN._replace(salt=b"victim", adapter="legal"))
+
+    for guess in (PLAIN, PLAIN._replace(salt=b"guess"), PLAIN._replace(adapter="other")):
+        assert contents.differing(b"a", guess, contents.num_added) == []
+    own = PLAIN._replace(salt=b"victim")
+    assert contents.differing(b"a", own, contents.num_added) == ["adapter"]
 
 
 def test_what_was_seen_later_did_not_matter_then() -> None:

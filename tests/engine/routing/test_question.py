@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from kvtier.engine.routing.question import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Question, read_question
+from kvtier.engine.routing.question import (
+    CHAT,
+    COMPLETIONS,
+    MAX_READ_BYTES,
+    MAX_VALUES,
+    MESSAGES,
+    RESPONSES,
+    Question,
+    read_question,
+)
 
 
 def read(path: str, content: object, session: str | None = None, who: str = "") -> Question | None:
@@ -114,3 +123,36 @@ def test_what_has_no_prompt_to_be_looked_for(path: str, body: bytes) -> None:
 def test_nonsense_is_the_replicas_to_refuse(content: object) -> None:
     for path in (COMPLETIONS, CHAT, MESSAGES, RESPONSES):
         assert read(path, content) is not None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b"7," * (MAX_VALUES + 1) + b"7]}",
+        b'{"messages":[' + b"{}," * (MAX_VALUES + 1) + b"{}]}",
+        b'{"prompt":"' + b"x" * MAX_READ_BYTES + b'"}',
+        b"[" * (MAX_READ_BYTES + 1),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
+def test_a_body_that_takes_long_to_read_is_compared_as_it_is(path: str, body: bytes) -> None:
+    found = read_question(path, body, "a conversation", "")
+
+    assert found is not None
+    assert found.text is body
+    assert (found.token_ids, found.tokenize) == (None, None)
+    assert found.session is not None
+
+
+def test_a_large_body_that_names_a_document_is_not_looked_for() -> None:
+    body = b'{"document_id":"a","prompt":"' + b"x" * MAX_READ_BYTES + b'"}'
+
+    assert read_question(COMPLETIONS, body, None, "") is None
+
+
+@pytest.mark.parametrize("prompt", [[1, True], [1, 2.5], [1, -1], [1, 1 << 32], [1, "a"], []])
+def test_a_list_with_anything_but_tokens_has_none(prompt: list[object]) -> None:
+    found = read(COMPLETIONS, {"prompt": prompt})
+
+    assert found is not None
+    assert found.token_ids is None

@@ -8,7 +8,7 @@ from kvtier.engine.routing.kv_event import Batch, BlockStored
 from kvtier.engine.routing.policy import Reason
 from kvtier.engine.routing.question import Question
 from kvtier.engine.routing.replica import Health, Replica
-from kvtier.engine.routing.router import RoutedPrompt, Router
+from kvtier.engine.routing.router import MAX_TOKENS, RoutedPrompt, Router
 
 SIZE = 16
 TOKENS = list(range(64 * SIZE))
@@ -69,3 +69,26 @@ def test_what_others_have_sent_to_a_replica_counts_as_load() -> None:
     router.replicas["a"].num_elsewhere = 20
 
     assert chosen(router) == ("b", Reason.LOAD)
+
+
+def test_one_long_prompt_displaces_a_small_part_of_what_is_known() -> None:
+    router = made("a", "b")
+    stores(router, "a")
+    long = router.prompt(Question(b""), np.zeros(4 * MAX_TOKENS, dtype=np.uint32), None, "")
+    router.sent(long, "b")
+
+    assert long.num_tokens == 4 * MAX_TOKENS  # what it costs to compute is known all the same
+    assert router.index.num_prefixes <= len(TOKENS) // SIZE + MAX_TOKENS // SIZE
+    assert router.choose(long).choice.name == "b"
+
+
+def test_a_replica_that_lies_about_sizes_and_adapters_takes_a_bounded_room() -> None:
+    router = made("a")
+    stores(router, "a")
+    for number in range(10_000):
+        size = 17 + number % 500
+        router.learn("a", Batch(0.0, [BlockStored([-1 - number], None, [7] * size, size, lora_name=f"lora {number}")]))
+
+    assert router.index.block_sizes[0] == SIZE
+    assert len(router.index.loras) <= 4096
+    assert "lora 9999" in router.index.loras

@@ -1,6 +1,7 @@
 """`/v1/kvtier/explain`: why a prompt was found or not, told by a real server to those whose request it was."""
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from serving import (
     tables,
 )
 from small_models import build, byte_tokenizer
+
+from kvtier.engine.explain.evidence import Evidence
+from kvtier.engine.explain.explanation import Explanation
 
 ANN, BOB = "sk-ann-1111", "sk-bob-3333"
 KEYS = {ANN: "ann", BOB: "bob"}
@@ -205,3 +209,42 @@ def test_another_namespace_is_told_from_the_file_beside_the_store(tmp_path: Path
     file = tmp_path / "store-seen"
     assert file.stat().st_mode & 0o777 == 0o600
     assert b"another seed" not in file.read_bytes()
+
+
+def test_an_id_that_many_requests_have_keeps_the_engine_for_a_moment_at_a_time(
+    server: ServerInThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked_out: list[int] = []
+    explanation = Evidence.explanation
+
+    def noted(evidence: Evidence) -> Explanation:
+        worked_out.append(threading.get_ident())
+        return explanation(evidence)
+
+    monkeypatch.setattr(Evidence, "explanation", noted)
+    for number in range(6):
+        ask(server, "same", prompt_of(200 + number))
+    come_true(lambda: server.ask(lambda core: len(core.explainer.find("same", None))) == 6)
+
+    found = server.get(f"{EXPLAIN}/same").json()["data"]
+
+    assert len(found) == len(worked_out) == 6
+    assert server.ask(lambda _: threading.get_ident()) not in worked_out
+
+
+def test_without_keys_a_guess_under_another_salt_is_told_nothing(server: ServerInThread) -> None:
+    messages = [{"role": "user", "content": "The board meets on Friday, and nobody else must know of that."}]
+    chat = {"model": MODEL, "messages": messages, "max_tokens": 1, "cache_salt": "the victim's"}
+    ask(server, "victims", prompt_of(300), cache_salt="the victim's")
+    assert server.post("/v1/chat/completions", json=chat, headers={"x-request-id": "chat"}).status_code == 200
+    come_true(lambda: server.ask(lambda core: len(core.explainer.find("chat", None))) == 1)
+
+    def told(**body: object) -> list[dict]:
+        answer = server.post(EXPLAIN, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["rows"]
+
+    for salt in ({}, {"cache_salt": "a guess"}):
+        assert told(prompt=prompt_of(300), **salt) == told(prompt=prompt_of(301), **salt)
+        other_text = {"chat_template_kwargs": {"today": "2026-11-23"}, **salt}
+        assert {row["missed"] for row in told(messages=messages, **other_text)} == {"never_seen", "last_block"}

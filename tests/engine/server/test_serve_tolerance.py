@@ -10,6 +10,7 @@ from serving import MODEL, ServerInThread, chat_tokenizer, serving, tables
 from small_models import VOCAB, build, byte_tokenizer
 
 from kvtier.engine.server.ignored_fields import MOST_NAMES, tell_ignored
+from kvtier.engine.server.request_body import MAX_VALUES
 
 QUESTION = {"role": "user", "content": "Hello?"}
 GREEDY = {"model": MODEL, "temperature": 0}
@@ -203,3 +204,13 @@ def test_pages_of_named_origins_alone_may_ask() -> None:
 def test_no_page_may_ask_unless_it_is_named(server: ServerInThread) -> None:
     answer = server.get("/v1/models", headers={"origin": "https://chat.example"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize", "/v1/kvtier/explain"])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(server: ServerInThread, path: str) -> None:
+    body = b'{"prompt":[' + b"7," * (MAX_VALUES + 1) + b"7]}"
+
+    answer = server.post(path, content=body)
+
+    assert answer.status_code == 413
+    assert f"{MAX_VALUES:,} values" in answer.json()["error"]["message"]

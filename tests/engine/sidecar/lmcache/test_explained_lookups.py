@@ -34,8 +34,8 @@ def client(bed: Bed) -> RawClient:
 
 def explained(bed: Bed, request_id: str) -> Explanation:
     assert bed.layouts.explainer is not None
-    (found,) = bed.layouts.explainer.explain(request_id, None)
-    return found
+    (found,) = bed.layouts.explainer.find(request_id, None)
+    return bed.layouts.explainer.evidence(found).explanation()
 
 
 def answers(found: Explanation) -> list[tuple[int, Tier | None, object]]:
@@ -54,7 +54,7 @@ def test_a_lookup_is_a_miss_and_then_a_hit(bed: Bed, client: RawClient) -> None:
     assert answers(explained(bed, "warm"))[0] == (WHOLE, Tier.HOST, None)
     assert explained(bed, "warm").notes == (NOT_TOLD,)
     assert bed.layouts.explainer is not None
-    assert bed.layouts.explainer.explain("unknown", None) == []
+    assert bed.layouts.explainer.find("unknown", None) == []
 
 
 def test_a_prompt_without_a_full_chunk_or_a_token_is_explained_too(bed: Bed, client: RawClient) -> None:
@@ -157,7 +157,8 @@ def test_a_prompt_is_explained_that_nobody_has_looked_up(bed: Bed, client: RawCl
     chain.extend(DOCUMENT)
     assert bed.layouts.explainer is not None
 
-    (found,) = explained_prompt(bed.layouts, bed.layouts.explainer, "m", chain)
+    (evidence,) = explained_prompt(bed.layouts, bed.layouts.explainer, "m", chain)
+    found = evidence.explanation()
 
     assert found.request_id is None
     assert answers(found)[0] == (2 * CHUNK, Tier.HOST, None)
