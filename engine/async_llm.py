@@ -193,7 +193,11 @@ class AsyncLLM:
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, in host memory and on disk too; False, and nothing changed, while requests run."""
+        """Evict every cached block, in host memory and on disk too. Blocks in a remote tier stay, and are found again.
+
+        Returns:
+            False if requests run; then nothing has changed.
+        """
         return await self.ask(lambda core: core.reset())
 
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:

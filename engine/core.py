@@ -28,7 +28,7 @@ from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.records.trail import Trail
-from kvtier.engine.remote_store import OpenRemote
+from kvtier.engine.remote_store import OpenRemote, remote_stays
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import FinishReason, Request
@@ -245,7 +245,14 @@ class EngineCore:
         return chain
 
     def reset(self) -> bool:
-        """Forget every block in every tier, once copies under way have ended; False while requests hold blocks."""
+        """Evict every block from device, host memory and disk, or from device and sidecar, once copies under way have
+        ended.
+
+        A remote tier keeps its blocks, because other machines share them, and they are found again.
+
+        Returns:
+            False if requests hold blocks, or if copies hang.
+        """
         if self.scheduler.running or self.scheduler.promoting:
             return False
         deadline = time.monotonic() + RESET_WAIT_S
@@ -256,6 +263,8 @@ class EngineCore:
         self.pins.unpin_all()  # the cache has ended them; their owners may pin as much again
         self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
+        if self._remote is not None:
+            log.info("reset: %s", remote_stays(self._remote.where))
         return True
 
     def abort(self, request: Request) -> None:

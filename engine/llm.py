@@ -119,7 +119,11 @@ class LLM:
         return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, in host memory and on disk too; False, and nothing changed, if copies hang."""
+        """Evict every cached block, in host memory and on disk too. Blocks in a remote tier stay, and are found again.
+
+        Returns:
+            False if copies hang; then nothing has changed.
+        """
         return self.core.reset()
 
     def statistics(self) -> EngineStatistics:

@@ -36,6 +36,14 @@ def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = No
     return OpenRemote(store, SealedRemote(store, codec, cipher), cipher, finished)
 
 
+def remote_stays(where: str) -> str:
+    """Return the sentence that says what a reset does not reach: the store at *where*, which machines share."""
+    return (
+        f"remote: blocks in {where} stay and are found again, because other machines share them; "
+        f"'kvtier forget-remote {where} --namespace HEX' deletes them, and the server's log names the namespace"
+    )
+
+
 def remote_store(config: RemoteConfig) -> RemoteStore:
     """The store at the configured URL. Raises as `open_remote`."""
     if config.is_redis:
@@ -92,6 +100,11 @@ class OpenRemote:
         self._cipher = cipher
         self._finished = finished
         self._asks = ThreadLane(finished, "ask", num_threads=NUM_ASKERS)
+
+    @property
+    def where(self) -> str:
+        """The store's address, for people."""
+        return self._store.where
 
     def lanes(self) -> dict[Route, Lane]:
         """New lanes to and from the store; their caller closes them."""

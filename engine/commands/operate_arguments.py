@@ -8,7 +8,7 @@ from typing import Any
 from kvtier.engine.commands.arguments import HelpFormatter, sent_text
 
 EXAMPLES = """examples:
-  kvtier operate reset --tenant acme            its blocks leave device, host memory and disk
+  kvtier operate reset --tenant acme            its blocks leave device, host memory and disk, not a remote tier
   kvtier operate reset --all --url http://127.0.0.1:9464       of a sidecar
   kvtier operate evict disk --bytes 100GiB      the oldest 100 GiB on disk
   kvtier operate spill                          what has no copy below is copied down; before a node is drained
@@ -38,7 +38,11 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     operate.set_defaults(run=run)
     verbs = operate.add_subparsers(title="verbs", required=True, metavar="VERB", dest="verb")
 
-    reset = _verb(verbs, "reset", "have blocks leave device, host memory and disk; leased and pinned ones stay")
+    reset = _verb(
+        verbs,
+        "reset",
+        "have blocks leave device, host memory and disk; leased and pinned ones stay, and those of a remote tier",
+    )
     which = reset.add_mutually_exclusive_group(required=True)
     which.add_argument("--tenant", type=sent_text, metavar="NAME", help="those of this tenant")
     which.add_argument(

@@ -32,8 +32,8 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Reset(Verb, frozen=True, kw_only=True):
-    """Have blocks leave every tier: those of a *tenant*, of the *namespace* whose name in hexadecimal begins so, or
-    *all*."""
+    """Have blocks leave every tier but the remote one: those of a *tenant*, of the *namespace* whose name in hex digits
+    begins so, or *all*."""
 
     tenant: _Text | None = None
     namespace: str | None = None

@@ -9,6 +9,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import encode, keyed
 from kvtier.engine.operating.purging import until_done
 from kvtier.engine.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+from kvtier.engine.remote_store import remote_stays
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
@@ -35,12 +36,14 @@ class OperatedEngine:
         self._pins: dict[str, tuple[CachePin, float]] = {}  # with the time when it ends
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict what is meant from device, host memory and disk."""
+        """Evict what is meant from device, host memory and disk. The answer says that a remote tier keeps its own."""
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         tiers = frozenset(Tier)
         if asked.namespace is not None and not (await self._ask(_namespace)).startswith(asked.namespace):
             tiers = frozenset({Tier.DISK})  # the other tiers have nothing of other models
-        return await self._purged(PurgeOrder(tiers, tenant, asked.namespace))
+        answer = await self._purged(PurgeOrder(tiers, tenant, asked.namespace))
+        remote = (await self._ask(lambda core: core.config)).remote
+        return answer if remote is None else {**answer, "note": remote_stays(remote.where)}
 
     async def evict(self, asked: Evict) -> Answer:
         """Evict the oldest of one tier."""

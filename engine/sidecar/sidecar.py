@@ -74,6 +74,7 @@ class Sidecar:
         self._request_log = request_log
         self._tracer = tracer
         self._remote = remote
+        self.remote_where = None if remote is None else remote.where
         self._clock = clock
         self.started_at = clock()
         self._is_stopping = False

@@ -114,6 +114,24 @@ def test_a_second_engine_finds_what_a_first_one_has_computed(model: PreTrainedMo
         assert request.tokens.num_tokens == NUM_TOKENS + 1
 
 
+def test_a_reset_leaves_what_machines_share_and_says_so(
+    llama: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"file://{tmp_path}/objects"
+    caplog.set_level(logging.INFO)
+    with engine(llama, url) as core:
+        share(core)
+
+        assert core.reset()
+
+        tokens = ask(core, DOCUMENTS[0]).tokens
+        assert tokens is not None
+        assert tokens.remote >= WHOLE - 16
+        assert tokens.device == tokens.host == 0
+    (said,) = [text for text in caplog.messages if text.startswith("reset:")]
+    assert f"blocks in {url} stay and are found again" in said
+
+
 def test_with_another_key_or_none_nothing_is_found(llama: PreTrainedModel, where: str, tmp_path: Path) -> None:
     keys = [tmp_path / name for name in ("one", "other")]
     for key in keys:

@@ -18,6 +18,7 @@ from kvtier.engine.dashboard.dashboard import Dashboard
 from kvtier.engine.dashboard.data_paths import DATA_PATHS
 from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.operating.routes import Operating
+from kvtier.engine.remote_store import remote_stays
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.paths import KVTIER, OPERATE
 from kvtier.engine.sidecar.config import SidecarConfig
@@ -141,7 +142,7 @@ class SidecarRoutes:
         return json_response({"num_left": 0})
 
     async def _clear(self, request: Request) -> Response:
-        """Forget every chunk, or those of the layout with this digest."""
+        """Evict every chunk, or those of the layout with this digest, from host memory and disk."""
         digest = _options(request, {"layout"}).get("layout")
 
         def clear() -> list[str]:
@@ -153,7 +154,8 @@ class SidecarRoutes:
         if digest is not None and not cleared:
             raise ApiError(404, f"no layout {digest[:64]!r}; /stats has the digests of all", code="no_layout")
         log.warning("http: %d layouts were cleared", len(cleared))
-        return json_response({"cleared": cleared})
+        remote = self._sidecar.remote_where
+        return json_response({"cleared": cleared} | ({} if remote is None else {"note": remote_stays(remote)}))
 
     async def _check(self, request: Request) -> Response:
         """All books agree, or the sentence that says which do not. The owner's thread goes on between two layouts."""

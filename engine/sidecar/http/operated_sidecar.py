@@ -4,6 +4,7 @@ import asyncio
 
 from kvtier.engine.operating.purging import until_done
 from kvtier.engine.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+from kvtier.engine.remote_store import remote_stays
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.sidecar.http.deeds import checked, spilled
 from kvtier.engine.sidecar.http.owner import Owner
@@ -25,9 +26,12 @@ class OperatedSidecar:
         self._purging = asyncio.Lock()  # two at a time would only make both slower
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict what is meant from host memory and disk; of all engines that are attached, and of earlier ones."""
+        """Evict what is meant from host memory and disk, of all engines that are attached, and of earlier ones. The
+        answer says that a remote tier keeps its blocks."""
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
-        return await self._purged(PurgeOrder(BELOW, tenant, asked.namespace))
+        answer = await self._purged(PurgeOrder(BELOW, tenant, asked.namespace))
+        remote = self._sidecar.remote_where
+        return answer if remote is None else {**answer, "note": remote_stays(remote)}
 
     async def evict(self, asked: Evict) -> Answer:
         """Evict the oldest of one tier."""

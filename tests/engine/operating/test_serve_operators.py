@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,9 +31,9 @@ def audit(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def operated(folder: Path, audit: Path) -> Iterator[ServerInThread]:
-    """Device, host and disk; two tenants, one operator."""
-    config = {**tables(), "disk": {"path": str(folder / "store"), "capacity": "64MiB"}}
+def operated(folder: Path, audit: Path, **more: object) -> Iterator[ServerInThread]:
+    """Device, host and disk, and *more* tables; two tenants, one operator."""
+    config = {**tables(), "disk": {"path": str(folder / "store"), "capacity": "64MiB"}, **more}
     with (
         closing(Operating(Operators(ApiKeys({TOKEN: "olga"})), AuditLog(str(audit)))) as operating,
         serving(build("llama"), config, {ANN: "ann", BOB: "bob"}, operating=operating) as address,
@@ -106,6 +107,24 @@ def test_everything_leaves_also_of_the_own_namespace(server: ServerInThread) -> 
     assert num_cached(server, ANN) == 0
     assert done(server, "reset", all=True)["tiers"]["device"]["blocks"] >= NUM_BLOCKS
     assert num_cached(server, ANN) == 0
+
+
+def test_a_reset_says_that_what_machines_share_stays(tmp_path: Path, audit: Path, capsys: Any) -> None:
+    url = f"file://{tmp_path}/objects"
+    with operated(tmp_path, audit, remote={"url": url}) as server:
+        server.complete(PROMPT, ANN, max_tokens=1)
+
+        answer = done(server, "reset", all=True)
+        assert main(["operate", "reset", "--tenant", "ann", "--url", server.url]) == 0
+
+    assert f"blocks in {url} stay and are found again" in answer["note"]
+    assert f"kvtier forget-remote {url} --namespace HEX" in answer["note"]
+    assert answer["note"] in capsys.readouterr().out.splitlines()
+    assert set(answer["tiers"]) == {"device", "host", "disk"}
+
+
+def test_without_a_remote_tier_a_reset_says_nothing_of_it(server: ServerInThread) -> None:
+    assert "note" not in done(server, "reset", all=True)
 
 
 @pytest.mark.long

@@ -50,6 +50,22 @@ def sidecar(tmp_path: Path, audit: Path) -> Iterator[RunningSidecar]:
         yield running
 
 
+def test_a_reset_and_a_clear_say_that_what_machines_share_stays(tmp_path: Path, audit: Path) -> None:
+    url = f"file://{tmp_path}/objects"
+    with (
+        closing(Operating(Operators(ApiKeys({TOKEN: "olga"})), AuditLog(str(audit)))) as operating,
+        running_sidecar(small_config(remote={"url": url}), operating=operating) as running,
+    ):
+        reset = operate(running, "reset", {"all": True}).json()
+        cleared = running.post("/clear").json()
+    with running_sidecar(small_config()) as running:
+        alone = running.post("/clear").json()
+
+    assert reset["note"] == cleared["note"]
+    assert f"blocks in {url} stay and are found again" in cleared["note"]
+    assert "note" not in alone
+
+
 def stats(running: RunningSidecar) -> dict:
     return running.get("/stats", headers={"Authorization": f"Bearer {HTTP_TOKEN}"}).json()
 
