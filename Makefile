@@ -102,7 +102,8 @@ test-slow: .venv/installed
 
 test-engines: .venv/installed .venv/foreign/installed .venv/sglang/installed
 	KVTIER_LMCACHE_PYTHON=$(CURDIR)/.venv/foreign/bin/python $(BIN)/pytest -q -m engines
-	.venv/sglang/bin/python -m pytest -q -m engines tests/engine/doors/test_sglang_storage.py
+	.venv/sglang/bin/python -m pytest -q -m engines tests/engine/doors/test_sglang_storage.py \
+		tests/engine/doors/test_sglang_namespace.py
 
 bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python

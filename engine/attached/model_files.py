@@ -20,11 +20,16 @@ def weights_digest(path: Path) -> str:
         )
     running = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
-            content = hashlib.file_digest(opened, "sha256").digest()
+        content = bytes.fromhex(digest_of_file(file))
         name = file.name.encode() if file == path else str(file.relative_to(path)).encode()
         running.update(len(name).to_bytes(4, "little") + name + content)
     return f"sha256 {running.hexdigest()}"
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the sha256 of a file, as text."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -14,7 +14,9 @@ from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pag
 from reading_list import count_lines, said_lines, said_sum
 
 from kvtier.engine.config import Config, as_config, tree_from_dict
+from kvtier.engine.doors.sglang_storage.options import JUDGED as SGLANG_OPTIONS
 from kvtier.engine.doors.vllm_connector import counts
+from kvtier.engine.doors.vllm_connector.options import JUDGED as VLLM_OPTIONS
 from kvtier.engine.doors.vllm_offloading import tier_counts
 from kvtier.engine.metrics.names import CATALOGUE
 from kvtier.engine.routing.metrics import CATALOGUE as ROUTERS
@@ -217,3 +219,9 @@ def test_no_test_imports_a_benchmark() -> None:
     imports = re.compile(r"^\s*(from|import) bench\b", re.MULTILINE)
 
     assert [path.name for path in tests if imports.search(path.read_text())] == []
+
+
+def test_the_page_of_namespaces_has_every_option_that_decides_bytes_and_no_other() -> None:
+    rows = re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "namespaces.md").read_text(), re.M)
+
+    assert rows == [*VLLM_OPTIONS.decides.items(), *SGLANG_OPTIONS.decides.items()]

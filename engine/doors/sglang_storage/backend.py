@@ -1,5 +1,6 @@
 """KVTierStorage: kvtier's disk as the storage of SGLang's HiCache."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,8 +12,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from kvtier.engine.doors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.engine.doors.sglang_storage.known_sglang import NotServed, check_config, check_pool, check_pool_name
 from kvtier.engine.doors.sglang_storage.page_runs import PageRuns
+from kvtier.engine.doors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 from kvtier.engine.doors.sglang_storage.settings import settings_of
+from kvtier.engine.doors.sglang_storage.storage_threads import StorageThreads
 from kvtier.engine.doors.staged_disk import Rows, StagedDisk
+from kvtier.engine.doors.weights_lineage import WeightsLineage
 from kvtier.tiers.naming.block_hash import BlockName
 
 INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
@@ -36,14 +40,23 @@ class KVTierStorage(HiCacheStorage):
         self._is_in_place = bool(extra_config.get("interface_v1", 0))
         self._disk: StagedDisk | None = None
         self._runs: PageRuns | None = None
+        self._naming = threading.Lock()  # SGLang calls from several threads
+        self._threads = StorageThreads()
+        self._lineage = WeightsLineage()
+        self._version: str | None = None  # of the weights, as SGLang labels them
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the disk for the pages of this pool."""
         check_pool(mem_pool_host)
         super().register_mem_pool_host(mem_pool_host)
         self._runs = PageRuns(mem_pool_host)
-        weights = self._settings.weights or weights_of(self._config.model_name)
-        namespace = namespace_of(self._config, mem_pool_host, self._runs.sizes, weights, self._is_in_place)
+        read = option_reader()
+        model, revision = read("model_path"), read("revision")
+        weights = self._settings.weights or weights_of(str(model), None if revision is None else str(revision))
+        facts = server_facts(read)
+        namespace = namespace_of(self._config, mem_pool_host, self._runs.sizes, weights, self._is_in_place, facts)
+        version = read("weight_version")
+        self._version = None if version is None else str(version)
         folder = folder_of(self._settings.path, self._config)
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.close()
@@ -63,7 +76,7 @@ class KVTierStorage(HiCacheStorage):
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many of the pages come before the first that is not on disk; waits for nothing."""
-        return 0 if self._disk is None else self._disk.num_held(names_of(keys))
+        return 0 if self._disk is None else self._disk.num_held(self._names(keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read pages into the pool; those before the first that cannot be had are there."""
@@ -74,7 +87,7 @@ class KVTierStorage(HiCacheStorage):
         def take(places: range, rows: Rows) -> None:
             runs.read(rows, pages[places.start : places.stop])
 
-        num_read = self._disk.load(names_of(keys), take)
+        num_read = self._disk.load(self._names(keys), take)
         return [place < num_read for place in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -86,7 +99,7 @@ class KVTierStorage(HiCacheStorage):
         def fill(places: range, rows: Rows) -> None:
             runs.write(rows, pages[places.start : places.stop])
 
-        return self._disk.store(names_of(keys), _parent(extra_info), fill)
+        return self._disk.store(self._names(keys), self._parent(extra_info), fill)
 
     def get(self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None) -> Any:
         """Read a page into a flat tensor of its size, and give that; None if it is not there."""
@@ -106,7 +119,7 @@ class KVTierStorage(HiCacheStorage):
                     target.copy_(row)
                     found[place] = target_locations[place]
 
-        self._disk.load(names_of(keys), take)
+        self._disk.load(self._names(keys), take)
         return found
 
     def set(
@@ -129,7 +142,7 @@ class KVTierStorage(HiCacheStorage):
             for page, row in zip(pages[places.start : places.stop], torch.from_numpy(rows), strict=True):
                 row.copy_(page)
 
-        return all(self._disk.store(names_of(keys), None, fill))
+        return all(self._disk.store(self._names(keys), None, fill))
 
     def clear(self) -> bool:
         """Delete all pages of this rank, model and layout; False if the disk could not."""
@@ -142,16 +155,24 @@ class KVTierStorage(HiCacheStorage):
         """Everything that is counted, by name; empty without a pool."""
         return {} if self._disk is None else asdict(self._disk.statistics())
 
+    def _names(self, keys: Sequence[str]) -> list[BlockName]:
+        """Return the names of pages, of another lineage once SGLang's weights may have been updated."""
+        with self._naming:
+            version = weights_version()
+            if self._threads.any_ended() or version not in (None, self._version):
+                self._version = version
+                self._lineage.begin_anew()
+            return [self._lineage.name(name) for name in names_of(keys)]
+
+    def _parent(self, extra_info: Any) -> BlockName | None:
+        """Return the page before the first of a call, where SGLang says so."""
+        prefix = getattr(extra_info, "prefix_keys", None)
+        return self._names(prefix[-1:])[0] if prefix else None
+
     def close(self) -> None:
         """Close the disk. A second call does nothing."""
         if self._disk is not None:
             self._disk.close()
-
-
-def _parent(extra_info: Any) -> BlockName | None:
-    """The page before the first of a call, where SGLang says so."""
-    prefix = getattr(extra_info, "prefix_keys", None)
-    return names_of(prefix[-1:])[0] if prefix else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

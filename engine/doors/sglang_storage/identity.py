@@ -2,25 +2,32 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.doors.sglang_storage.known_sglang import NotServed
+from kvtier.engine.doors.sglang_storage.server_facts import folder_of_model
 from kvtier.tiers.naming.block_hash import BlockName
 
-SCHEME = 1  # of names and rows; with another one nothing is found
+SCHEME = 2  # of names and rows; with another one nothing is found
 
 
-def namespace_of(config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool) -> bytes:
-    """16 bytes for all that decides a page's bytes beside SGLang's hash of its tokens.
+def namespace_of(
+    config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool, server: Mapping[str, object]
+) -> bytes:
+    """Return 16 bytes for all that decides a page's bytes beside SGLang's hash of its tokens.
 
-    *config*: SGLang's `HiCacheStorageConfig`. *runs*: bytes of the runs that a page consists of. *is_in_place*: whether
-    rows are runs, or pages as the pool flattens them.
+    Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        runs: Bytes of the runs that a page consists of.
+        is_in_place: Whether rows are runs; otherwise they are pages as the pool flattens them.
+        server: See `server_facts`.
     """
     facts = {
+        "server": server,
         "scheme": SCHEME,
         "sglang": _version("sglang"),
         "model": config.model_name,
@@ -57,23 +64,15 @@ def folder_of(path: str, config: Any) -> Path:
     return Path(path) / "-".join(parts)
 
 
-def weights_of(model_name: str | None) -> str:
-    """The digest of the files of the model that SGLang serves by that name. `NotServed` if they are not to be found."""
+def weights_of(model: str, revision: str | None) -> str:
+    """Return the digest of the files of the *model* that SGLang serves, a path or an id. `NotServed` without them."""
     try:
-        return weights_digest(_folder_of_model(model_name or ""))
+        return weights_digest(folder_of_model(model, revision))
     except (OSError, ValueError, ImportError) as error:
         raise NotServed(
-            f"nothing says which weights {model_name} has ({error}); "
+            f"nothing says which weights {model} has ({error}); "
             'say it with "weights" in hicache-storage-backend-extra-config, such as a revision'
         ) from None
-
-
-def _folder_of_model(name: str) -> Path:
-    if name and Path(name).exists():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, local_files_only=True))
 
 
 def _version(package: str) -> str:

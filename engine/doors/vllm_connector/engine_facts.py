@@ -6,34 +6,35 @@ from typing import Any
 import torch
 
 from kvtier.engine.attached.model_files import weights_digest
+from kvtier.engine.doors.judged_options import read_attribute
 from kvtier.engine.doors.vllm_connector.engine_layout import NotServed
+from kvtier.engine.doors.vllm_connector.options import JUDGED, length_facts
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
-    """Facts of this engine, by name. Rather too much than too little: a block of another namespace is computed again.
+    """Return the facts of this engine that decide its blocks' bytes, by name, those options among them that `JUDGED`
+    says decide them.
 
-    *weights* stands for the model's weights; without it their digest is taken. `NotServed`, which tells people to set
-    *weights_key*, if nothing says which weights the engine has.
+    Args:
+        weights: Stands for the model's weights; without it their digest is taken.
+        weights_key: The setting that `NotServed` tells people to use.
+
+    Raises:
+        NotServed: If nothing says which weights the engine has.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
 
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
     return {
+        **JUDGED.values(lambda path: read_attribute(vllm_config, path)),
+        **length_facts(model),
         "vllm": vllm_version,  # kernels may pack a block's bytes in another order
         "weights": weights or _weights(model, weights_key),
-        "load_format": str(vllm_config.load_config.load_format),
         "config": model.hf_config.to_json_string(use_diff=False),
-        "max_model_len": model.max_model_len,  # some rotary embeddings depend on it
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(cache.cache_dtype),
-        "hash": cache.prefix_caching_hash_algo,
         "hash_tokens": kv_cache_config.hash_block_size,
         "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
-        "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "platform": [current_platform.device_type, current_platform.get_device_name(), _instructions()],
-        "ranks": vllm_config.parallel_config.tensor_parallel_size,
     }
 
 

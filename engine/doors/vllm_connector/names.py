@@ -14,11 +14,16 @@ class RequestNames:
     of the adapter's weights, whose name alone vLLM hashes. A block of a group is named by the last of the hashes in
     it."""
 
-    def __init__(self, request: VllmRequest, adapter_digest: bytes, hash_tokens: int) -> None:
-        """*hash_tokens*: for how many tokens there is a hash."""
+    def __init__(self, request: VllmRequest, adapter_digest: bytes, hash_tokens: int, lineage: bytes = b"") -> None:
+        """Name the blocks of *request*.
+
+        Args:
+            hash_tokens: Number of tokens for which vLLM has a hash each.
+            lineage: The secret of the engine's `WeightsLineage`.
+        """
         self._request = request
         self._hash_tokens = hash_tokens
-        self._start = hashlib.sha256(b"kvtier vllm block\0" + adapter_digest)
+        self._start = hashlib.sha256(b"kvtier vllm block\0" + adapter_digest + lineage)
         self._names: list[BlockName] = []
 
     def num_blocks(self, block_size: int) -> int:

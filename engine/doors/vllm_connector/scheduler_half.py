@@ -110,9 +110,13 @@ class SchedulerHalf:
             self.side.on_report(report)
 
     def reset(self) -> bool:
-        """See `SchedulerSide.reset`. What is being stored is waited for, for some seconds at most."""
+        """Begin anew, and evict what was stored until now: see `SchedulerSide.begin_anew` and `SchedulerSide.clear`.
+
+        Waits some seconds at most for copies that are under way.
+        """
+        self.side.begin_anew()
         self._settle()
-        return self.side.reset()
+        return self.side.clear()
 
     def close(self) -> None:
         """End the session and all threads, once what was copied is published."""

@@ -14,6 +14,7 @@ from kvtier.engine.doors.vllm_connector.step_work import PageCopies, Segment, St
 from kvtier.engine.doors.vllm_connector.stores import Offer, Stores
 from kvtier.engine.doors.vllm_connector.taint import Placement, Taint
 from kvtier.engine.doors.vllm_connector.vllm_request import NULL_PAGE, Pages, VllmRequest
+from kvtier.engine.doors.weights_lineage import WeightsLineage
 from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tenant import tenant_of
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._mapped: bytes | None = None  # the segment that all workers have said they map
         self._waited_for: bytes | None = None  # one that they did not map within a deadline
         self._requests: dict[str, Tracked] = {}
+        self._lineage = WeightsLineage()
         self._next = _Next()
         self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
         self._taint = Taint(groups)
@@ -229,11 +231,26 @@ class SchedulerSide:
                 tracked.placement.pages = pages
                 self._end_placement(tracked)
 
-    def reset(self) -> bool:
-        """Forget every block below, for all engines that share them; whether that was done. The sidecar is waited
-        for."""
+    def begin_anew(self) -> None:
+        """Name all blocks that vLLM computes from now on apart from those until now, because its weights may be others.
+
+        vLLM resets its connector after an update of weights, and says nothing else of it: see `WeightsLineage`. Copies
+        that are under way are not published.
+        """
+        self._lineage.begin_anew()
+        self._stores.discard_all()
         for tracked in self._requests.values():
             self._drop(tracked)
+            tracked.names = tracked.offer = tracked.inquiry = None
+
+    def clear(self) -> bool:
+        """Evict every block of this namespace from the sidecar's host memory and disk, for all engines that share it.
+
+        Waits for the sidecar's answer. The remote tier keeps its blocks, because other machines share it.
+
+        Returns:
+            False if blocks are leased, or if the sidecar does not answer in time. True without a sidecar.
+        """
         self._tiers.poll()
         return not self._tiers.is_attached or self._tiers.clear()
 
@@ -257,7 +274,7 @@ class SchedulerSide:
             adapter = request.lora_request
             digest = NO_ADAPTER if adapter is None else self._adapters.digest(adapter)
             if digest is not None:
-                tracked.names = RequestNames(request, digest, self._hash_tokens)
+                tracked.names = RequestNames(request, digest, self._hash_tokens, self._lineage.secret)
                 tracked.offer = Offer(tracked.names, tenant_of(request.cache_salt), [0] * len(self._groups))
         return tracked
 

@@ -29,7 +29,7 @@ class Offer:
     num_offered: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Copied:
     """Blocks of one chain and group in a row, the last one first, and the slots that are to have their bytes."""
 
@@ -75,12 +75,12 @@ class Stores:
         self._on_stored = on_stored
         self._copying: dict[int, list[_Copied]] = {}  # by the number of the step
         self._under_way: set[tuple[int, BlockName]] = set()
-        self._num_digesting = 0  # rows
+        self._digesting: list[Sequence[_Copied]] = []
 
     @property
     def is_digesting(self) -> bool:
         """Whether digests are being taken of blocks that will be published then."""
-        return self._num_digesting > 0
+        return bool(self._digesting)
 
     def copies(self, step: int, offer: Offer, num_tokens: int, placement: Placement) -> list[PageCopies]:
         """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed when
@@ -118,6 +118,12 @@ class Stores:
             if of_group := [row for row in rows if row.group_id == group_id]:
                 self._take_digests(group_id, of_group)
 
+    def discard_all(self) -> None:
+        """Publish none of the blocks that are being copied or digested now."""
+        for rows in (*self._copying.values(), *self._digesting):
+            for row in rows:
+                row.is_discarded = True
+
     def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, placement: Placement) -> list[PageCopies]:
         size, pages = self._groups[group_id].block_size, placement.pages[group_id]
         names = offer.names.of(size, blocks.start, blocks.stop)
@@ -147,20 +153,20 @@ class Stores:
         wakes takes the interpreter's lock from the step that vLLM is in."""
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))
-        self._num_digesting += 1
+        self._digesting.append(rows)
 
         def on_taken(places: range, digests: Sequence[bytes] | None) -> None:
             if digests is not None:
                 digested.digests[places.start : places.stop] = digests
             digested.num_taken += len(places)
             if digested.num_taken == len(slots):
-                self._num_digesting -= 1
+                self._digesting.remove(rows)
                 self._publish(group_id, digested)
 
         self._digests.take(self._memories[group_id], slots, on_taken)
 
     def _publish(self, group_id: int, digested: _Digested) -> None:
-        if not all(digested.digests):  # one could not be taken
+        if not all(digested.digests) or any(row.is_discarded for row in digested.rows):
             self._give_back(digested.rows)
             return
         rows, owners, start = list[Row](), list[int](), 0

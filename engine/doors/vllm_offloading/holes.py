@@ -3,8 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from kvtier.tiers.naming.block_hash import BlockName
-
 MOST_HOLES = 8192  # those that were noted first are forgotten
 MOST_AT_ONCE = 64
 PAUSE_S = 1.0  # between two offers: a disk that has refused rests for a while
@@ -16,22 +14,26 @@ class Holes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._parents: OrderedDict[bytes, BlockName | None] = OrderedDict()
+        self._parents: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._next_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._parents)
 
-    def add(self, key: bytes, parent: BlockName | None) -> None:
-        """Note that this block was not stored; *parent* is the name of the one before it."""
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """Note that this block was not stored; *parent* is the key of the one before it."""
         if not self._parents:
             self._next_at = self._clock() + PAUSE_S
         self._parents[key] = parent
         while len(self._parents) > MOST_HOLES:
             self._parents.popitem(last=False)
 
-    def take(self) -> Mapping[bytes, BlockName | None]:
-        """Those to offer now, with the names of the blocks before them: none before the pause is over."""
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._parents.clear()
+
+    def take(self) -> Mapping[bytes, bytes | None]:
+        """Those to offer now, with the keys of the blocks before them: none before the pause is over."""
         if not self._parents or self._clock() < self._next_at:
             return {}
         self._next_at = self._clock() + PAUSE_S

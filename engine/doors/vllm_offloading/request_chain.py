@@ -40,7 +40,7 @@ class RequestChain:
             self._places[key] = len(keys)
             keys.append(key)
 
-    def parent(self, key: bytes) -> BlockName | None:
-        """The name of the block before it in its group; None if there is none, or it is not known."""
+    def parent(self, key: bytes) -> bytes | None:
+        """Return the key of the block before it in its group; None if there is none, or it is not known."""
         place = self._places.get(key, 0)
-        return name_of(self._groups[group_of(key)][place - 1]) if place else None
+        return self._groups[group_of(key)][place - 1] if place else None

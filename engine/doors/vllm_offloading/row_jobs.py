@@ -10,6 +10,7 @@ from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.disk_below.job import Outcomes
 from kvtier.engine.disk_below.row import Row
 from kvtier.engine.doors.vllm_offloading.request_chain import group_of, name_of
+from kvtier.engine.doors.weights_lineage import WeightsLineage
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -21,7 +22,7 @@ class EndedRows:
     is_load: bool
     keys: Collection[bytes]
     good: Collection[bytes]
-    parents: Mapping[bytes, BlockName | None]  # of a store's keys
+    parents: Mapping[bytes, bytes | None]  # keys of the blocks before a store's blocks
     took_s: float
 
 
@@ -38,10 +39,19 @@ class RowJobs:
         self._row_bytes = row_bytes
         self._clock = clock
         self._ended: deque[EndedRows] = deque()
+        self._lineage = WeightsLineage()
+
+    def begin_anew(self) -> None:
+        """Find no block that was stored until now, because the engine's weights may be others: see `WeightsLineage`."""
+        self._lineage.begin_anew()
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is on disk; waits for nothing."""
+        return self._disk.holds(self._name(key), group_of(key))
 
     def are_held(self, keys: Sequence[bytes]) -> list[bool]:
         """For each of these blocks, all of one group, whether it is on disk; waits for nothing."""
-        return self._disk.are_held([name_of(key) for key in keys], group_of(keys[0])) if keys else []
+        return self._disk.are_held([self._name(key) for key in keys], group_of(keys[0])) if keys else []
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read the blocks into these rows, which count as used lately then."""
@@ -50,9 +60,9 @@ class RowJobs:
         self._disk.touch(rows)
 
     def store(
-        self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], parents: Mapping[bytes, BlockName | None]
+        self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], parents: Mapping[bytes, bytes | None]
     ) -> None:
-        """Begin to write the blocks in these rows, given in the order of their prefix; *parents*: the names of the
+        """Begin to write the blocks in these rows, given in the order of their prefix; *parents*: the keys of the
         blocks before them."""
         rows = [self._row(key, chunk_id, parents.get(key)) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, False, keys, parents, self._disk.store(rows))
@@ -66,7 +76,7 @@ class RowJobs:
         the order of their prefix."""
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
-            self._disk.touch([Row(name_of(held[-1]), self._pool[:0], group_of(held[-1]))])
+            self._disk.touch([Row(self._name(held[-1]), self._pool[:0], group_of(held[-1]))])
 
     def take_ended(self) -> list[EndedRows]:
         """The jobs that have ended since the last call."""
@@ -82,19 +92,22 @@ class RowJobs:
         with suppress(BufferError):  # somebody looks at a row still
             self._pool.release()
 
-    def _row(self, key: bytes, chunk_id: int, parent: BlockName | None) -> Row:
+    def _row(self, key: bytes, chunk_id: int, parent: bytes | None) -> Row:
         start = int(chunk_id) * self._row_bytes
         memory = self._pool[start : start + self._row_bytes]
         if memory.nbytes != self._row_bytes:
             raise IndexError(f"chunk {chunk_id} of a pool of {self._pool.nbytes // self._row_bytes}")
-        return Row(name_of(key), memory, group_of(key), parent)
+        return Row(self._name(key), memory, group_of(key), None if parent is None else self._name(parent))
+
+    def _name(self, key: bytes) -> BlockName:
+        return self._lineage.name(name_of(key))
 
     def _tell_end(
         self,
         job_id: int,
         is_load: bool,
         keys: Sequence[bytes],
-        parents: Mapping[bytes, BlockName | None],
+        parents: Mapping[bytes, bytes | None],
         outcomes: Outcomes,
     ) -> None:
         began_at = self._clock()

@@ -89,6 +89,7 @@ class KVTier(SecondaryTierManager):
         self._guard.run(lambda: self._offer_again(parent), None)
 
     def drain_jobs(self) -> None:
+        self._guard.run_always(self._side.begin_anew, None)  # vLLM's `reset_cache` alone calls this
         if not self._guard.run_always(self._side.drain, True):
             log.error("kvtier: the disk has not ended what it began, and is closed; restart vLLM to have it again")
 

@@ -6,10 +6,9 @@ from itertools import groupby
 
 from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.doors.vllm_offloading.holes import Holes
-from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain, group_of, name_of
+from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain, group_of
 from kvtier.engine.doors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.engine.doors.vllm_offloading.tier_counts import TierCounts
-from kvtier.tiers.naming.block_hash import BlockName
 
 TOUCHED_KEYS = 256  # at the end of a request, of each group: what the disk has of it is mostly among the last ones
 GAUGES_EVERY_S = 1.0
@@ -40,7 +39,7 @@ class TierSide:
 
     def holds(self, key: bytes) -> bool:
         """Whether the block is on disk; waits for nothing."""
-        return self._disk.holds(name_of(key), group_of(key))
+        return self._jobs.holds(key)
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read blocks into rows of the pool."""
@@ -51,11 +50,11 @@ class TierSide:
         job_id: int,
         keys: Collection[bytes],
         chunk_ids: Iterable[int],
-        parents: Mapping[bytes, BlockName | None],
+        parents: Mapping[bytes, bytes | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
         """Begin to write blocks out of rows of the pool, in the order in which they end in their prompt; *parents*:
-        the names of the blocks before them."""
+        the keys of the blocks before them."""
         both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
         self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
 
@@ -88,8 +87,8 @@ class TierSide:
         for keys in chain.groups:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 
-    def take_holes(self) -> Mapping[bytes, BlockName | None]:
-        """Blocks that the disk did not take and may be offered now, with the names of those before them."""
+    def take_holes(self) -> Mapping[bytes, bytes | None]:
+        """Blocks that the disk did not take and may be offered now, with the keys of those before them."""
         holes = self._holes.take()
         absent = set[bytes]()
         for _, group in groupby(sorted(holes, key=group_of), group_of):
@@ -97,7 +96,7 @@ class TierSide:
             absent |= {key for key, is_held in zip(keys, self._jobs.are_held(keys), strict=True) if not is_held}
         return {key: parent for key, parent in holes.items() if key in absent}
 
-    def put_back(self, holes: Mapping[bytes, BlockName | None]) -> None:
+    def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
         """Keep these for another offer."""
         for key, parent in holes.items():
             self._holes.add(key, parent)
@@ -109,6 +108,12 @@ class TierSide:
         self._gauges_at = self._clock()
         tier = self._disk.statistics().tier
         return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
+
+    def begin_anew(self) -> None:
+        """Find no block that was stored until now: vLLM resets its cache after an update of weights, and drains its
+        tiers for that alone."""
+        self._jobs.begin_anew()
+        self._holes.clear()
 
     def drain(self) -> bool:
         """Wait until no row is read or written. A disk that keeps one for longer than it may is closed, and holds

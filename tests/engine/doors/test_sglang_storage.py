@@ -4,8 +4,10 @@ Runs in the environment with SGLang: `make test-engines`.
 """
 
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,13 @@ from foreign.sglang_bed import (  # noqa: E402  # it imports SGLang
     MLA_LAYOUTS,
     PAGE_SIZE,
     Controller,
+    HiCacheController,
     config,
     created,
+    label_weights,
     mha_pool,
     mla_pool,
+    server,
 )
 
 NUM_PAGES = 20
@@ -58,16 +63,17 @@ def extra_config(folder: Path, *, is_in_place: bool = True, **more: object) -> d
 
 @contextmanager
 def attached(folder: Path, pool: Any, *, is_in_place: bool = True, **facts: Any) -> Iterator[Controller]:
-    more = facts.pop("more", {})
+    more, options = facts.pop("more", {}), facts.pop("server", {})
     is_mla_model = "MLA" in type(pool).__name__
     storage_config = config(
         extra_config(folder, is_in_place=is_in_place, **more), **{"is_mla_model": is_mla_model, **facts}
     )
-    storage = created(storage_config, pool)
-    try:
-        yield Controller(storage, pool, is_in_place=is_in_place)
-    finally:
-        storage.close()
+    with server(**options):
+        storage = created(storage_config, pool)
+        try:
+            yield Controller(storage, pool, is_in_place=is_in_place)
+        finally:
+            storage.close()
 
 
 def indices(pages: list[int]) -> torch.Tensor:
@@ -143,6 +149,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "rank": (lambda: mha_pool("page_first"), {"tp_rank": 1, "tp_size": 2}),
     "stage": (lambda: mha_pool("page_first"), {"pp_rank": 1, "pp_size": 2}),
     "interface": (lambda: mha_pool("page_first"), {"is_in_place": False}),
+    "overrides": (lambda: mha_pool("page_first"), {"server": {"json_model_override_args": '{"rope_theta": 1}'}}),
+    "quantization": (lambda: mha_pool("page_first"), {"server": {"quantization": "fp8"}}),
+    "load format": (lambda: mha_pool("page_first"), {"server": {"load_format": "dummy"}}),
 }
 
 
@@ -156,6 +165,53 @@ def test_pages_of_another_engine_are_not_found(tmp_path: Path, what: str) -> Non
         assert controller.num_hit(TOKENS) == 0
         assert controller.backup(TOKENS, indices(SOURCE)) == NUM_TOKENS
     with attached(tmp_path, mha_pool("page_first")) as controller:
+        assert controller.num_hit(TOKENS) == NUM_TOKENS
+
+
+def test_what_decides_no_byte_finds_the_same_pages(tmp_path: Path) -> None:
+    with attached(tmp_path, mha_pool("page_first")) as controller:
+        controller.backup(TOKENS, indices(SOURCE))
+
+    with attached(tmp_path, mha_pool("page_first"), server={"max_running_requests": 3, "log_level": "info"}) as other:
+        assert other.num_hit(TOKENS) == NUM_TOKENS
+
+
+def test_after_a_reset_of_sglangs_cache_no_page_of_before_is_found(tmp_path: Path) -> None:
+    """SGLang resets its cache after an update of weights, and starts other threads that call the storage."""
+    pool = mha_pool("page_first")
+    expected = content(pool, SOURCE)
+    with attached(tmp_path, pool) as controller:
+        with ThreadPoolExecutor(1) as before:
+            before.submit(controller.backup, TOKENS, indices(SOURCE)).result()
+            assert before.submit(controller.num_hit, TOKENS).result() == NUM_TOKENS
+        with ThreadPoolExecutor(1) as after:
+            assert after.submit(controller.num_hit, TOKENS).result() == 0
+            pool.kv_buffer.neg_()
+            assert after.submit(controller.backup, TOKENS, indices(SOURCE)).result() == NUM_TOKENS
+            assert after.submit(controller.num_hit, TOKENS).result() == NUM_TOKENS
+
+    with attached(tmp_path, pool) as restarted:
+        assert restarted.prefetch(TOKENS, indices(TARGET)) == NUM_TOKENS
+        assert torch.equal(content(pool, TARGET), expected), "a restarted server has pages of updated weights"
+
+
+def test_sglangs_own_reset_of_its_controller_ends_the_threads_that_call_a_storage() -> None:
+    """What the backend goes by. If SGLang does otherwise, resets are not noticed any more."""
+    reset = inspect.getsource(HiCacheController.reset)
+
+    assert "self._stop_storage_threads()" in reset
+    assert "threading.Thread(" in reset
+
+
+def test_after_weights_have_another_version_no_page_of_before_is_found(tmp_path: Path) -> None:
+    with attached(tmp_path, mha_pool("page_first")) as controller:
+        controller.backup(TOKENS, indices(SOURCE))
+        assert controller.num_hit(TOKENS) == NUM_TOKENS
+
+        label_weights("step 2")
+
+        assert controller.num_hit(TOKENS) == 0
+        assert controller.backup(TOKENS, indices(SOURCE)) == NUM_TOKENS
         assert controller.num_hit(TOKENS) == NUM_TOKENS
 
 
@@ -214,7 +270,7 @@ def test_a_folder_that_cannot_be_used_is_a_storage_without_a_page(
     ("facts", "reason"),
     [
         ({"is_mla_model": True, "tp_size": 2}, "use --tp 1"),
-        ({"more": {"weights": None}, "model_name": "no/such-model"}, 'say it with "weights"'),
+        ({"more": {"weights": None}, "server": {"model_path": "no/such-model"}}, 'say it with "weights"'),
         ({"more": {"capasity": "1GiB"}}, "capasity"),
         ({"more": {"codec": "fp8"}}, "fp8"),
     ],

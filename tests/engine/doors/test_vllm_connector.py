@@ -288,6 +288,29 @@ def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(
     assert (float(computed), float(loaded), float(by_source)) == (2, 8 * BLOCK, 8 * BLOCK)
 
 
+def test_weights_that_are_updated_in_place_are_apart_from_those_of_other_engines(
+    sidecar: OwnSidecar, model: Path, tmp_path: Path
+) -> None:
+    one, others = prompt(9), make_model(PYTHON, tmp_path, seed=1)
+    with engine(others, sidecar) as expected:
+        right = expected.generate([prompt(9, 300)])
+    with engine(model, sidecar) as updated:
+        cold = updated.generate([one])
+        updated.reload(others)
+        updated.reset_all()
+        new, short = updated.generate([one]), updated.generate([prompt(9, 300)])
+        updated.reset()
+        again = updated.generate([one])
+    with engine(model, sidecar) as old:
+        found = old.generate([one])
+
+    assert new["scheduled"] == NUM_TOKENS, "blocks of the old weights are found"
+    assert (again["scheduled"], again["tokens"]) == (2, new["tokens"])
+    assert found["scheduled"] == NUM_TOKENS, "blocks of the new weights are found by an engine with the old ones"
+    assert found["tokens"] == cold["tokens"] != new["tokens"]
+    assert short["tokens"] == right["tokens"]
+
+
 def test_what_cannot_be_served_is_said_at_the_start(sidecar: OwnSidecar, model: Path) -> None:
     with pytest.raises(Exception, match="ended") as ended:
         Vllm(PYTHON, model, connector_config(sidecar.socket, deadline=1), disable_hybrid_kv_cache_manager=False)

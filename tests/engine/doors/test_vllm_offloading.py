@@ -207,6 +207,27 @@ def test_what_the_disk_did_not_take_is_offered_again_out_of_vllms_host_memory(mo
     assert again["tokens"] == cold["tokens"]
 
 
+def test_weights_that_are_updated_in_place_find_nothing_of_before_and_leave_the_disk_of_others_alone(
+    model: Path, store: Path, tmp_path: Path
+) -> None:
+    one, others = prompt(20), make_model(PYTHON, tmp_path, seed=1)
+    with engine(model, store) as updated:
+        cold = updated.generate([one])
+        updated.settle()
+        updated.reload(others)
+        updated.reset_all()
+        new = updated.generate([one])
+        updated.forget()
+        again = updated.generate([one])
+    with engine(model, store) as restarted:
+        found = restarted.generate([one])
+
+    assert new["scheduled"] == NUM_TOKENS, "blocks of the old weights are found"
+    assert (again["scheduled"], again["tokens"]) == (2, new["tokens"])
+    assert (found["scheduled"], found["tokens"]) == (2, cold["tokens"])
+    assert new["tokens"] != cold["tokens"]
+
+
 def test_a_batch_larger_than_the_host_pool_is_right_and_loads_what_fits(model: Path, store: Path) -> None:
     prompts = [prompt(seed, 6 * BLOCK + 2) for seed in range(10, 16)]
     block_bytes = 4 * 2 * 2 * 64 * BLOCK * 4

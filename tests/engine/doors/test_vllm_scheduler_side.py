@@ -370,7 +370,8 @@ def test_reset_forgets_all_of_it(bed: DoorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
 
-    assert bed.side.reset()
+    bed.side.begin_anew()
+    assert bed.side.clear()
 
     bed.listen()
     assert bed.run(bed.request(prompt)) == 0

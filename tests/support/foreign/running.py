@@ -190,6 +190,14 @@ class Vllm:
         self.settle()
         assert self._ask({"do": "forget"})["reset"], "vLLM did not forget its prefix cache and its host memory"
 
+    def reset_all(self) -> None:
+        """Have vLLM reset its prefix cache and its connector."""
+        assert self._ask({"do": "reset_all"})["reset"], "vLLM did not reset its connector"
+
+    def reload(self, model: Path) -> None:
+        """Load other weights into the model that runs."""
+        assert self._ask({"do": "reload", "path": str(model)})["reloaded"] == str(model)
+
     def offloading(self) -> dict[str, float]:
         """What vLLM's offloading has counted (`tiering_write_bytes KVTier`), less what is 0."""
         return dict(self._ask({"do": "offloading"}))

@@ -1,5 +1,8 @@
 """SGLang's own host pools, factory and cache controller around a storage backend; see `bare_sglang`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import foreign.bare_sglang  # noqa: F401  # first: it makes the others importable
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation, StorageOperation
@@ -9,6 +12,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_context
 
 PAGE_SIZE = 8
 NUM_LAYERS = 3
@@ -70,6 +74,22 @@ def config(extra_config: dict[str, object], **facts: object) -> HiCacheStorageCo
         "model_name": "some/model",
     }
     return HiCacheStorageConfig(**{**usual, **facts}, extra_config=extra_config)
+
+
+@contextmanager
+def server(**options: object) -> Iterator[None]:
+    """A server with these options in this process, as far as SGLang's own context is one."""
+    published = get_context().override_server_args(**options)
+    published.install()
+    try:
+        yield
+    finally:
+        published.restore()
+
+
+def label_weights(version: str) -> None:
+    """Do what SGLang's scheduler does after an update of weights that came with a version."""
+    get_context().override("scheduler.weight_version", weight_version=version)
 
 
 def created(storage_config: HiCacheStorageConfig, pool: MHATokenToKVPoolHost) -> HiCacheStorage:

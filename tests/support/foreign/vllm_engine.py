@@ -142,8 +142,26 @@ class Engine:
         return {"settled": not self.core.scheduler.has_requests()}
 
     def forget(self) -> dict:
-        """Forget the engine's own prefix cache, and what vLLM's offloading has in host memory."""
+        """Forget the engine's own prefix cache, and what vLLM's offloading has in host memory. The tiers below that are
+        not told of it: they would take it for an update of weights."""
+        manager = self.core.scheduler.connector.connector_scheduler.manager
+        below = getattr(manager, "secondary_tiers", None)
+        if below is None:
+            return self.reset_all()
+        manager.secondary_tiers = []
+        try:
+            return self.reset_all()
+        finally:
+            manager.secondary_tiers = below
+
+    def reset_all(self) -> dict:
+        """Forget the engine's own prefix cache, and all that its connector has."""
         return {"reset": self.llm.reset_prefix_cache(reset_connector=True)}
+
+    def reload(self, path: str) -> dict:
+        """Load other weights into the model that runs, as reinforcement learning does."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        return {"reloaded": path}
 
     def offloading(self) -> dict:
         """What vLLM's offloading has counted, by tier where it has several, less what is 0."""

