@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.documents.document import Form
 from kvtier.engine.llm import encode
-from kvtier.engine.text.chat_template import chat_prefix
+from kvtier.engine.text.chat_prefix import chat_prefix
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.tiers.naming.request_text import check_text
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Function, Tool, Too
 from kvtier.engine.text.chat_template import (
     PART_SEPARATOR,
     TEMPLATE_ERRORS,
+    LostContent,
     NotOfTheTemplate,
     TemplateValue,
     chat_text,
@@ -38,6 +39,18 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     cache_control: CacheControl | None = None
 
 
+class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A part of an earlier answer in which the model refused; it is text like any other."""
+
+    refusal: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
     """A part of a message that stands for the text of a document of `/v1/kvtier/documents`."""
 
@@ -54,26 +67,35 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
         raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
 
 
+Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
+
+
 class Message(msgspec.Struct, frozen=True):
     """One message. A client may send an answer of this server, or of another, back as it came: what is unknown here is
-    left out, see `unknown_fields`."""
+    left out, see `unknown_fields`. What a model has thought before its answer goes by several names."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | DocumentPart | ImagePart] | None = None
+    content: str | list[Part] | None = None
     cache_control: CacheControl | None = None  # of the message's last part, in the place of the part's own
     name: str | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None  # remarks about an answer; ignored
     tool_calls: list[PastCall] | None = None
+    reasoning_content: Any = None  # a text; anything else is ignored
+    reasoning: Any = None
+    thinking: Any = None
 
     def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
         """The message as templates know it, and one with these *traits* wants it: the role developer, which is younger
         than they are, becomes system."""
-        text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart))
-        written: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
+        role = "system" if self.role == "developer" else self.role
+        written: dict[str, Any] = {"role": role, "content": traits.content(role, text)}
+        if thoughts := self.thoughts:
+            written |= {"reasoning_content": thoughts, "thinking": thoughts}  # templates know one of the names, or none
         if self.tool_calls:
             written["tool_calls"] = [call.for_template(traits) for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -86,9 +108,16 @@ class Message(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
 
     @property
-    def parts(self) -> Sequence[TextPart | DocumentPart | ImagePart]:
-        """The message's parts; a content that is a text is one part."""
-        return [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
+    def parts(self) -> Sequence[Part]:
+        """The message's parts; a content that is a text is one part, and so is a refusal."""
+        said = [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
+        return [*(part for part in said if part != TextPart("")), TextPart(self.refusal)] if self.refusal else said
+
+    @property
+    def thoughts(self) -> str:
+        """What the model has thought before this answer; empty if that is not told."""
+        told = (self.reasoning_content, self.reasoning, self.thinking) if self.role == "assistant" else ()
+        return next((text for text in told if isinstance(text, str) and text), "")
 
     @property
     def document_ids(self) -> list[str]:
@@ -108,10 +137,10 @@ class Message(msgspec.Struct, frozen=True):
     def marked(self, number: int) -> "Message":
         """A copy of the message with a mark behind its part *number*, which is a text."""
         parts = [
-            TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart) else part
+            TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])
         ]
-        return msgspec.structs.replace(self, content=parts)
+        return msgspec.structs.replace(self, content=parts, refusal=None)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
         """A copy of the message with the texts of its documents, which *texts* has by id."""
@@ -195,7 +224,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
             raise ApiError(400, message, code="no_chat_template")
-        traits = self._traits(tokenizer)
+        traits = TemplateTraits.of(tokenizer, has_tools=bool(self.tools))
         if self.tools and not traits.writes_tools:
             message = (
                 "the model's chat template writes no tools; leave them out, or serve a model that was made for them"
@@ -212,11 +241,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
 
-    def _traits(self, tokenizer: PreTrainedTokenizerBase) -> TemplateTraits:
-        """How the template is told of tools; it is only asked if there is something to tell."""
-        has_calls = any(message.tool_calls or message.role == "tool" for message in self.messages)
-        return TemplateTraits.of(tokenizer) if self.tools or has_calls else PLAIN
-
     def _text(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -226,14 +250,26 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         is_asked: bool = True,
     ) -> str:
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
-        return chat_text(
-            tokenizer,
-            [message.answering(names).for_template(traits) for message in messages],
-            self._variables,
-            tools=[tool.for_template() for tool in tools],
-            is_continued=is_asked and self.continue_final_message,
-            is_asked=is_asked,
-        )
+        written = [message.answering(names).for_template(traits) for message in messages]
+
+        def write(messages: Sequence[Mapping[str, Any]]) -> str:
+            return chat_text(
+                tokenizer,
+                messages,
+                self._variables,
+                tools=[tool.for_template() for tool in tools],
+                is_continued=is_asked and self.continue_final_message,
+                is_asked=is_asked,
+            )
+
+        try:
+            text = write(written)
+        except TEMPLATE_ERRORS:
+            if not any(message.thoughts for message in messages):
+                raise
+            text = write([_without_thoughts(message) for message in written])  # some take them only in some messages
+        _check_kept(messages, traits, text)
+        return text
 
     def _breakpoints(
         self, tokenizer: PreTrainedTokenizerBase, traits: TemplateTraits, text: PrefixedText
@@ -274,6 +310,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
         return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+
+def _without_thoughts(written: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in written.items() if key not in ("reasoning_content", "thinking")}
+
+
+def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) -> None:
+    """LostContent if the template, which may lose what users say, has lost the last of it."""
+    if "user" not in traits.lost_roles:
+        return
+    said = next((message for message in reversed(messages) if message.role == "user"), None)
+    if said is not None and any(part.text.strip() not in text for part in said.parts if isinstance(part, TextPart)):
+        raise LostContent("it leaves out what the user says; use /v1/completions, or a tokenizer with another template")
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:

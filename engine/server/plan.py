@@ -23,6 +23,7 @@ from kvtier.engine.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
+from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra
 from kvtier.store.lmdb.data_file import capacity_within, most_bytes
 
@@ -218,8 +219,11 @@ def _remarks(
         if config.disk.capacity > free_bytes:
             yield f"disk.capacity: only {size_text(free_bytes)} are free, besides what a store there has already"
     try:
-        if checkpoint.tokenizer().chat_template is None:
+        tokenizer = checkpoint.tokenizer()
+        if tokenizer.chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
+        for role in sorted(TemplateTraits.of(tokenizer, has_tools=False).lost_roles):
+            yield f"/v1/chat/completions: the chat template leaves out what messages of the role {role} say"
     except ValueError:
         yield "the tokenizer: the model has none, and the server does not start without one"
 

@@ -50,6 +50,7 @@ from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.tool_calls.tool_use import ToolFormat
+from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,9 @@ async def load_app(
 
     try:
         tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
+        traits = await llm.with_tokenizer(partial(TemplateTraits.of, has_tools=False))
+        for role in sorted(traits.lost_roles):
+            log.warning("chat template: leaves out what messages of the role %s say", role)
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()

@@ -1,16 +1,12 @@
-"""Token ids of conversations, as the tokenizer's chat template writes them."""
+"""chat_text: a conversation as the tokenizer's chat template writes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-
-from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
 
 TemplateValue: TypeAlias = Any  # what JSON has
 
@@ -24,8 +20,11 @@ TEMPLATE_ERRORS = (
 )  # the others are what filters raise
 NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
 _NOT_THE_TEMPLATES = frozenset({"messages"})  # refused as variables, beside the parameters of `apply_chat_template`
-_MOST_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
-_QUESTIONS = ("What", "7")  # two that share no token
+_END_MARK = "\ue000kvtier end\ue001"  # of characters for private use, which no message has
+
+
+class LostContent(ValueError):
+    """The template leaves the text of a message out of the prompt."""
 
 
 class NotOfTheTemplate(ValueError):
@@ -41,57 +40,53 @@ def chat_text(
     is_continued: bool = False,
     is_asked: bool = True,
 ) -> str:
-    """A conversation up to the assistant's next message, or as far as its last message goes if that *is_continued*, or
-    if nobody *is_asked* to answer it; *variables* are the template's own.
+    """Return a conversation as the template writes it.
 
-    jinja2's TemplateError if the template refuses the messages, `NotOfTheTemplate` for a variable that is not the
-    template's.
+    Args:
+        messages: Their contents are in the form that the template takes, see `TemplateTraits.content`.
+        variables: The template's own.
+        is_continued: The text ends where the last message's content ends, for the answer to go on with.
+        is_asked: Otherwise the text ends with what begins the assistant's next message.
+
+    Raises:
+        jinja2.exceptions.TemplateError: The template refuses the messages.
+        NotOfTheTemplate: A variable is a parameter of applying the template.
+        LostContent: The template leaves out the message that is to be continued.
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
             raise NotOfTheTemplate(f"{name}: is no variable of the template's own; leave it out")
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
+        [*map(dict, messages[:-1]), _with_end_mark(messages[-1]) if is_continued else dict(messages[-1])],
         tools=[dict(tool) for tool in tools] or None,
         tokenize=False,
         add_generation_prompt=is_asked and not is_continued,
-        continue_final_message=is_continued,
         **variables,  # checked above: none of them is a parameter
     )
     assert isinstance(text, str)  # which tokenize=False gives
-    return text
+    return _up_to_end_mark(text, _text_of(messages[-1])) if is_continued else text
 
 
-def chat_token_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], limit: PromptLimit
-) -> list[int]:
-    """The token ids of a conversation up to the assistant's next message. Raises what `chat_text` raises, and
-    `TooManyTokens` beyond the *limit*."""
-    text = chat_text(tokenizer, messages)
-    limit.check_text(text)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return token_ids
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message whose content is a text, or a list with one part."""
+    content = message["content"]
+    return str(content if isinstance(content, str) else content[-1]["text"])
 
 
-def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
-    """The token ids that all conversations begin with whose first user message begins with *document*.
+def _with_end_mark(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the message whose text ends in a mark and a blank."""
+    marked = f"{_text_of(message)}{_END_MARK} "
+    content = marked if isinstance(message["content"], str) else [{"type": "text", "text": marked}]
+    return {**message, "content": content}
 
-    A *system* message may come before it. The *limit* is for these token ids. Raises what `chat_token_ids` raises.
+
+def _up_to_end_mark(text: str, content: str) -> str:
+    """Return what comes before the mark. Blanks at the end of *content* are dropped if the template drops them.
+
+    A template drops blanks if it dropped the one behind the mark. Those before the content are its own and stay.
     """
-    whole = replace(limit, most=limit.most + _MOST_BEHIND)
-    before = [] if system is None else [{"role": "system", "content": system}]
-    try:
-        first, second = (
-            chat_token_ids(
-                tokenizer, [*before, {"role": "user", "content": f"{document}{PART_SEPARATOR}{question}"}], whole
-            )
-            for question in _QUESTIONS
-        )
-    except TooManyTokens as error:
-        raise TooManyTokens(error.num_least - _MOST_BEHIND, limit.most) from None
-    num_common = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        num_common += 1
-    return first[:num_common]
+    before, mark, behind = text.rpartition(_END_MARK)
+    if not mark:
+        raise LostContent("it leaves out the last message, so that the answer cannot go on with it")
+    num_blanks = len(content) - len(content.rstrip()) if content.strip() else 0
+    return before[: len(before) - num_blanks] if num_blanks and not behind.startswith(" ") else before

@@ -1,10 +1,11 @@
-"""TemplateTraits: what a chat template makes of tools and calls, found by having it write some."""
+"""TemplateTraits: how a chat template wants messages, tools and calls, found by having it write some."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ PROBE = "kvtier_probe"  # the name of a tool that nobody has
 _VALUE = "kvtier_value"
 _ARGUMENTS = {_VALUE: 7}
 _IS_JSON = re.compile(rf'"{_VALUE}"\s*:\s*7')  # neither Python's notation of a dict, nor JSON within JSON
-_USER = {"role": "user", "content": "?"}
+_MARKER = "kvtiermarker"  # a text that no template writes by itself
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -32,38 +33,111 @@ _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "a0b1c2d3e"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How to tell a template of tools. The defaults are those of most templates."""
+    """What a template expects. The defaults are those of most templates."""
 
     writes_tools: bool = True
-    arguments_are_text: bool = False  # it writes those of past calls as they are; else it makes JSON of an object
+    arguments_are_text: bool = False  # it writes those of past calls as they are; else it takes an object
     ids_are_short: bool = False  # it refuses ids of calls that do not have nine characters
     call: str | None = None  # a call of PROBE as it writes one; None: it writes none
+    roles_of_parts: frozenset[str] = frozenset()  # roles whose text it only writes from a list of parts
+    lost_roles: frozenset[str] = frozenset()  # roles whose text it leaves out in either form
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Those of the tokenizer's template, which is asked a few times, in about a millisecond."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = True) -> Self:
+        """Return the traits of the template that the tokenizer uses with tools, or without them.
+
+        The template is asked about ten times, which takes a few milliseconds, and only for the first request.
+        """
         if tokenizer.chat_template is None:
             return cls(writes_tools=False)
-        writes_tools = PROBE in (_written(tokenizer, [_USER], [_TOOL]) or "")
+        known = _known.setdefault(tokenizer, {})
+        key = (str(tokenizer.chat_template), has_tools)
+        if key not in known:
+            known[key] = cls._probed(tokenizer, has_tools)
+        return known[key]  # type: ignore[return-value]  # there are no subclasses
+
+    @classmethod
+    def _probed(cls, tokenizer: PreTrainedTokenizerBase, has_tools: bool) -> Self:
+        of_parts, lost = _content_forms(tokenizer, [_TOOL] if has_tools else [])
+        user = {"role": "user", "content": _content("?", is_parts="user" in of_parts)}
+        writes_tools = PROBE in (_written(tokenizer, [user], [_TOOL]) or "")
+        text = _content("", is_parts="assistant" in of_parts)
         for call_id, arguments in product((_LONG_ID, _SHORT_ID), (_ARGUMENTS, '{"kvtier_value": 7}')):
-            call = _call(tokenizer, call_id, arguments)
+            call = _call(tokenizer, user, text, call_id, arguments)
             if call is not None and _IS_JSON.search(call):
-                return cls(writes_tools, isinstance(arguments, str), call_id == _SHORT_ID, call)
-        return cls(writes_tools, call=_call(tokenizer, _LONG_ID, _ARGUMENTS))
+                return cls(writes_tools, isinstance(arguments, str), call_id == _SHORT_ID, call, of_parts, lost)
+        call = _call(tokenizer, user, text, _LONG_ID, _ARGUMENTS)
+        return cls(writes_tools, call=call, roles_of_parts=of_parts, lost_roles=lost)
+
+    def content(self, role: str, text: str) -> str | list[dict[str, str]]:
+        """Return *text* in the form in which the template writes the content of messages of that role."""
+        return _content(text, is_parts=role in self.roles_of_parts)
 
 
 PLAIN = TemplateTraits()
+_known: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, bool], TemplateTraits]]" = WeakKeyDictionary()
 
 
-def _call(tokenizer: PreTrainedTokenizerBase, call_id: str, arguments: object) -> str | None:
-    """What the template writes of an answer that is a call; None if it refuses it, or leaves it out."""
-    function = {"name": PROBE, "arguments": arguments}
-    answer = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
-    before, whole = _written(tokenizer, [_USER], [_TOOL]), _written(tokenizer, [_USER, answer], [_TOOL])
+def _content(text: str, *, is_parts: bool) -> str | list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if is_parts else text
+
+
+def _content_forms(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the roles whose text the template only writes from a list of parts, and those whose text it always loses.
+
+    A marker in the role's message must appear in the rendered prompt. A role that the template refuses is in neither
+    set: it will refuse a request's message too, so that nothing is lost unnoticed.
+    """
+    of_parts: set[str] = set()
+    lost: set[str] = set()
+    for role in ("user", "system", "assistant", "tool") if tools else ("user", "system", "assistant"):
+        as_text, as_parts = (
+            _is_written(tokenizer, _conversation(role, _content(_MARKER, is_parts=is_parts), of_parts), tools)
+            for is_parts in (False, True)
+        )
+        if as_parts and not as_text:
+            of_parts.add(role)
+        elif as_text is False:
+            lost.add(role)
+    return frozenset(of_parts), frozenset(lost)
+
+
+def _conversation(role: str, content: object, of_parts: Collection[str]) -> list[Mapping[str, Any]]:
+    """Return the shortest conversation with a message of that role that strict templates accept."""
+    message = {"role": role, "content": content}
+    user = {"role": "user", "content": _content("?", is_parts="user" in of_parts)}
+    if role == "user":
+        return [message]
+    if role == "system":
+        return [message, user]
+    if role == "assistant":
+        return [user, message, user]
+    answer = _calling(_content("", is_parts="assistant" in of_parts), _SHORT_ID, _ARGUMENTS)
+    return [user, answer, {**message, "name": PROBE, "tool_call_id": _SHORT_ID}]
+
+
+def _is_written(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> bool | None:
+    """Return whether the marker is in what the template writes; None if it refuses the messages."""
+    written = _written(tokenizer, messages, tools)
+    return None if written is None else _MARKER in written
+
+
+def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]:
+    """Return an answer of the assistant's that calls PROBE."""
+    call = {"id": call_id, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _call(
+    tokenizer: PreTrainedTokenizerBase, user: Mapping[str, Any], content: object, call_id: str, arguments: object
+) -> str | None:
+    """Return what the template writes of an answer that is a call; None if it refuses it, or leaves it out."""
+    before = _written(tokenizer, [user], [_TOOL])
+    whole = _written(tokenizer, [user, _calling(content, call_id, arguments)], [_TOOL])
     if before is None or whole is None:
         return None
     num_common = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))

@@ -103,7 +103,9 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """What a model has thought before an earlier answer. It is no part of a prompt, at Anthropic neither."""
+    """What a model has thought before an earlier answer, which goes to templates that take thoughts."""
+
+    thinking: str = ""
 
     def parts(self) -> list[TextPart | DocumentPart]:
         """No part."""
@@ -111,7 +113,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
 
 
 class RedactedThinkingBlock(ThinkingBlock, frozen=True, tag="redacted_thinking"):
-    """The same, encrypted."""
+    """The same, encrypted, so that no template can be told of it."""
 
 
 class ImageBlock(_Unsupported, frozen=True, tag="image"):

@@ -10,6 +10,7 @@ from kvtier.engine.server.anthropic.blocks import (
     Block,
     Blocks,
     TextBlock,
+    ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
     blocks_of,
@@ -20,7 +21,7 @@ from kvtier.engine.server.cache_control import CacheControl
 from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message
 from kvtier.engine.server.generation_request import KvtierOptions, Text
 from kvtier.engine.server.tool_calls.tool import MOST_TOOLS
-from kvtier.engine.text.chat_template import TemplateValue
+from kvtier.engine.text.chat_template import PART_SEPARATOR, TemplateValue
 
 # Anthropic's parameters that say nothing about the answer: any value is let pass …
 IGNORED = frozenset({"diagnostics", "inference_geo", "metadata", "service_tier", "user_profile_id", "workspace_id"})
@@ -100,7 +101,9 @@ def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     controls = [use.cache_control for use in uses if use.cache_control is not None]
     calls = [use.call() for use in uses] or None
-    yield Message("assistant", [*parts_of(blocks)], controls[-1] if controls else None, tool_calls=calls)
+    thoughts = PART_SEPARATOR.join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    control = controls[-1] if controls else None
+    yield Message("assistant", [*parts_of(blocks)], control, tool_calls=calls, reasoning_content=thoughts)
 
 
 def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:

@@ -14,7 +14,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
     """Which function was called, and its arguments, a text of JSON."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
 
 
 class PastCall(msgspec.Struct, frozen=True):
@@ -32,14 +32,24 @@ class PastCall(msgspec.Struct, frozen=True):
     def _arguments(self, traits: TemplateTraits) -> object:
         given = self.function.arguments
         if traits.arguments_are_text:
-            return given if isinstance(given, str) else msgspec.json.encode(given).decode()
-        if not isinstance(given, str):
-            return given
-        try:
-            read = msgspec.json.decode(given or "{}")
-        except (msgspec.DecodeError, RecursionError):  # a model wrote them: what it wrote stays as it is
-            return given
-        return read if isinstance(read, dict) else given
+            return (given or "{}") if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+        return given if isinstance(given, dict) else _as_object(given)
+
+
+def _as_object(arguments: str | None) -> dict[str, Any]:
+    """Return the arguments as the object that templates go through, also if they are none.
+
+    A model may have written them, or `max_tokens` cut them off: what is there of them is the object's only value.
+    """
+    try:
+        read = msgspec.json.decode(arguments or "null")
+        if isinstance(read, str):  # JSON within JSON
+            read = msgspec.json.decode(read)
+    except (msgspec.DecodeError, RecursionError):
+        read = arguments
+    if read is None:
+        return {}
+    return read if isinstance(read, dict) else {"arguments": read}
 
 
 def template_id(call_id: str, traits: TemplateTraits) -> str:

@@ -39,7 +39,7 @@ from kvtier.engine.documents.prefills import PATIENCE_S, DocumentPrefills
 from kvtier.engine.documents.worker import Residence, Status
 from kvtier.engine.scheduling.request import Completion
 from kvtier.engine.scheduling.timed_pins import TimedPins
-from kvtier.engine.text.chat_template import chat_prefix, chat_token_ids
+from kvtier.engine.text.chat_prefix import chat_prefix, chat_token_ids
 from kvtier.engine.text.least_tokens import LeastTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.store.owner_lock import FolderInUse
@@ -217,7 +217,7 @@ def test_with_tokens_of_many_characters_nearly_all_of_a_document_is_common_to_it
         limit = PromptLimit(LeastTokens(tokenizer), num_ids=len(tokenizer), most=1_000_000)
         prefix = chat_prefix(tokenizer, None, text, limit)
         for question in ("Who?", "what", "\n", "7", "", " it", ".", "…"):
-            asked = chat_token_ids(tokenizer, [{"role": "user", "content": f"{text}\n{question}"}], limit)
+            asked = chat_token_ids(tokenizer, None, f"{text}\n{question}", limit)
             same = [one == other for one, other in zip(prefix, asked, strict=False)]
             lost.append(len(prefix) - [*same, False].index(False))
             assert len(prefix) > 50

@@ -38,13 +38,13 @@ def test_unknown_fields_of_messages_change_nothing_and_are_told_once(
 
     with caplog.at_level(logging.INFO, "kvtier.engine.server.ignored_fields"):
         for _ in range(2):
-            told = chat(server, QUESTION, {**answers, "reasoning_content": "Greet.", "mood": 1}, QUESTION)
+            told = chat(server, QUESTION, {**answers, "humour": "Dry.", "mood": 1}, QUESTION)
 
     assert told == plain
     told_by = "kvtier.engine.server.ignored_fields"  # another test may have had all loggers say more
     assert [record.getMessage() for record in caplog.records if record.name == told_by] == [
+        "messages: the field 'humour' is not known here and ignored",
         "messages: the field 'mood' is not known here and ignored",
-        "messages: the field 'reasoning_content' is not known here and ignored",
     ]
 
 
