@@ -24,6 +24,7 @@ from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.grammar import Grammar
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
@@ -135,7 +136,7 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
-        grammar = await self._grammar(sampling, caller.tenant)
+        grammar = None if sampling is None else await self.grammar_of(sampling.structured_outputs, caller.tenant)
         core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
         keys = keyed(core, extra, lora, cache_salt)
         params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
@@ -157,8 +158,16 @@ class AsyncLLM:
         finally:
             self._thread.put(lambda core: self._abort(core, stream))
 
-    async def _grammar(self, sampling: SamplingParams | None, tenant: str | None) -> Grammar | None:
-        if sampling is None or (asked := sampling.structured_outputs) is None:
+    async def grammar_of(self, asked: StructuredOutputs | None, tenant: str | None = None) -> Grammar | None:
+        """Compile what is *asked* of a text in one of the tokenizer's threads, when it is *tenant*'s turn.
+
+        Returns:
+            The grammar, which is kept for requests that ask the same; None if nothing is asked.
+
+        Raises:
+            WrongParameter: It is no grammar, cannot be enforced, or takes too much time or memory.
+        """
+        if asked is None:
             return None
         grammars = self._loaded_engine().core.grammars
         return await self.with_tokenizer(lambda _: grammars.compile(asked), tenant)
@@ -181,6 +190,11 @@ class AsyncLLM:
     def longest_request(self) -> int:
         """Tokens that a prompt and its continuation may have together."""
         return self._loaded_engine().core.longest_request
+
+    @property
+    def model_tokens(self) -> int | None:
+        """Tokens that the model takes, whatever the device has room for; None if it has no limit."""
+        return self._loaded_engine().core.runner.max_tokens
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

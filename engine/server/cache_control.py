@@ -1,7 +1,7 @@
 """CacheControl: the key `cache_control` of a part of a prompt, as Anthropic has it: the prompt is kept up to there."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,10 +10,14 @@ TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks to keep the prompt up to the end of the part that has it, until that was not read for *ttl*."""
+    """Asks to keep the prompt up to the end of the part that has it, until that was not read for *ttl*.
+
+    Who may read it at Anthropic, the *scope*, changes nothing here: a tenant's blocks are its own.
+    """
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
+    scope: Any = None
 
     @property
     def ttl_s(self) -> float:

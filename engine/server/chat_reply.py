@@ -10,13 +10,11 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.event_stream import DONE, data_event
 from kvtier.engine.server.generation_request import MOST_LOGPROBS, StreamOptions
 from kvtier.engine.server.prompt_logprobs import prompt_logprobs
-from kvtier.engine.server.reply import Answer, chunk_fields, envelope
+from kvtier.engine.server.reply import Answer, CountedTokens, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Reader, TextDelta, read_whole
 from kvtier.engine.server.tool_calls.tool_use import ToolUse
 from kvtier.engine.server.usage import Usage
-
-_PART_OF_A_CHARACTER = "\ufffd"
 
 
 class ChatReply:
@@ -40,6 +38,7 @@ class ChatReply:
         self._options = options
         self._readers: dict[int, Reader] = {}  # of choices that have begun
         self._calling: set[int] = set()  # choices with a call
+        self._counted = CountedTokens()
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
         choices = [self._whole_choice(answer) for answer in answers]
@@ -48,7 +47,9 @@ class ChatReply:
     def events(self, index: int, piece: Piece) -> Iterator[bytes]:
         if index not in self._readers:
             self._readers[index] = self._tools.reader()
+            self._counted.begin(index, piece)
             yield self._event(index, {"role": "assistant", "content": ""})
+        self._counted.add(index, piece)
         logprobs = self._logprobs([piece.logprobs]) if piece.logprobs else None
         for delta in self._read(index, piece):
             yield self._event(index, self._written(index, delta), logprobs)
@@ -108,7 +109,7 @@ class ChatReply:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         varying = delta.get("tool_calls", delta.get("content", ""))
-        fields = chunk_fields(self._options, varying, logprobs)
+        fields = chunk_fields(self._options, varying, logprobs, self._counted.usage(index))
         return data_event({**self._chunk_head, "choices": [choice], **fields})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
@@ -121,9 +122,9 @@ class ChatReply:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, object]:
-        token = self._text.of(token_id)
-        content = None if _PART_OF_A_CHARACTER in token else list(token.encode())
-        return {"token": token, "logprob": finite(logprob), "bytes": content}
+        content = self._text.bytes_of(token_id)
+        told = None if content is None else list(content)
+        return {"token": self._text.of(token_id), "logprob": finite(logprob), "bytes": told}
 
 
 def finish_reason(completion: Completion, *, has_calls: bool) -> str:

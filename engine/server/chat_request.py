@@ -27,7 +27,12 @@ from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
 
-CHAT_NEUTRAL = NEUTRAL | {"echo": (False,)}
+CHAT_NEUTRAL = NEUTRAL | {
+    "add_special_tokens": (False,),  # the template writes them
+    "best_of": (1,),
+    "documents": ([],),
+    "echo": (False,),
+}
 MOST_MESSAGES = 10_000  # a template handles each message in Python
 _HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 
@@ -171,7 +176,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     """A conversation to continue. Without a limit the answer may fill what the longest request has left.
 
     Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
-    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. What
+    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. Without
+    *add_generation_prompt* the prompt ends with the last message. What
     *reasoning_effort* says, the template is told too, by that name. It is told of *tools* whatever *tool_choice* is, so
     that the prompts of one conversation begin alike.
     """
@@ -181,6 +187,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     reasoning_effort: Text | None = None
     max_tokens: TokenCount | None = None
@@ -259,7 +266,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
                 self._variables,
                 tools=[tool.for_template() for tool in tools],
                 is_continued=is_asked and self.continue_final_message,
-                is_asked=is_asked,
+                is_asked=is_asked and self.add_generation_prompt,
             )
 
         try:

@@ -10,7 +10,7 @@ from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.event_stream import DONE, data_event
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.server.prompt_logprobs import prompt_logprobs
-from kvtier.engine.server.reply import Answer, chunk_fields, envelope
+from kvtier.engine.server.reply import Answer, CountedTokens, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.usage import Usage
 
@@ -29,6 +29,7 @@ class CompletionReply:
         self._options = asked.chunk_options
         self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
         self._begun: set[int] = set()
+        self._counted = CountedTokens()
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
         choices = []
@@ -40,12 +41,15 @@ class CompletionReply:
         return {**self._head, "choices": choices, **self._used()}
 
     def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+        self._counted.begin(index, piece)
+        self._counted.add(index, piece)
         echoes = self._asked.echo and index not in self._begun
         if piece.text or piece.logprobs or piece.completion or echoes:
             logprobs = [] if piece.logprobs is None else [piece.logprobs]
             finish_reason = None if piece.completion is None else piece.completion.finish_reason
             choice = self._choice(index, piece.text, logprobs, finish_reason, piece.prompt_logprobs)
-            fields = chunk_fields(self._options, str(choice["text"]), choice["logprobs"])
+            usage = self._counted.usage(index)
+            fields = chunk_fields(self._options, str(choice["text"]), choice["logprobs"], usage)
             yield data_event({**self._head, "choices": [choice], **fields})
 
     def last_events(self) -> Iterator[bytes]:
@@ -78,14 +82,13 @@ class CompletionReply:
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, scored: _Scored, num_top: int) -> dict[str, object]:
-        tokens = [self._text.of(token_id) for token_id, _ in scored]
         offsets = []
-        for token in tokens:
+        for token_id, _ in scored:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            self._offsets[index] += len(self._text.of(token_id))
         items = [item for _, item in scored]
         return {
-            "tokens": tokens,
+            "tokens": [self._text.name_of(token_id) for token_id, _ in scored],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
             "top_logprobs": [None if item is None else self._likeliest(item, num_top) for item in items],
             "text_offset": offsets,
@@ -93,4 +96,4 @@ class CompletionReply:
 
     def _likeliest(self, item: TokenLogprobs, num_top: int) -> dict[str, float]:
         pairs = (*item.top[:num_top], (item.token_id, item.logprob))  # the token itself too, likely or not
-        return {self._text.of(token_id): finite(logprob) for token_id, logprob in pairs}
+        return {self._text.name_of(token_id): finite(logprob) for token_id, logprob in pairs}

@@ -17,6 +17,7 @@ from kvtier.engine.explain.past_requests import Past
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message
 from kvtier.engine.server.completion_request import CompletionRequest
+from kvtier.engine.server.context_limit import ContextLimit
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import Text
 from kvtier.engine.server.named_documents import with_document_texts
@@ -126,7 +127,7 @@ async def _token_ids(
             asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
         (prompt,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
     except TooManyTokens as error:
-        message = f"the prompt has {error.num_least} tokens or more; the model takes {llm.longest_request}"
+        message = f"{ContextLimit.of(llm)}. The prompt has {error.num_least} or more; shorten it"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None

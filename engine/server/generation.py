@@ -23,10 +23,12 @@ from kvtier.engine.server.choices import Choice, ChoicePiece, generate
 from kvtier.engine.server.completion_reply import CompletionReply
 from kvtier.engine.server.completion_request import COMPLETION_IGNORED, CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
+from kvtier.engine.server.context_limit import ContextLimit
 from kvtier.engine.server.event_stream import HEADERS
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
 from kvtier.engine.server.ignored_fields import tell_ignored
+from kvtier.engine.server.left_out import left_out_headers
 from kvtier.engine.server.named_documents import with_document, with_document_texts
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.server.prompt_keeper import PromptKeeper
@@ -101,6 +103,8 @@ class Generation:
                     )
                     tools = tool_use(asked, service.tool_format)
                     choices = self._choices(prompts, llm, tools)
+                    grammar = await llm.grammar_of(choices[0][0].sampling.structured_outputs, tenant)
+                    self._usage.left_out = () if grammar is None else grammar.left_out
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
                 reply = self._reply_of(asked, prompts, text, self._usage, tools)
@@ -114,7 +118,10 @@ class Generation:
                         await self._send_stream(observed, reply, send, tenant)
                     else:
                         answers = await self._collect(observed)
-                        response = await self._written(lambda: json_response(reply.whole(answers)), tenant)
+                        headers = left_out_headers(self._usage.left_out)
+                        response = await self._written(
+                            lambda: json_response(reply.whole(answers), 200, headers), tenant
+                        )
                         await response(scope, receive, send)
         except RoomFull as full:
             headers = {"Retry-After": str(full.retry_after_s)}
@@ -138,11 +145,16 @@ class Generation:
             prompts = self._asked.prompts(tokenizer, within, self._document)
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
-            message = (
-                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them "
-                f"beside {self._max_new_tokens(0)} in the completion. It has {error.num_least + len(self._document)} "
-                "or more. Please shorten one of them."
-            )
+            num_new, num_least = self._max_new_tokens(0), error.num_least + len(self._document)
+            if limit is not None and limit <= longest - num_new:
+                message = (
+                    f"the prompt has {num_least} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
+                )
+            else:
+                message = (
+                    f"{ContextLimit.of(llm)}, and the prompt may have {most} of them beside {num_new} in the "
+                    f"completion. It has {num_least} or more. Please shorten one of them."
+                )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
@@ -151,7 +163,7 @@ class Generation:
         structured = tools.structured
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
-            self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
+            self._check_length(len(prompt), self._max_new_tokens(0), ContextLimit.of(llm))
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
             samplings = [
@@ -165,14 +177,14 @@ class Generation:
         asked, most = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
         return asked if most is None else min(asked, most)
 
-    def _check_length(self, num_prompt: int, num_new: int, longest: int) -> None:
+    def _check_length(self, num_prompt: int, num_new: int, longest: ContextLimit) -> None:
         code = "context_length_exceeded"
         if (limit := self._service.settings.max_prompt_tokens) is not None and num_prompt > limit:
-            message = f"the prompt has {num_prompt} tokens, the server takes {limit}; shorten it"
+            message = f"the prompt has {num_prompt} tokens, and server.max_prompt_tokens is {limit}; shorten it"
             raise ApiError(400, message, code=code, param=self._field)
-        if num_prompt + num_new > longest:
+        if num_prompt + num_new > longest.num_tokens:
             message = (
-                f"This model's maximum context length is {longest} tokens. However, you requested "
+                f"{longest}. However, you requested "
                 f"{num_prompt + num_new} ({num_prompt} in the {self._field}, {num_new} in the completion). "
                 "Please shorten one of them."
             )
@@ -235,7 +247,9 @@ class Generation:
         try:
             async for item in pieces:
                 if not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    left_out = left_out_headers(self._usage.left_out)
+                    headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in left_out.items())]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 write = partial(_joined_events, reply, item.index, item.piece)
                 events = write() if item.index in begun else await self._written(write, tenant)
                 begun.add(item.index)

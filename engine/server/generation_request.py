@@ -42,15 +42,31 @@ IGNORED = frozenset(
 )
 # … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
     "audio": (),
+    "detokenize": (True,),
+    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
     "verbosity": (),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
@@ -62,9 +78,13 @@ LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener."""
+    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener.
+
+    With *continuous_usage_stats*, which is vLLM's, each chunk has the usage so far; only with *include_usage*.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 

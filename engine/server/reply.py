@@ -3,7 +3,8 @@
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,14 +47,43 @@ def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def chunk_fields(options: StreamOptions, text: object, logprobs: object) -> dict[str, object]:
-    """The fields of a chunk beside its choice: `usage`, null until the last chunk, and `obfuscation`, if asked for.
+class CountedTokens:
+    """The tokens of each choice of a stream so far. Owned by one reply."""
+
+    def __init__(self) -> None:
+        self._num_prompt: dict[int, int] = {}
+        self._num_generated: Counter[int] = Counter()
+
+    def begin(self, index: int, piece: Piece) -> None:
+        """Take note of the prompt of the choice at *index*, which each *piece* knows."""
+        self._num_prompt[index] = piece.tokens.num_tokens
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Count the tokens of the choice's next *piece*."""
+        self._num_generated[index] += piece.token_id is not None
+        if piece.completion is not None:  # a piece may have several tokens' text, the completion has them all
+            self._num_generated[index] = len(piece.completion.token_ids)
+
+    def usage(self, index: int) -> dict[str, int]:
+        """Return the choice's `usage` so far, as vLLM's chunks have it."""
+        num_prompt, num_generated = self._num_prompt[index], self._num_generated[index]
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
+
+
+def chunk_fields(options: StreamOptions, text: object, logprobs: object, usage: Mapping[str, int]) -> dict[str, object]:
+    """The fields of a chunk beside its choice: `usage`, null until the last chunk unless the *usage* so far is asked
+    for, and `obfuscation`, if asked for.
 
     `obfuscation` is 1 to 32 random characters. With them what differs between the chunks of a stream, *text* (or
     calls) and *logprobs* in JSON, has a multiple of 32 bytes, so that an encrypted stream does not tell the lengths of
     its tokens.
     """
-    fields: dict[str, object] = {"usage": None} if options.include_usage else {}
+    so_far = usage if options.continuous_usage_stats else None
+    fields: dict[str, object] = {"usage": so_far} if options.include_usage else {}
     if options.include_obfuscation:
         num_missing = PADDED_BYTES - len(msgspec.json.encode([text, logprobs])) % PADDED_BYTES
         fields["obfuscation"] = secrets.token_urlsafe(num_missing)[:num_missing]

@@ -10,8 +10,13 @@ import msgspec
 from starlette.requests import Request
 
 from kvtier.engine.config import ServerConfig
+from kvtier.engine.server.absent_nulls import without_nulls
 from kvtier.engine.server.api_error import ApiError
 
+_HALF_A_PAIR = re.compile(  # a high one without a low one behind it, or a low one without a high one before it
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89aAbB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89aAbB][0-9a-fA-F]{2})(?<!\\)(?:\\\\)*(\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
 NOTHING: Mapping[str, Collection[object]] = MappingProxyType({})
 _T = TypeVar("_T")
 
@@ -53,10 +58,19 @@ def json_object(body: bytes) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        what = _half_a_pair(body) or f"the body is not JSON: {error}"
+        raise ApiError(400, what, code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
     return content
+
+
+def _half_a_pair(body: bytes) -> str | None:
+    """Return the error for half of a surrogate pair, of which the decoder only says that the input was truncated."""
+    if (half := _HALF_A_PAIR.search(body)) is None:
+        return None
+    escape = next(each for each in half.groups() if each).decode()
+    return f"the body has {escape}, half of a surrogate pair, which is no character; send both halves, or \\ufffd"
 
 
 def fit(
@@ -68,7 +82,7 @@ def fit(
     """The *kind* that an object is. ApiError 400, which names the field, if it is none.
 
     Fields in *ignored* may have any value, those in *neutral* only the values there, unless the *kind* has them; a
-    null counts as absent.
+    null counts as absent, also within the fields that the *kind* describes.
     """
     known: Collection[str] = getattr(kind, "__struct_fields__", ())
     content = {
@@ -78,7 +92,7 @@ def fit(
         if content.pop(name) not in neutral[name]:
             raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
     try:
-        return msgspec.convert(content, kind, str_keys=True)  # JSON has no other keys
+        return msgspec.convert(without_nulls(content, kind), kind, str_keys=True)  # JSON has no other keys
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
 

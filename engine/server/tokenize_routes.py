@@ -9,9 +9,10 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.server.api_error import ApiError, json_response
-from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message, unknown_fields
+from kvtier.engine.server.chat_request import CHAT_NEUTRAL, MOST_MESSAGES, ChatRequest, Message, unknown_fields
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation import MOST_TIMES_TOO_LONG
+from kvtier.engine.server.generation_request import Text
 from kvtier.engine.server.ignored_fields import tell_ignored
 from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
@@ -20,6 +21,8 @@ from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.tiers.naming.request_text import check_text
+
+_NEUTRAL = {name: CHAT_NEUTRAL[name] for name in ("add_special_tokens", "mm_processor_kwargs")}
 
 
 class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,12 +48,22 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: Text | None = None
     return_token_strs: bool = False
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
         """The ids of the prompt's tokens."""
-        messages, variables = self.messages, self.chat_template_kwargs
-        asked = ChatRequest(model=self.model or "", messages=messages, tools=self.tools, chat_template_kwargs=variables)
+        asked = ChatRequest(
+            model=self.model or "",
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            reasoning_effort=self.reasoning_effort,
+        )
         return asked.prompts(tokenizer, limit)[0].token_ids
 
 
@@ -67,7 +80,7 @@ async def tokenize(request: Request) -> Response:
     content = json_object(await read_body(request, service.settings))
     is_chat = "messages" in content
     tell_ignored(unknown_fields(content.get("messages")))
-    asked = fit(content, TokenizeChat, {"add_generation_prompt"}) if is_chat else fit(content, TokenizeCompletion)
+    asked = fit(content, TokenizeChat, (), _NEUTRAL) if is_chat else fit(content, TokenizeCompletion)
     _check_model(service, asked.model)
     longest = service.llm.longest_request
 

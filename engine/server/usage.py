@@ -1,5 +1,6 @@
 """Usage: what a request took, as OpenAI's `usage` and as the `kvtier` object of an answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.engine.documents.kept_prefixes import Keeping
@@ -18,6 +19,7 @@ class Usage:
     ttft_s: float | None = None  # the engine's, of the first prompt
     is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
     kept: Keeping | None = None  # what is kept of the prompt; None: the request has no breakpoints
+    left_out: Sequence[str] = ()  # keywords of the request's schemas that are not enforced
 
     def note_pinned(self, has_room: bool) -> None:
         """Note whether a prompt, or all of it up to a breakpoint, is pinned now."""
@@ -43,10 +45,12 @@ class Usage:
 
     def kvtier(self) -> dict[str, object]:
         """The object `kvtier` of an answer: where the prompts' tokens came from, and why some were computed."""
-        pinned: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        more: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
         if self.kept is not None:
-            pinned["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
-        return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **pinned}
+            more["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
+        if self.left_out:
+            more["left_out"] = list(self.left_out)
+        return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **more}
 
     def by_tier(self) -> dict[str, int]:
         """The prompts' tokens by the tier that had them, and how many were computed."""

@@ -29,6 +29,7 @@ class Grammar:
     start: "LLMatcher"  # before the first token; it is copied and stays there
     vocabulary: Vocabulary
     num_bytes: int  # of memory, about
+    left_out: Sequence[str] = ()  # keywords of the schema that it does not enforce
 
     def begin(self, end_token_ids: Iterable[int]) -> "GrammarState":
         """The state of an answer that has no token yet, and that *end_token_ids* end."""

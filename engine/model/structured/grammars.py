@@ -104,4 +104,4 @@ def compiled(asked: StructuredOutputs, tried: Tried, tokens: "LLTokenizer", voca
     matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())
     if matcher.is_error():
         raise WrongParameter(asked.asked_as, f"cannot be used: {matcher.get_error()}")
-    return Grammar(matcher, vocabulary, tried.num_bytes)
+    return Grammar(matcher, vocabulary, tried.num_bytes, tried.left_out)

@@ -1,9 +1,21 @@
 """What texts have to be, in llguidance's notation, and what its parsers may spend on it."""
 
 import json
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.structured.exact_integers import ExactIntegers, NotExact
+from kvtier.engine.model.structured.schema_keywords import (
+    drop_inexact,
+    drop_nulls,
+    drop_what_fails,
+    has_inexact,
+    schemas_in,
+    warned_of,
+)
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:  # an optional package
@@ -11,6 +23,7 @@ if TYPE_CHECKING:  # an optional package
 
 # Between the parts of JSON, enough for a deep indentation. Without a limit a model may write blanks for ever.
 WHITESPACE = r"[ \n\r\t]{0,32}"
+_EMBEDDED = re.compile(r"%json\s*\{")  # a schema in a grammar of Lark's notation
 
 
 def limits() -> "LLParserLimits":
@@ -32,22 +45,121 @@ def limits() -> "LLParserLimits":
     )
 
 
-def notation(asked: StructuredOutputs) -> str:
-    """What is *asked* in llguidance's notation. `WrongParameter` for a grammar in GBNF with mistakes."""
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """What is asked for, as llguidance reads it, and the keywords of schemas that it does not enforce."""
+
+    text: str
+    left_out: Sequence[str] = ()
+
+
+def notation(asked: StructuredOutputs) -> Notation:
+    """Return what is *asked* in llguidance's notation.
+
+    A schema that is strict has all of its keywords enforced. Of another one those are left out that cannot be.
+
+    Raises:
+        WrongParameter: A grammar in GBNF has mistakes, or a strict schema has a keyword that cannot be enforced.
+    """
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     match asked.kind:
         case "regex":  # digits are 0 to 9, and not those of all scripts
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(asked.text, 'd')}/")
+            return Notation(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(asked.text, 'd')}/"))
         case "choice":
             texts = [json.dumps(text, ensure_ascii=False) for text in asked.choice or ()]
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+            return Notation(LLMatcher.grammar_from_lark("start: " + " | ".join(texts)))
         case "grammar":
+            schemas = _Schemas(asked)
             try:
-                return grammar_from("grammar", asked.text)
+                return Notation(grammar_from("grammar", schemas.rewritten(asked.text)), schemas.left_out)
             except ValueError as error:
                 raise WrongParameter(asked.asked_as, f"cannot be used: {error}") from None
-    is_lenient = not asked.strict
-    return LLMatcher.grammar_from_json_schema(
-        asked.text, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
-    )
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not asked.strict, "coerce_one_of": not asked.strict}
+    schemas = _Schemas(asked)
+    schema = json.loads(asked.text)
+    rules = schemas.rules(schema, options, "start", f"{asked.asked_as}.")
+    if rules:
+        return Notation(LLMatcher.grammar_from_lark("\n".join(rules)), schemas.left_out)
+    return Notation(_schema_grammar(schema, options), schemas.left_out)
+
+
+def _schema_grammar(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": options}))
+
+
+class _Schemas:
+    """Makes the schemas of one request such that llguidance reads them, and notes what it leaves out."""
+
+    def __init__(self, asked: StructuredOutputs) -> None:
+        self._asked = asked
+        self.left_out: list[str] = []
+
+    def rewritten(self, grammar: str) -> str:
+        """Return a grammar in Lark's notation with what each of its schemas is to be."""
+        parts: list[str] = []
+        rules: list[str] = []
+        place = 0
+        for found in _EMBEDDED.finditer(grammar):
+            if found.end() - 1 < place:
+                continue
+            try:
+                schema, end = json.JSONDecoder().raw_decode(grammar, found.end() - 1)
+            except ValueError:
+                continue
+            options = schema.pop("x-guidance", {})
+            prefix = f"exact_{len(parts)}"
+            more = self.rules(schema, options, prefix, schema.pop("$comment", ""))
+            rules += more
+            whole = {**schema, "x-guidance": options} if options else schema
+            text = prefix if more else f"%json {json.dumps(whole, ensure_ascii=False)}"
+            parts += [grammar[place : found.start()], text]
+            place = end
+        return "\n".join(["".join([*parts, grammar[place:]]), *rules])
+
+    def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
+        """Return the schema as rules if it needs them, else none. Keywords that cannot be enforced are taken out of it.
+
+        The first rule has that *name*. *where* the schema is stands before the names of its keywords.
+        """
+        drop_nulls(schema)
+        left_out: list[str] = []
+        if any(has_inexact(each) for _, each in schemas_in(schema)):
+            try:
+                return ExactIntegers(schema, options, name).rules
+            except NotExact:
+                left_out += drop_inexact(schema)
+        is_strict = not options.get("lenient")
+        lenient = {**options, "lenient": True, "coerce_one_of": True}
+        said = self._said(schema, lenient)
+        if said.is_error:
+            left_out += drop_what_fails(schema, lambda each: not self._said(each, lenient).is_not_written)
+            said = self._said(schema, lenient) if left_out else said
+        if not said.is_error:
+            left_out += warned_of(schema, said.messages)
+        if left_out and is_strict:
+            what = ", ".join(where + each for each in left_out)
+            raise WrongParameter(self._asked.asked_as, f"cannot enforce {what}; leave it out, or do without strict")
+        self.left_out += [where + each for each in left_out]
+        return []
+
+    def _said(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> "_Said":
+        from llguidance import LLMatcher
+
+        grammar = _schema_grammar(schema, options)
+        return _Said(*LLMatcher.validate_grammar_with_warnings(grammar, limits=limits()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What llguidance says of a schema: an error, or warnings."""
+
+    is_error: bool
+    messages: Sequence[str]
+
+    @property
+    def is_not_written(self) -> bool:
+        """Whether no grammar can be written; one that no text follows is the client's mistake."""
+        return self.is_error and not any("Unsatisfiable" in text for text in self.messages)

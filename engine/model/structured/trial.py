@@ -31,16 +31,18 @@ DEADLINE_S = 20.0  # of what takes 0.1 s on an idle machine
 STACK_BYTES = 1 << 20
 NUM_STEPS = 256
 MOST_TOLD = 300  # characters of an error
+MOST_LEFT_OUT = 100  # keywords that are named
 _END_MARK = 256
 _SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, as grammars name it by its id
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A grammar that has passed: in llguidance's notation, and the memory that it took."""
+    """A grammar that has passed: in llguidance's notation, the memory that it took, and what it does not enforce."""
 
     notation: str
     num_bytes: int
+    left_out: tuple[str, ...]  # keywords of schemas that it does not enforce
 
 
 def try_out(asked: StructuredOutputs) -> Tried:
@@ -48,7 +50,7 @@ def try_out(asked: StructuredOutputs) -> Tried:
 
     `WrongParameter` for what is no grammar, cannot be enforced, or takes more time or memory than it may.
     """
-    question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict])
+    question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.asked_as])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -67,7 +69,7 @@ def try_out(asked: StructuredOutputs) -> Tried:
     answer = json.loads(done.stdout)
     if (error := answer.get("error")) is not None:
         raise WrongParameter(asked.asked_as, error)
-    return Tried(answer["notation"], answer["num_bytes"])
+    return Tried(answer["notation"], answer["num_bytes"], tuple(answer["left_out"]))
 
 
 class _Bytes:
@@ -91,16 +93,17 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        text = notation(asked)
+        found = notation(asked)
     except WrongParameter as wrong:
         return {"error": _one_line(wrong.what)}
-    tried, num_special = _with_own_ids(text)
+    tried, num_special = _with_own_ids(found.text)
     start = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes(num_special))), tried, log_level=0, limits=limits())
     if start.is_error():
         return {"error": _one_line(f"cannot be used: {start.get_error()}")}
     if (error := _error_of_steps(start, num_special)) is not None:
         return {"error": error}
-    return {"notation": text, "num_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+    num_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return {"notation": found.text, "num_bytes": num_bytes, "left_out": list(found.left_out)[:MOST_LEFT_OUT]}
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
@@ -138,8 +141,8 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kind, given, strict = json.load(sys.stdin)
-    asked = StructuredOutputs(**{kind: given}, strict=strict)
+    kind, given, strict, asked_as = json.load(sys.stdin)
+    asked = StructuredOutputs(**{kind: given}, strict=strict, asked_as=asked_as)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=lambda: print(json.dumps(_outcome(asked))))
     thread.start()

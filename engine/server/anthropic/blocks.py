@@ -133,7 +133,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = {}
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:

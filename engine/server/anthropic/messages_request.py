@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,21 +20,45 @@ from kvtier.engine.server.anthropic.tools import AutoChoice, ClientTool, ToolCho
 from kvtier.engine.server.cache_control import CacheControl
 from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message
 from kvtier.engine.server.generation_request import KvtierOptions, Text
+from kvtier.engine.server.response_format import JsonSchemaFormat, NamedSchema
 from kvtier.engine.server.tool_calls.tool import MOST_TOOLS
 from kvtier.engine.text.chat_template import PART_SEPARATOR, TemplateValue
 
 # Anthropic's parameters that say nothing about the answer: any value is let pass …
-IGNORED = frozenset({"diagnostics", "inference_geo", "metadata", "service_tier", "user_profile_id", "workspace_id"})
+IGNORED = frozenset(
+    {
+        "anthropic_beta",
+        "anthropic_version",
+        "betas",
+        "context_management",  # edits to save tokens: the whole conversation is read
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "thinking",  # a model thinks as its template has it, see chat_template_kwargs
+        "user_profile_id",
+        "workspace_id",
+    }
+)
 # … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
-    "context_management": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
 }
+
+
+class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """An answer in JSON, by a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How to answer. The template is told of *effort* as of OpenAI's `reasoning_effort`; the rest is ignored."""
+
+    effort: Text | None = None
+    format: JsonOutput | None = None
 
 
 class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +80,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] = []
     tool_choice: ToolChoice = AutoChoice()
     cache_control: CacheControl | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: JsonOutput | None = None  # which was there before *output_config*
     cache_salt: Text | None = None
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
 
@@ -76,6 +102,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def chat(self) -> ChatRequest:
         """The conversation as a chat, to be counted."""
+        asked = self.output_config.format or self.output_format
         return ChatRequest(
             model=self.model,
             messages=self.written(),
@@ -83,6 +110,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             tool_choice=self.tool_choice.in_chat,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             continue_final_message=self.is_begun,
+            response_format=None if asked is None else JsonSchemaFormat(NamedSchema("answer", asked.schema)),
+            reasoning_effort=self.output_config.effort,
             cache_salt=self.cache_salt,
             chat_template_kwargs=self.chat_template_kwargs,
         )

@@ -10,7 +10,10 @@ from kvtier.engine.server.tool_calls.tool import ToolChoice as ChatToolChoice
 
 
 class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the client runs. How its input is streamed is not the client's choice."""
+    """A tool that the client runs. How its input is streamed is not the client's choice.
+
+    What Anthropic's servers are told of a tool beside the model, is ignored: the model is told of all tools.
+    """
 
     name: FunctionName
     input_schema: dict[str, Any] | None = None
@@ -19,6 +22,9 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None
+    defer_loading: Any = None
+    input_examples: Any = None
+    allowed_callers: Any = None
 
     def __post_init__(self) -> None:
         if self.type not in (None, "custom"):

@@ -70,6 +70,7 @@ class KvtierObject(msgspec.Struct):
     ttft_s: float | None
     pinned: bool | UnsetType = UNSET
     cache_creation: dict[str, int] | UnsetType = UNSET
+    left_out: list[str] | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):

@@ -34,7 +34,7 @@ class CallGrammar:
 
     def or_json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         """The answer is calls, or JSON that is valid by the *schema*."""
-        return self._with_rules("start: calls | other", f"other: {_json(schema, strict=strict)}")
+        return self._with_rules("start: calls | other", f"other: {_json(schema, 'response_format.', strict=strict)}")
 
     def free(self, trigger: str) -> str:
         """The answer is any text; where it has the *trigger*, with which the shape begins, calls follow to its end."""
@@ -74,11 +74,15 @@ class CallGrammar:
 
 
 def _arguments(function: Function) -> str:
-    """The arguments, which are an object also where the schema does not say so."""
-    return _json({**function.schema, "type": "object"}, strict=bool(function.strict))
+    """The arguments, which are an object also where the schema does not say so; an empty one if it takes none."""
+    if not function.takes_arguments:
+        return json.dumps("{}")
+    where = f"tools.{function.name}.parameters."
+    return _json({**function.schema, "type": "object"}, where, strict=bool(function.strict))
 
 
-def _json(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """JSON by a schema. Unless it is *strict*, keywords that no grammar can have are left out of it."""
+def _json(schema: Mapping[str, Any], where: str, *, strict: bool) -> str:
+    """JSON by a schema. Unless it is *strict*, keywords that no grammar can have are left out of it, and named with
+    *where* it is."""
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': options, '$comment': where}, ensure_ascii=False)}"

@@ -18,8 +18,10 @@ class _In(Enum):
 class ShapedReader:
     """A `Reader`. An answer that was cut off may end within the arguments. Owned by one answer."""
 
-    def __init__(self, shape: CallShape) -> None:
+    def __init__(self, shape: CallShape, trigger: str = "") -> None:
+        """After the *trigger*, with which the shape's marker begins, the model has to go on with a call."""
         self._shape = shape
+        self._trigger = trigger
         self._held = ""
         self._place = _In.TEXT
         self._num_begun = 0  # calls
@@ -37,8 +39,10 @@ class ShapedReader:
         return self._deltas
 
     def end(self) -> list[Delta]:
-        """What is left: text that might have gone on as a call."""
-        is_text = self._place is _In.TEXT and self._held != ""
+        """What is left: text that might have gone on as a call, unless it had to."""
+        begun = self._held.lstrip()
+        is_call = not self._trigger or begun.startswith(self._trigger)
+        is_text = self._place is _In.TEXT and self._held != "" and not is_call
         return [TextDelta(self._held)] if is_text else []
 
     def _text(self) -> bool:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from kvtier.engine.model.structured.schema_keywords import REMARKS
 from kvtier.engine.server.cache_control import CacheControl
 
 MOST_TOOLS = 1024
@@ -31,6 +32,12 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def schema(self) -> dict[str, Any]:
         """The schema of its arguments; a function that says nothing takes none."""
         return NO_PARAMETERS if self.parameters is None else self.parameters
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether its schema names an argument, or allows for some that it does not name."""
+        said = {key for key, value in (self.parameters or {}).items() if value not in (None, [], {})} - REMARKS
+        return not said <= {"type", "additionalProperties"} or bool((self.parameters or {}).get("additionalProperties"))
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -66,8 +66,10 @@ class ToolUse:
         if not self._is_used:
             return TextReader()
         is_free = syntax.is_bare or self._answer is not None  # then a text may have what looks like a call in it
-        if self._is_forced or (self._is_strict and not is_free):
+        if self._is_forced:
             return ShapedReader(syntax.shape)
+        if self._is_strict and not is_free:
+            return ShapedReader(syntax.shape, syntax.markers[0])
         return FreeReader(syntax, {function.name for function in self._functions}, is_parallel=self._is_parallel)
 
     def shown(self, sampling: SamplingParams) -> SamplingParams:

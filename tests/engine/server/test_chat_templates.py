@@ -228,3 +228,10 @@ def test_a_refusal_is_what_the_model_has_said(template: str, answer: dict) -> No
     assert written(template, USER, {"role": "assistant", **answer}, USER) == written(template, USER, plain, USER)
     both = {"role": "assistant", "content": "Well.", "refusal": "I cannot."}
     assert "Well.\nI cannot." in written(template, USER, both, USER)
+
+
+def test_a_prompt_may_end_with_the_last_message() -> None:
+    assert written(EITHER, USER, add_generation_prompt=False) == "<user>Is it wet?"
+    begun = {"role": "assistant", "content": "Yes"}
+    whole = written(EITHER, USER, begun, add_generation_prompt=False, continue_final_message=True)
+    assert whole == "<user>Is it wet?<assistant>Yes"

@@ -270,6 +270,47 @@ def test_logprobs_are_the_models_own(server: ServerInThread, model: PreTrainedMo
     assert min(abs(expected[0] - drawn)) < 1e-3
 
 
+def test_bytes_of_tokens_that_are_parts_of_a_character_make_it_up(server: ServerInThread) -> None:
+    """The tokenizer has a token for each byte, and the bias lets the model say nothing but those of one letter."""
+    halves = [195, 169]  # é
+    bias = {str(token_id): 100.0 for token_id in byte_tokenizer()("é")["input_ids"]}
+    ask = {"max_tokens": 8, "temperature": 1, "seed": 3, "logit_bias": bias}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2, **ask}
+
+    chat = server.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    text = server.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "é", "echo": True, "logprobs": 2, **ask}
+    ).json()
+
+    assert {each["token"] for each in chat} == {"\ufffd"}
+    assert [sorted(each["bytes"]) for each in chat] == [each["bytes"] for each in chat]
+    assert {value for each in chat for value in each["bytes"]} == set(halves)
+    told = text["choices"][0]["logprobs"]
+    assert told["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert set(told["tokens"]) == {"bytes:\\xc3", "bytes:\\xa9"}
+    assert all(len(top) >= 2 for top in told["top_logprobs"][1:])
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_each_chunk_may_have_the_usage_so_far(server: ServerInThread, endpoint: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in endpoint else {"prompt": "Say hi."}
+    body = {"model": MODEL, "max_tokens": 5, "temperature": 0, "ignore_eos": True, "stream": True, **asked}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    def chunks(**options: bool) -> list[dict]:
+        told = server.post(endpoint, json={**body, "stream_options": options}).text
+        return list(events(iter(told.splitlines())))
+
+    *told, last = chunks(**options)
+    usages = [chunk["usage"] for chunk in told]
+    generated = [usage["completion_tokens"] for usage in usages]
+    assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    assert (generated, generated[-1]) == (sorted(generated), 5)
+    assert "chat" not in endpoint or generated[0] == 0
+    assert all("usage" not in chunk for chunk in chunks(continuous_usage_stats=True))
+
+
 def test_a_chats_logprobs_name_the_likeliest_tokens_with_their_bytes(server: ServerInThread) -> None:
     client, messages = server.openai(), [{"role": "user", "content": "Hello?"}]
     ask = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, **GREEDY}

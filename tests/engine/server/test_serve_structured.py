@@ -179,3 +179,62 @@ def test_langchain_gives_a_model_by_its_json_schema(server: ServerInThread) -> N
     person = llm.with_structured_output(Person, method="json_schema").invoke("Who is it?")
 
     assert isinstance(person, Person)
+
+
+LOOK_AHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)", "maxLength": 3}}}
+LENIENT = {"type": "json_schema", "json_schema": {"name": "x", "schema": LOOK_AHEAD}}
+NAMED = "response_format.properties.a.pattern"
+
+
+def test_what_is_not_enforced_is_named_in_the_answer(server: ServerInThread) -> None:
+    for path, asked_of in (("/v1/chat/completions", asked()), ("/v1/completions", {"model": MODEL, "prompt": "a"})):
+        answer = server.post(path, json={**asked_of, "response_format": LENIENT, "max_tokens": 3})
+
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["kvtier"]["left_out"] == [NAMED]
+        assert answer.headers["x-kvtier-left-out"] == NAMED
+    whole = server.post("/v1/chat/completions", json=asked(response_format=FORMAT, max_tokens=3))
+    assert "left_out" not in whole.json()["kvtier"]
+    assert "x-kvtier-left-out" not in whole.headers
+
+
+def test_a_stream_names_it_too(server: ServerInThread) -> None:
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3}
+    answer = server.post("/v1/chat/completions", json=asked(response_format=LENIENT, **stream))
+
+    *_, last = events(iter(answer.text.splitlines()))
+    assert answer.headers["x-kvtier-left-out"] == NAMED
+    assert last["kvtier"]["left_out"] == [NAMED]
+
+
+def test_names_that_no_header_may_have_are_encoded(server: ServerInThread) -> None:
+    schema = {"type": "object", "properties": {"é\r\nx-evil: 1": {"type": "string", "pattern": "(?=b)"}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    answer = server.post("/v1/chat/completions", json=asked(response_format=named, max_tokens=1))
+
+    assert answer.headers["x-kvtier-left-out"] == "response_format.properties.%C3%A9%0D%0Ax-evil%3A%201.pattern"
+    many = {str(number): {"type": "string", "pattern": "(?=b)"} for number in range(200)}
+    named["json_schema"]["schema"] = {"type": "object", "properties": many}
+    told = server.post("/v1/chat/completions", json=asked(response_format=named, max_tokens=1))
+    assert len(told.headers["x-kvtier-left-out"]) < 1100
+    assert told.headers["x-kvtier-left-out"].endswith(", and more")
+    assert len(told.json()["kvtier"]["left_out"]) == 100
+
+
+def test_a_strict_schema_with_it_is_refused_by_name(server: ServerInThread) -> None:
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": LOOK_AHEAD, "strict": True}}
+
+    answer = server.post("/v1/chat/completions", json=asked(response_format=strict))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"response_format cannot enforce {NAMED};")
+
+
+def test_a_large_integer_is_the_one_that_was_asked_for(server: ServerInThread) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 18446744073709551615}}, "required": ["a"]}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+    [choice] = chat(server, response_format=named)
+
+    assert json.loads(choice["message"]["content"]) == {"a": 18446744073709551615}

@@ -69,6 +69,104 @@ def test_empty_settings_change_nothing(server: ServerInThread) -> None:
     assert "logprobs: " not in error(server, "/v1/chat/completions", {"messages": [QUESTION], "top_logprobs": 1})
 
 
+UNCHANGED = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "best_of": 1,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "detokenize": True,
+    "allowed_token_ids": [],
+    "return_token_ids": False,
+    "vllm_xargs": {},
+}
+OF_CHATS = {"add_generation_prompt": True, "add_special_tokens": False, "documents": []}
+CHANGED = {"skip_special_tokens": False, "include_stop_str_in_output": True, "use_beam_search": True, "best_of": 3}
+
+
+def test_vllms_parameters_with_values_that_change_nothing_are_let_pass(server: ServerInThread) -> None:
+    assert chat(server, QUESTION, **UNCHANGED, **OF_CHATS) == chat(server, QUESTION)
+    plain = server.complete("Hello", max_tokens=5)
+    assert server.complete("Hello", max_tokens=5, **UNCHANGED, add_special_tokens=True)["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_those_that_would_change_the_answer_are_refused_by_name(server: ServerInThread, path: str, name: str) -> None:
+    asked = {"messages": [QUESTION]} if "chat" in path else {"prompt": "Hello"}
+
+    said = error(server, path, {**asked, name: CHANGED[name]})
+
+    assert said["message"].startswith(name)
+
+
+def test_a_prompt_may_end_with_its_last_message(server: ServerInThread) -> None:
+    assert prompt_of(server, add_generation_prompt=False) == "<user>Hello?\n<assistant>"  # of this template, always
+    begun = [QUESTION, {"role": "assistant", "content": "I"}]
+    continued = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_of(server, **continued) == "<user>Hello?\n<assistant>I"
+    assert chat(server, *begun, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_nulls_count_as_absent_at_any_depth(server: ServerInThread) -> None:
+    part = {"type": "text", "text": "Hello?", "cache_control": None}
+    nulls = {
+        "stream_options": None,
+        "kvtier": {"pin": None, "ttl_s": None, "skip_reading_prefix_cache": None},
+        "response_format": {"type": "text"},
+        "chat_template_kwargs": {"mood": None},
+    }
+    message = {"role": "user", "content": [part], "name": None, "tool_calls": None, "refusal": None}
+
+    assert chat(server, message, **nulls) == chat(server, QUESTION)
+    stream = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+    body = {**GREEDY, "messages": [QUESTION], "max_tokens": 1, **stream}
+    assert server.post("/v1/chat/completions", json=body).status_code == 200
+    said = error(server, "/v1/chat/completions", {"messages": [{"role": None, "content": "a"}]})
+    assert said["param"] == "messages[0].role"
+
+
+@pytest.mark.parametrize(
+    ("body", "half"),
+    [
+        (b'{"prompt":"\\ud83d"}', "\\ud83d"),
+        (b'{"prompt":"a\\\\\\ud83d x"}', "\\ud83d"),
+        (b'{"prompt":"\\ude00"}', "\\ude00"),
+        (b'{"prompt":"\\ud83d\\ude00\\ude00"}', "\\ude00"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+def test_half_a_character_is_named(server: ServerInThread, path: str, body: bytes, half: str) -> None:
+    answer = server.post(path, content=body)
+
+    assert answer.status_code == 400
+    assert f"the body has {half}, half of a surrogate pair" in answer.json()["error"]["message"]
+
+
+def test_what_only_looks_like_half_a_character_is_let_pass(server: ServerInThread) -> None:
+    whole = server.post("/tokenize", content=b'{"prompt":"\\ud83d\\ude00 \\\\ud83d"}')
+    cut = server.post("/tokenize", content=b'{"prompt":"\\\\ud83d')
+
+    assert whole.json()["count"] == len("\N{GRINNING FACE} \\ud83d".encode())
+    assert "truncated" in cut.json()["error"]["message"]
+
+
+def test_what_holds_the_length_of_a_prompt_is_named() -> None:
+    with serving(build("llama"), tables(num_slots=20, max_prompt_tokens=250)) as small:
+        said = error(small, "/v1/completions", {"prompt": [7] * 250, "max_tokens": 200})["message"]
+        long = error(small, "/v1/completions", {"prompt": "x" * 2000, "max_tokens": 300})["message"]
+        longest = error(small, "/v1/completions", {"prompt": "x" * 255, "max_tokens": 1})["message"]
+
+    expected = (
+        "This server's maximum context length is 320 tokens, for which device.capacity has room (the model takes 4096)"
+    )
+    assert said.startswith(f"{expected}. However, you requested 450 (250 in")
+    assert long.startswith(f"{expected}, and the prompt may have 20 of them beside 300 in the completion.")
+    assert longest == "the prompt has 255 tokens or more, and server.max_prompt_tokens is 250; shorten it"
+
+
 def test_an_image_is_refused_in_a_sentence(server: ServerInThread) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     said = error(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]})

@@ -1,5 +1,7 @@
 """The server answers the `anthropic` client, and refuses mistakes in Anthropic's shape."""
 
+import json
+
 import anthropic
 import httpx2
 import pytest
@@ -199,7 +201,6 @@ def test_a_text_too_long_to_be_answered_is_not_counted_either(server: ServerInTh
         ({"tools": [{"name": "a"}]}, "input_schema: is missing"),
         ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "a tool that the server runs is not there"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: is required, and there are no tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"temperature": 1.5}, "temperature"),
         ({"unheard_of": 1}, "unheard_of: unknown parameter"),
         ({"max_tokens": 5000}, "maximum context length is 4096"),
@@ -215,6 +216,76 @@ def test_a_mistake_is_named_in_anthropics_shape(server: ServerInThread, changed:
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert told in error["error"]["message"]
     assert error["request_id"] == answer.headers["request-id"]
+
+
+# What Claude Code sends beside the conversation, with the nulls that clients in Go and Java write.
+CODING = {
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high", "format": None, "task_budget": None},
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "scope": "global"}}],
+    "metadata": {"user_id": "u"},
+    "stop_sequences": None,
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": None},
+}
+NULLS = [
+    {"role": "user", "content": [{"type": "text", "text": "Hello?", "citations": None, "cache_control": None}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": None}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": None, "is_error": None}],
+    },
+]
+
+
+def test_what_coding_agents_send_is_let_pass(server: ServerInThread) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "messages": HELLO, "temperature": 0, "system": "Be brief."}
+    plain = server.post("/v1/messages", json=body).json()
+
+    thoughts = [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}]
+    for more in (CODING, *({"thinking": thought} for thought in thoughts)):
+        answer = server.post("/v1/messages", json={**body, **more})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["content"] == plain["content"]
+    counted = server.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO, **CODING})
+    assert counted.json()["input_tokens"] == len("<system>Be brief.\n<user>Hello?\n<assistant>")
+
+
+def test_nulls_of_clients_count_as_absent_at_any_depth(server: ServerInThread) -> None:
+    answer = server.post("/v1/messages", json={"model": MODEL, "max_tokens": 1, "messages": NULLS})
+
+    assert answer.status_code == 200, answer.text
+
+
+def test_an_answer_follows_the_schema_that_anthropics_parameter_has(server: ServerInThread) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    named = {"type": "json_schema", "schema": schema}
+
+    for asked in ({"output_config": {"format": named}}, {"output_format": named}):
+        body = {"model": MODEL, "max_tokens": 300, "messages": HELLO, "temperature": 1, "seed": 1, **asked}
+        answer = server.post("/v1/messages", json=body).json()
+        assert answer["stop_reason"] == "end_turn"
+        assert json.loads(answer["content"][0]["text"])["a"] in ("x", "y")
+
+
+def test_a_body_that_is_too_large_has_anthropics_type() -> None:
+    with serving(build("llama"), tables(max_body=2000)) as server:
+        large = [{"role": "user", "content": "x" * 2000}]
+        with pytest.raises(anthropic.RequestTooLargeError) as caught:
+            ask(server, messages=large)
+        at_openais = server.post("/v1/chat/completions", json={"model": MODEL, "messages": large})
+
+    assert caught.value.body["error"]["type"] == "request_too_large"
+    assert at_openais.status_code == 413
+    assert (at_openais.json()["error"]["type"], at_openais.json()["error"]["code"]) == (
+        "invalid_request_error",
+        "body_too_large",
+    )
 
 
 def test_the_client_raises_the_errors_that_it_knows(server: ServerInThread) -> None:

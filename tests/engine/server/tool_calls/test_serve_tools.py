@@ -1,6 +1,7 @@
 """The server answers the `openai` client with calls of tools, and lets the model decide, or does not."""
 
 import json
+import re
 from typing import Literal
 
 import openai
@@ -349,3 +350,37 @@ def test_a_chat_whose_template_knows_no_tools_is_refused(server: ServerInThread)
     with pytest.raises(openai.BadRequestError, match="chat template writes no tools") as caught:
         ask(server, tools=[SEARCH])
     assert caught.value.body["param"] == "tools"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 12, 19])
+def test_a_required_call_that_is_cut_off_shows_no_markup(tool_server: ServerInThread, max_tokens: int) -> None:
+    asked = {"tool_choice": "required", "max_tokens": max_tokens}
+
+    whole = ask(tool_server, **asked).choices[0]
+    text, calls, reason = joined(chunks(tool_server, **asked))
+
+    assert ((whole.message.content or ""), whole.finish_reason) == ("", "length")
+    assert (text, reason) == ("", "length")
+    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+
+
+def test_a_tool_without_parameters_is_called_with_an_empty_object(tool_server: ServerInThread) -> None:
+    for parameters in ({}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}):
+        tool = {"type": "function", "function": {"name": "now", **parameters}}
+        done = ask(tool_server, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+
+        (call,) = done.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("now", "{}")
+
+
+def test_what_a_tools_schema_cannot_enforce_is_named(tool_server: ServerInThread) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)"}}, "required": None}
+    function = {"name": "f", "parameters": parameters}
+    asked = {"tool_choice": "required", "max_tokens": 3}
+
+    done = ask(tool_server, tools=[{"type": "function", "function": function}], **asked)
+
+    named = "tools.f.parameters.properties.a.pattern"
+    assert done.kvtier["left_out"] == [named]
+    with pytest.raises(openai.BadRequestError, match=re.escape(f"tools cannot enforce {named};")):
+        ask(tool_server, tools=[{"type": "function", "function": {**function, "strict": True}}], **asked)

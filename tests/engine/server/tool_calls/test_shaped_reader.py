@@ -141,8 +141,40 @@ def test_text_before_a_call_is_told_without_the_space_before_it(seed: int) -> No
     assert json.loads(answer.calls[0].arguments) == {"city": "Paris"}
 
 
-def test_half_a_marker_at_the_end_is_text() -> None:
-    reader = ShapedReader(SYNTAXES["hermes"].shape)
+def test_half_a_marker_at_the_end_is_text_unless_a_call_had_to_follow() -> None:
+    for said, left in (("Well, <tool_c", [TextDelta(" <tool_c")]), ('Well, <tool_call>\n{"na', [])):
+        reader = ShapedReader(SYNTAXES["hermes"].shape, "<tool_call>")
+        assert reader.push(said) == [TextDelta("Well,")]
+        assert reader.end() == left
 
-    assert reader.push("Well, <tool_c") == [TextDelta("Well,")]
-    assert reader.end() == [TextDelta(" <tool_c")]
+
+@pytest.mark.parametrize("family", SYNTAXES)
+def test_a_call_that_is_cut_off_shows_no_markup(family: str) -> None:
+    text = written(SYNTAXES[family].shape, ("get_weather", PARIS), ("search", ROME))
+
+    for place in range(len(text)):
+        answer = read_whole(ShapedReader(SYNTAXES[family].shape), text[:place])
+        assert answer.text == "", text[:place]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_arguments"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object", "properties": None, "required": None}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": False, "title": "F"}, False),
+        (CITY, True),
+        ({"type": "object", "additionalProperties": True}, True),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": CITY}}, True),
+    ],
+)
+def test_a_tool_that_names_no_argument_gets_none(
+    grammars: Grammars, tokenizer: PreTrainedTokenizerFast, parameters: dict | None, takes_arguments: bool
+) -> None:
+    shape = SYNTAXES["hermes"].shape
+    grammar = CallGrammar(shape, [Function("f", None, parameters)], {}, is_parallel=False).forced()
+
+    assert takes(grammars, tokenizer, grammar, written(shape, ("f", "{}"))) or takes_arguments
+    assert takes(grammars, tokenizer, grammar, written(shape, ("f", '{"city": "Paris"}'))) == takes_arguments

@@ -1,0 +1,183 @@
+"""ExactIntegers: a grammar of a JSON schema with integers that llguidance would round.
+
+llguidance reads the numbers of a schema as doubles. So what leads to an integer beyond 2**53 is written here as rules
+in Lark's notation, and llguidance compiles the schemas beside it. A text of these rules is valid by the schema; they
+allow no members that the schema does not describe.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.engine.model.structured.integer_range import integer_range
+from kvtier.engine.model.structured.schema_keywords import REMARKS, has_inexact, schemas_in
+
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "minProperties"})
+_OF_ARRAYS = frozenset({"type", "items", "prefixItems", "minItems", "maxItems"})
+_OF_INTEGERS = frozenset({"type", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_BLANKS = r"/[ \n\r\t]{1,32}/"
+
+
+class NotExact(ValueError):
+    """The schema has an integer in a place that is not written as a rule."""
+
+
+class ExactIntegers:
+    """Writes the rules of one schema. Their names begin with a prefix, and the rule of that name is the whole."""
+
+    def __init__(self, schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> None:
+        """*options* are what llguidance is told with each schema. `NotExact` if no rules can be written."""
+        self._root = schema
+        self._options = options
+        self._prefix = prefix
+        self._rules: dict[str, str] = {}
+        self._refs: dict[str, str] = {}  # rules of definitions
+        self._rules[prefix] = ""
+        self._rules[prefix] = self._written(schema)
+        self._rules[f"{prefix}_s"] = f"{_BLANKS}?"
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules, a line each."""
+        return [f"{name}: {text}" for name, text in self._rules.items()]
+
+    def _rule(self, text: str) -> str:
+        name = f"{self._prefix}_{len(self._rules)}"
+        self._rules[name] = text
+        return name
+
+    def _written(self, schema: object) -> str:
+        """Return what stands for a value of the *schema* in a rule."""
+        if not isinstance(schema, dict) or not self._is_inexact(schema):
+            return f"%json {json.dumps(self._self_contained(schema), ensure_ascii=False)}"
+        keys = schema.keys() - REMARKS
+        match schema:
+            case {"anyOf": list(choices)} | {"oneOf": list(choices)} if len(keys) == 1:
+                text = self._any_of([self._written(each) for each in choices])
+            case {"$ref": str(ref)} if keys == {"$ref"}:
+                text = self._definition(ref)
+            case {"allOf": [only]} if keys == {"allOf"}:
+                text = self._written(only)
+            case {"const": value} if keys <= {"const", "type"}:
+                text = self._any_of([_literal(value)])
+            case {"enum": list(values)} if keys <= {"enum", "type"} and values:
+                text = self._any_of([_literal(value) for value in values])
+            case {"type": list(types)} if "const" not in keys and "enum" not in keys:
+                text = self._any_of([self._written(_of_type(schema, kind)) for kind in types])
+            case {"type": "integer"} if keys <= _OF_INTEGERS:
+                text = self._rule(f"/{_integers(schema)}/")
+            case {"type": "object"} if keys <= _OF_OBJECTS:
+                text = self._object(schema)
+            case {"type": "array"} if keys <= _OF_ARRAYS:
+                text = self._array(schema)
+            case _:
+                raise NotExact
+        return text
+
+    def _is_inexact(self, schema: Mapping[str, Any]) -> bool:
+        """Return whether the schema, or one that it refers to, has an integer that would be rounded."""
+        seen: set[str] = set()
+        left: list[object] = [schema]
+        while left:
+            node = left.pop()
+            for _, each in schemas_in(_without_definitions(node)):
+                if has_inexact(each):
+                    return True
+                ref = each.get("$ref")
+                if isinstance(ref, str) and ref not in seen:
+                    seen.add(ref)
+                    left.append(self._target(ref))
+        return False
+
+    def _target(self, ref: str) -> object:
+        node: Any = self._root
+        if ref != "#" and not ref.startswith("#/"):
+            raise NotExact
+        for key in filter(None, ref[1:].split("/")):
+            node = node.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+        return node
+
+    def _definition(self, ref: str) -> str:
+        if ref not in self._refs:
+            self._refs[ref] = name = self._rule("")
+            self._rules[name] = self._written(_without_definitions(self._target(ref)))
+        return self._refs[ref]
+
+    def _self_contained(self, schema: object) -> dict[str, Any]:
+        """Return the schema with the definitions that it may refer to, and llguidance's options."""
+        if not isinstance(schema, dict):
+            schema = {} if schema is True else {"not": {}}
+        if any(each.get("$ref") == "#" for _, each in schemas_in(schema)):
+            raise NotExact
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return {**schema, **shared, "x-guidance": dict(self._options)}
+
+    def _any_of(self, choices: list[str]) -> str:
+        return self._rule(" | ".join(choices))
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        """Return a rule of the objects with the members that the schema describes, in its order."""
+        members = dict(schema.get("properties", {}))
+        required = schema.get("required", [])
+        for name in required:
+            members.setdefault(name, schema.get("additionalProperties", True))
+        if schema.get("minProperties", 0) > len(required):
+            raise NotExact
+        blanks = f"{self._prefix}_s"
+        first, rest = f'{blanks} "}}"', f'{blanks} "}}"'  # what may follow an opening bracket, or a member
+        for name, value in reversed(members.items()):
+            member = f'{blanks} {_literal(name)} {blanks} ":" {blanks} {self._rule(self._written(value))}'
+            after = self._rule(rest)
+            first_others, rest_others = ("", "") if name in required else (f" | {first}", f" | {rest}")
+            first = f"( {member} {after}{first_others} )"
+            rest = f'( {blanks} "," {member} {after}{rest_others} )'
+            first, rest = self._rule(first), self._rule(rest)
+        return self._rule(f'"{{" {first}')
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        blanks = f"{self._prefix}_s"
+        fixed = [self._rule(self._written(each)) for each in schema.get("prefixItems", [])]
+        low, high = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        if (fixed and not low == len(fixed) == high) or isinstance(schema.get("items", {}), list):
+            raise NotExact
+        if fixed:
+            inner = f' {blanks} "," {blanks} '.join(fixed)
+            return self._rule(f'"[" {blanks} {inner} {blanks} "]"')
+        item = self._rule(self._written(schema.get("items", True)))
+        if high < max(1, low):
+            raise NotExact
+        most = "" if high == math.inf else high - 1
+        more = f'( {blanks} "," {blanks} {item} ){{{max(0, low - 1)},{most}}}' if high > 1 else ""
+        empty = ' | "[" ' + f'{blanks} "]"' if low == 0 else ""
+        return self._rule(f'"[" {blanks} {item} {more} {blanks} "]"{empty}')
+
+
+def _without_definitions(schema: object) -> object:
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+
+
+def _literal(value: object) -> str:
+    """Return a string of Lark's notation: the value as JSON, without blanks."""
+    return json.dumps(json.dumps(value, ensure_ascii=False, separators=(",", ":")), ensure_ascii=False)
+
+
+def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the part of a schema of several types that is about one of them."""
+    about = {"integer": _OF_INTEGERS, "object": _OF_OBJECTS, "array": _OF_ARRAYS}
+    others = frozenset().union(*(keys for name, keys in about.items() if name != kind)) - about.get(kind, frozenset())
+    return {**{key: value for key, value in schema.items() if key not in others}, "type": kind}
+
+
+def _integers(schema: Mapping[str, Any]) -> str:
+    """Return an expression of the integers within the schema's bounds. `NotExact` if there is none."""
+    lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+    lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+    highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+    highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        raise NotExact
+    return integer_range(low, high)

@@ -1,0 +1,126 @@
+"""What of a JSON schema llguidance cannot enforce: found keyword by keyword, and taken out of the schema."""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+MOST_EXACT = 1 << 53  # llguidance computes with doubles, which have all integers up to this one
+_IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_ALONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+_MAY_BE_NULL = frozenset({"const", "default"})
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+REMARKS = frozenset(
+    {"$defs", "definitions", "$schema", "$id", "$comment", "id", "title", "description", "default", "examples"}
+    | {"deprecated", "readOnly", "writeOnly", "discriminator", "x-guidance"}
+)  # keywords that say nothing about a value
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")  # in the order in which they are given up
+
+
+def schemas_in(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schema and all schemas within it, each with its path, which ends in a dot unless it is empty."""
+    left = [("", schema)]
+    while left:
+        path, node = left.pop()
+        if not isinstance(node, dict):
+            continue
+        yield path, node
+        inner: list[tuple[str, object]] = []
+        for key, value in node.items():
+            if key in _IN_OBJECTS and isinstance(value, dict):
+                inner += [(f"{path}{key}.{name}.", each) for name, each in value.items()]
+            elif key in _IN_LISTS and isinstance(value, list):
+                inner += [(f"{path}{key}[{number}].", each) for number, each in enumerate(value)]
+            elif key in _ALONE:
+                inner.append((f"{path}{key}.", value))
+        left += reversed(inner)
+
+
+def drop_nulls(schema: object) -> None:
+    """Take keywords out that are null: clients write them for keywords that they leave out."""
+    for _, node in schemas_in(schema):
+        for key in [key for key, value in node.items() if value is None and key not in _MAY_BE_NULL]:
+            del node[key]
+
+
+def has_inexact(node: dict[str, Any]) -> bool:
+    """Return whether a keyword of this one schema has an integer that doubles do not have."""
+    return any(_inexact_keywords(node))
+
+
+def drop_inexact(schema: object) -> Iterator[str]:
+    """Take integers out that doubles do not have, which would become other ones; the paths of their keywords."""
+    for path, node in schemas_in(schema):
+        for key in list(_inexact_keywords(node)):
+            given = node.pop(key)
+            if key in ("const", "enum") and all(isinstance(each, int) for each in _values(given)):
+                node.setdefault("type", "integer")
+            yield path + key
+
+
+def _inexact_keywords(node: dict[str, Any]) -> Iterator[str]:
+    bounds = () if node.get("type") == "number" else _BOUNDS  # each bound of which is a double anyway
+    return (key for key in (*bounds, "const", "enum") if _is_inexact(node.get(key)))
+
+
+def drop_what_fails(schema: object, compiles: Callable[[dict[str, Any]], bool]) -> Iterator[str]:
+    """Take keywords out with which a schema of nothing else does not compile; their paths."""
+    for path, node in schemas_in(schema):
+        for kind, keywords in (("number", _BOUNDS), ("string", _OF_STRINGS)):
+            yield from (path + key for key in _failing(kind, node, keywords, compiles) if _drop(node, key))
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            for pattern in [each for each in patterns if not compiles({"type": "string", "pattern": each})]:
+                del patterns[pattern]
+                yield f"{path}patternProperties.{pattern}"
+
+
+def warned_of(schema: object, warnings: Collection[str]) -> Iterator[str]:
+    """Yield the paths of the keywords that llguidance's warnings are about: it has left them out."""
+    unknown = {
+        key for text in warnings if text.startswith("Unimplemented keys") for key in re.findall(r'"([^"]*)"', text)
+    }
+    formats = {text.partition(": ")[2] for text in warnings if text.startswith("Unknown format")}
+    if any(text.startswith("oneOf") for text in warnings):
+        unknown.add("oneOf")
+    for path, node in schemas_in(schema):
+        yield from (path + key for key in node if key in unknown)
+        if node.get("format") in formats:
+            yield path + "format"
+
+
+def _failing(
+    kind: str, node: dict[str, Any], keywords: Collection[str], compiles: Callable[[dict[str, Any]], bool]
+) -> Iterator[str]:
+    """Yield keywords of those that have to go, until what is left compiles."""
+    given = {key: node[key] for key in keywords if key in node}
+    for key in list(given):
+        if not given or compiles({"type": kind, **given}):
+            return
+        if len(given) == 1 or not compiles({"type": kind, key: given[key]}):
+            del given[key]
+            yield key
+    if given and not compiles({"type": kind, **given}):  # each alone does, all together do not
+        yield from given
+
+
+def _values(given: object) -> list[object]:
+    return given if isinstance(given, list) else [given]
+
+
+def _drop(node: dict[str, Any], key: str) -> bool:
+    del node[key]
+    return True
+
+
+def _is_inexact(value: object) -> bool:
+    """Whether a value of JSON has an integer in it that llguidance would change."""
+    match value:
+        case bool() | str() | None:
+            return False
+        case int() | float():
+            return abs(value) > MOST_EXACT
+        case list():
+            return any(map(_is_inexact, value))
+        case dict():
+            return any(map(_is_inexact, value.values()))
+    return False

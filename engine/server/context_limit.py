@@ -1,0 +1,30 @@
+"""ContextLimit: how many tokens a prompt and its continuation may have together, and which setting says so."""
+
+from dataclasses import dataclass
+
+from kvtier.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """The model's limit, or the smaller one of the device's blocks. Its text begins the errors of what is too long."""
+
+    num_tokens: int
+    model_tokens: int | None  # None: the model has no limit
+    option: str  # the device's, which is the limit if the model's is not
+
+    @classmethod
+    def of(cls, llm: AsyncLLM) -> "ContextLimit":
+        """Return the limit of a loaded engine."""
+        has_share = llm.config.device.gpu_memory_utilization is not None
+        option = "device.gpu_memory_utilization" if has_share else "device.capacity"
+        return cls(llm.longest_request, llm.model_tokens, option)
+
+    def __str__(self) -> str:
+        if self.model_tokens is not None and self.num_tokens >= self.model_tokens:
+            return f"This model's maximum context length is {self.num_tokens} tokens"
+        model = "any number" if self.model_tokens is None else self.model_tokens
+        return (
+            f"This server's maximum context length is {self.num_tokens} tokens, for which {self.option} has room "
+            f"(the model takes {model})"
+        )
