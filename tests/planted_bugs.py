@@ -2063,6 +2063,27 @@ BUGS = [
         "tests/engine/doors/test_vllm_stopped_engine.py",
     ),
     Bug(
+        "a worker maps the next sidecar's memory only once a step wants it",
+        "engine/doors/vllm_connector/mapped_segment.py",
+        "        while session is not None and wait is not None and not",
+        "        while False and wait is not None and not",
+        "tests/engine/doors/test_vllm_mapped_segment.py",
+    ),
+    Bug(
+        "a worker uses the next sidecar's memory before the scheduler's half does",
+        "engine/doors/vllm_connector/mapped_segment.py",
+        "            if self._come is None or self._come.boot != boot:",
+        "            if self._come is None:",
+        "tests/engine/doors/test_vllm_mapped_segment.py",
+    ),
+    Bug(
+        "a worker that gives the memory up does not tell the sidecar",
+        "engine/doors/vllm_connector/mapped_segment.py",
+        "            slab.close()\n        self.session.close()",
+        "            slab.close()",
+        "tests/engine/doors/test_vllm_mapped_segment.py",
+    ),
+    Bug(
         "what was reserved before all was cleared can be found",
         "engine/sidecar/own/session.py",
         "states[states == RESERVED] = VOID",

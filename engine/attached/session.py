@@ -147,6 +147,7 @@ class Session:
         """Hang up, and leave the end of the connection to the end of this process: a copy hangs."""
         self.hang_up()
         self._connection.detach()
+        self.close_file()
 
 
 _sessions: WeakSet[Session] = WeakSet()

@@ -184,7 +184,7 @@ class DoorBed:
             clock=self.clock,
         )
         block_bytes = [each.block_bytes for each in self.layouts]
-        self.segments = [FailingSegment(block_bytes, self.clock, self._attach) for _ in self.rank_caches]
+        self.segments = [FailingSegment(block_bytes, self.clock, self._attach, None) for _ in self.rank_caches]
         self.workers = [WorkerSide(self.layouts, rank, segment) for rank, segment in enumerate(self.segments)]
         for worker, caches in zip(self.workers, self.rank_caches, strict=True):
             worker.register(caches, NUM_PAGES)

@@ -1,5 +1,9 @@
 """Engines that are stopped in the middle of a copy, as by SIGSTOP or a frozen cgroup, while others work."""
 
+import contextlib
+import os
+import socket
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +15,18 @@ from vllm_door_bed import FULL, NUM_PAGES, PAGE_BYTES, DoorBed, FakeRequest
 from kvtier.engine.doors.vllm_connector.step_work import StepWork
 from kvtier.engine.sidecar.port import STUCK_S
 
-OF_AN_ENGINE = ("tiers", "side", "worker", "segment", "memories", "adapters", "kv_caches")
+OF_AN_ENGINE = (
+    "tiers",
+    "side",
+    "workers",
+    "worker",
+    "segments",
+    "segment",
+    "memories",
+    "adapters",
+    "rank_caches",
+    "kv_caches",
+)
 
 
 @pytest.fixture
@@ -29,6 +44,7 @@ class Stopped:
         self._parts = {name: getattr(bed, name) for name in OF_AN_ENGINE}
         self._client = next(iter(bed.sidecar.port.clients))
         bed.kv_caches = {name: torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8) for name in bed.kv_caches}
+        bed.rank_caches = [bed.kv_caches]
         bed.start_engine()
 
     def wait_let_go(self) -> None:
@@ -169,3 +185,18 @@ def test_slots_are_kept_when_an_engine_is_closed_while_a_copy_hangs(bed: DoorBed
     bed.sidecar.turn()
 
     assert sum(lease.num_chunks for client in bed.sidecar.door.clients() for lease in client.leases) >= 10
+    close_as_a_process_does(bed.sidecar.path)
+    bed.sidecar.turn()
+    assert bed.sidecar.door.clients() == []
+
+
+def close_as_a_process_does(path: str) -> None:
+    """Close this process's connections to that socket, as its end would."""
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it was closed, or is a socket that is not connected
+            if not stat.S_ISSOCK(os.fstat(file).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(file)) as connection:
+                is_left = connection.getpeername() == path
+            if is_left:
+                os.close(file)
