@@ -167,14 +167,14 @@ class Port(Generic[_M]):
         gone, self._gone = self._gone, []
         return gone
 
-    def tick(self) -> None:
-        """Let go of clients that read no answers, and accept clients again after a pause."""
+    def tick(self, stays: Callable[[Client[_M]], bool] = lambda client: False) -> None:
+        """Let go of clients that read no answers and need not stay, and accept clients again after a pause."""
         if self._accepts_again_at is not None and self._clock() >= self._accepts_again_at:
             self._accepts_again_at = None
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ, None)
         for client in [client for client in self._clients if client.unread]:
-            if self._clock() - client.moved_at > STUCK_S:
+            if self._clock() - client.moved_at > STUCK_S and not stays(client):
                 self._refused("unread", "a client has read no answers for a minute; its connection is closed")
                 self._end(client)
 

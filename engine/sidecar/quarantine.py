@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from kvtier.engine.sidecar.door import AttachedClient, LeaseUse
 
@@ -24,10 +25,15 @@ class Lifeline:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over *connection*, and tell the other side that nothing more will be sent."""
+        """Take over *connection*. The other side is told nothing."""
         self._connection = connection
+
+    @classmethod
+    def after_farewell(cls, connection: socket.socket) -> Self:
+        """Take over *connection*, and tell the other side that nothing more will be sent."""
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
+        return cls(connection)
 
     @property
     def is_cut(self) -> bool:

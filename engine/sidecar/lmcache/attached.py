@@ -24,9 +24,18 @@ def attached(
         if not own:
             yield AttachedClient(f"connection {client.connection.fileno()}", client.since, None, sum(promised, ()))
         for instance in own:
-            leases = [*sum(promised, ()), *_read(instance, all_promises), *_written(instance, all_stores)]
-            name = f"worker {instance.instance_id:x}"
-            yield AttachedClient(name, client.since, instance.layout, tuple(leases))
+            leases = (*sum(promised, ()), *copied(instance, all_promises, all_stores))
+            yield AttachedClient(worker_name(instance), client.since, instance.layout, leases)
+
+
+def copied(instance: Instance, promises: Iterable[Promise], stores: Iterable[Store]) -> tuple[Lease, ...]:
+    """Return what the worker copies out of the segment and into it now."""
+    return (*_read(instance, promises), *_written(instance, stores))
+
+
+def worker_name(instance: Instance) -> str:
+    """Return what people know the worker by."""
+    return f"worker {instance.instance_id:x}"
 
 
 def _promised(promise: Promise) -> tuple[Lease, ...]:
@@ -40,10 +49,10 @@ def _read(instance: Instance, promises: Iterable[Promise]) -> Iterator[Lease]:
         for own in promise.chunks:
             for reading in own.readings:
                 if reading.instance is instance:
-                    yield Lease(LeaseUse.READ, own.rank, len(reading.chunks), promise.begun_at)
+                    yield Lease(LeaseUse.READ, own.rank, len(reading.chunks), reading.begun_at)
 
 
 def _written(instance: Instance, stores: Iterable[Store]) -> Iterator[Lease]:
     for store in stores:
         if store.instance is instance:
-            yield Lease(LeaseUse.WRITTEN, store.rank, len(store.slots), instance.heard_at)
+            yield Lease(LeaseUse.WRITTEN, store.rank, len(store.slots), store.begun_at)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.attached import attached
+from kvtier.engine.sidecar.lmcache.attached import attached, copied, worker_name
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.ended_connections import EndedConnections
 from kvtier.engine.sidecar.lmcache.explained_prompt import NOT_TOLD
 from kvtier.engine.sidecar.lmcache.lookups import Lookups
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
@@ -61,6 +62,17 @@ class Held:
     promise: Promise
     until: float
     answer: Callable[[], object]
+    load: "Load | None" = None  # that the answer begins
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker asks to copy out of the segment."""
+
+    instance: Instance
+    rank: int
+    request_id: str
+    chunks: range
 
 
 class _Later:
@@ -113,10 +125,10 @@ class LmcacheDoor:
         self._clock = clock
         self._num_operations: Counter[str] = Counter()
         self._token_keys = TokenKeys(chunk_tokens)
-        self._registrations = Registrations(layouts, chunk_tokens, weights, clock)
+        self._registrations = Registrations(layouts, chunk_tokens, weights)
         self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
-        self._stores = Stores(self._taking, layouts.shares)
+        self._stores = Stores(self._taking, layouts.shares, clock)
         self._lookups = Lookups(
             chunk_tokens,
             layouts.records,
@@ -127,6 +139,7 @@ class LmcacheDoor:
         )
         self._promises = Promises(self._verifying, self._stores, layouts.shares, clock, self._lookups.on_loaded)
         self._held: list[Held] = []
+        self._ended = EndedConnections()
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,
             9: self._query_prefetch_status,
@@ -165,18 +178,19 @@ class LmcacheDoor:
 
     def tick(self) -> None:
         """Go on with what lanes and tiers have brought, and end what has had its time."""
-        self._port.tick()
-        self._stores.tick()
+        self._port.tick(stays=self._is_copying)
         self._promises.tick()
         self._verifying.pump()
         self._taking.pump()
         self._answer_held()
 
     def close(self) -> None:
-        """Take no more frames, and end every connection."""
+        """Take no more frames, and end every connection and every lease: no slot is given to anything from now on."""
         self._port.close()
         for client in self._port.take_gone():
-            self._end_client(client)
+            client.connection.close()
+            self._end_leases(client)
+        self._ended.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
@@ -271,13 +285,15 @@ class LmcacheDoor:
             else:
                 self._held.append(held)
 
-    def _hold(self, call: Call, promise: Promise, until: float, answer: Callable[[], object]) -> object:
+    def _hold(
+        self, call: Call, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
+    ) -> object:
         """The answer, now or later."""
         if promise.is_settled:
             return answer()
         if len(self._held) >= MOST_HELD:
             raise Refused("held", f"{MOST_HELD} requests wait for their answers already")
-        self._held.append(Held(call, promise, until, answer))
+        self._held.append(Held(call, promise, until, answer, load))
         return _LATER
 
     # What engines ask for, in the order in which they do.
@@ -298,11 +314,16 @@ class LmcacheDoor:
         return self._chunk_tokens
 
     def _register(self, call: Call, registration: Registration) -> object:
-        self._registrations.find(call.client, registration.instance_id)
-        self._end_instance(self._registrations.remove(registration.instance_id))
+        """Attach the worker. One that registers again, since it has missed answers, stays what it was: it may be in the
+        middle of copies, and goes on with them."""
+        known = self._registrations.find(call.client, registration.instance_id)
         try:
-            self._registrations.add(call.client, registration)
+            layout = self._registrations.layout_of(registration)
+            if known is None or known.layout != layout:
+                self._detach(registration.instance_id)
+                self._registrations.add(call.client, registration.instance_id, layout)
         except LayoutRefused as error:
+            self._detach(registration.instance_id)
             raise Refused("layout", f"an engine of {registration.model_name!r} cannot be served: {error}") from None
         return self._pool()
 
@@ -311,8 +332,9 @@ class LmcacheDoor:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: Call, instance_id: int) -> object:
+        """Detach the worker. It may have copies to finish: LMCache's client waits for them after this."""
         self._registrations.find(call.client, instance_id)
-        self._end_instance(self._registrations.remove(instance_id))
+        self._detach(instance_id)
         return None
 
     def _ping(self, call: Call, instance_id: int | None) -> object:
@@ -382,15 +404,29 @@ class LmcacheDoor:
             promise = self._promises.begin(
                 call.client, key.request_id, instance.tiers, blocks, [rank], 1, chunks.start, RETRIEVE_S
             )
-        return self._hold(
-            call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, instance, rank, chunks)
-        )
+        load = Load(instance, rank, key.request_id, chunks)
+        return self._hold(call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, load), load)
 
     def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
         instance = self._registrations.find(call.client, instance_id)
         if instance is not None:
-            self._promises.loaded(key.request_id, instance.rank_of(key), instance, self._chunks(key))
+            load = Load(instance, instance.rank_of(key), key.request_id, self._chunks(key))
+            if not self._refuse_held(load):
+                self._promises.loaded(load.request_id, load.rank, instance, load.chunks)
         return True
+
+    def _refuse_held(self, load: Load) -> bool:
+        """Refuse a load that is over before it was answered: the worker has waited for too long, and reads no answer.
+
+        Returns:
+            Whether such a load was held.
+        """
+        for held in self._held:
+            if held.load == load:
+                self._held.remove(held)
+                self._answer(held.call, Loaded())
+                return True
+        return False
 
     def _prepare_store(self, call: Call, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
         """Room for those chunks of the range that are not here. None: also if there is no room."""
@@ -455,24 +491,47 @@ class LmcacheDoor:
                 return promise
         return None
 
-    def _begin_reading(self, call: Call, promise: Promise, instance: Instance, rank: int, chunks: range) -> Loaded:
-        here, own = promise.places(chunks), promise.of_rank(rank)
+    def _begin_reading(self, call: Call, promise: Promise, load: Load) -> Loaded:
+        instance, rank = load.instance, load.rank
+        here, own = promise.places(load.chunks), promise.of_rank(rank)
         is_there = own is not None and here.stop <= promise.num_chunks and own.has(here)
         if own is None or not is_there or not self._registrations.is_attached(instance):
             if promise.client is call.client:  # it was made for this load
                 promise.end()
             return Loaded()
-        return Loaded(True, b"", {"slots": _slots(instance, rank, own.begin_reading(instance, here))})
+        return Loaded(True, b"", {"slots": _slots(instance, rank, own.begin_reading(instance, here, self._clock()))})
 
-    def _end_instance(self, instance: Instance | None) -> None:
-        if instance is not None:
+    def _is_copying(self, client: Client[list[bytes]]) -> bool:
+        """Return whether a worker of this connection copies out of the segment or into it."""
+        return self._stores.is_written_by(client) or self._promises.is_read_by(client)
+
+    def _detach(self, instance_id: int) -> None:
+        """Attach the worker no longer. What it copies stays its own until its process has closed the connection."""
+        instance = self._registrations.remove(instance_id)
+        if instance is None:
+            return
+        name, client = worker_name(instance), instance.client
+        copies = copied(instance, self._promises, self._stores)
+
+        def end() -> None:
             self._stores.end_instance(instance)
             self._promises.end_instance(instance)
 
+        self._layouts.quarantine.hold(
+            "lmcache",
+            AttachedClient(name, client.since, instance.layout, copies),
+            lambda: [] if self._ended.is_cut(client) else [name],
+            end,
+        )
+
     def _end_client(self, client: Client[list[bytes]]) -> None:
-        client.connection.close()
+        """Take in that the connection of a client has ended, by either side."""
+        self._ended.add(client, is_watched=self._is_copying(client))
+        self._end_leases(client)
+
+    def _end_leases(self, client: Client[list[bytes]]) -> None:
         for instance in self._registrations.of_client(client):
-            self._end_instance(self._registrations.remove(instance.instance_id))
+            self._detach(instance.instance_id)
         self._promises.end_client(client)
 
 

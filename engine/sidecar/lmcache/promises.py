@@ -28,16 +28,16 @@ LOOKUP_S = 10.0  # after that the prefix that has come counts …
 RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
 IDLE_S = 60.0  # a promise lasts so long without a word of its request
 COMING_BYTES = 256 << 20  # while so much is read from disk for a client, its other lookups wait: then the others'
-READING_S = 60.0  # a worker loads for so long, of its own time, unless it says that it is done
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker copies these chunks out of the segment now."""
+    """A worker copies these chunks out of the segment, until it says that it has, or its process has ended. No time
+    ends it: a thread that is stopped in the middle of a copy goes on with it whenever it is woken up."""
 
     instance: Instance
     chunks: range
-    begun_at: float  # of the worker's own time
+    begun_at: float
 
 
 @dataclass(slots=True)
@@ -138,9 +138,9 @@ class RankChunks:
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
-    def begin_reading(self, instance: Instance, chunks: range) -> list[int]:
+    def begin_reading(self, instance: Instance, chunks: range, now: float) -> list[int]:
         """The worker copies these out from now on; where they are."""
-        self.readings.append(Reading(instance, chunks, instance.own_time_s))
+        self.readings.append(Reading(instance, chunks, now))
         return self.slots(chunks)
 
     def end_reading(self, reading: Reading) -> None:
@@ -326,16 +326,15 @@ class Promises:
                 own.do_not_want(range(max(0, here.start), max(0, here.stop)))
 
     def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
-        """The worker has loaded these chunks of the request's prefix, or will not."""
-        for promise in self._promises.get(request_id, ()):
-            here = promise.places(chunks)
-            for own in promise.chunks:
-                for reading in [r for r in own.readings if own.rank == rank and r.instance is instance]:
-                    if reading.chunks == here:
-                        self.counts.num_loaded += len(here)
-                        own.end_reading(reading)
-                        self._on_loaded(promise, rank, len(here), instance.own_time_s - reading.begun_at)
-        self._forget_those_over()
+        """The worker has loaded these chunks of the request's prefix, or will not. This ends one load, the oldest of
+        these chunks: another one of the same may be under way."""
+        found = self._oldest_reading(request_id, rank, instance, chunks)
+        if found is not None:
+            promise, own, reading = found
+            self.counts.num_loaded += len(chunks)
+            own.end_reading(reading)
+            self._on_loaded(promise, rank, len(chunks), self._clock() - reading.begun_at)
+            self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
         """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
@@ -345,8 +344,14 @@ class Promises:
                 promise.end()
         self._forget_those_over()
 
+    def is_read_by(self, client: Client[list[bytes]]) -> bool:
+        """Return whether a worker of this connection copies chunks out of the segment."""
+        return any(
+            reading.instance.client is client for promise in self for own in promise.chunks for reading in own.readings
+        )
+
     def end_instance(self, instance: Instance) -> None:
-        """The worker is gone, or has let go of the segment it had: nothing is being copied by it."""
+        """End the loads of a worker whose process has ended."""
         self._end_readings(lambda reading: reading.instance is instance)
 
     def end_client(self, client: Client[list[bytes]]) -> None:
@@ -366,7 +371,7 @@ class Promises:
                 self._time_out(promise)
             if not promise.is_ended and now - promise.heard_at > IDLE_S:
                 promise.end()
-        self._end_readings(lambda reading: reading.instance.own_time_s - reading.begun_at > READING_S)
+        self._forget_those_over()
 
     def check(self) -> None:
         """Raise AssertionError if what is verified and what is held disagree."""
@@ -438,6 +443,18 @@ class Promises:
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
         promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)
         self._settle(promise, end)
+
+    def _oldest_reading(
+        self, request_id: str, rank: int, instance: Instance, chunks: range
+    ) -> tuple[Promise, RankChunks, Reading] | None:
+        found = [
+            (promise, own, reading)
+            for promise in self._promises.get(request_id, ())
+            for own in promise.chunks
+            for reading in own.readings
+            if own.rank == rank and reading.instance is instance and reading.chunks == promise.places(chunks)
+        ]
+        return min(found, key=lambda each: each[2].begun_at, default=None)
 
     def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:
         for promise in self:

@@ -13,7 +13,6 @@ from kvtier.engine.sidecar.port import Client
 
 MOST_INSTANCES = 1024
 MOST_PINGED = 4096  # unknown instances that were told so
-MOST_GAP_S = 10.0  # between two messages of a worker that runs: its heartbeat
 
 
 @dataclass(eq=False, slots=True)
@@ -24,13 +23,6 @@ class Instance:
     client: Client[list[bytes]]
     layout: ChunkLayout
     tiers: LayoutTiers
-    heard_at: float
-    own_time_s: float = 0.0  # that it ran: a worker that is stopped says nothing, and its time stands still
-
-    def heard(self, now: float) -> None:
-        """It has said something."""
-        self.own_time_s += min(now - self.heard_at, MOST_GAP_S)
-        self.heard_at = now
 
     def rank_of(self, key: Key) -> int:
         """Whose chunks the worker speaks of. `Refused` if they are none of its layout's."""
@@ -51,13 +43,11 @@ class Registrations:
         layouts: Layouts,
         chunk_tokens: int,
         weights: Callable[[str], str],
-        clock: Callable[[], float],
     ) -> None:
         """*weights*: what is known of a model's weights, by its name; empty if nothing is."""
         self._layouts = layouts
         self._chunk_tokens = chunk_tokens
         self._weights = weights
-        self._clock = clock
         self._instances: dict[int, Instance] = {}
         self._pinged: OrderedDict[int, None] = OrderedDict()  # unknown ones that have been told so
 
@@ -67,25 +57,23 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._instances)
 
-    def add(self, client: Client[list[bytes]], registration: Registration) -> Instance:
-        """The worker is attached. `LayoutRefused` if its chunks have no place here."""
+    def add(self, client: Client[list[bytes]], instance_id: int, layout: ChunkLayout) -> Instance:
+        """Attach a worker that is not attached. Raise `LayoutRefused` if its chunks have no place here."""
         if len(self._instances) >= MOST_INSTANCES:
             raise LayoutRefused(f"{MOST_INSTANCES} workers are attached already")
-        layout = self._layout(registration)
-        instance = Instance(registration.instance_id, client, layout, self._layouts.open(layout), self._clock())
-        self._instances[registration.instance_id] = instance
-        self._pinged.pop(registration.instance_id, None)
+        instance = Instance(instance_id, client, layout, self._layouts.open(layout))
+        self._instances[instance_id] = instance
+        self._pinged.pop(instance_id, None)
         return instance
 
     def find(self, client: Client[list[bytes]], instance_id: int) -> Instance | None:
-        """The worker, which has just said something; None if it is not attached. `Refused` for another client's: who
-        speaks for that could have slots given away that it is writing to."""
+        """Return the worker, or None if it is not attached. Raise `Refused` for another client's: who speaks for that
+        could have slots given away that it is writing to."""
         instance = self._instances.get(instance_id)
         if instance is None or not instance.client.is_open:
             return None
         if instance.client is not client:
             raise Refused("foreign_worker", "a client speaks for a worker that has registered at another connection")
-        instance.heard(self._clock())
         return instance
 
     def is_attached(self, instance: Instance) -> bool:
@@ -126,7 +114,8 @@ class Registrations:
             )
         return next(iter(found.values()), None)
 
-    def _layout(self, registration: Registration) -> ChunkLayout:
+    def layout_of(self, registration: Registration) -> ChunkLayout:
+        """Return the layout that a worker registers. Raise `LayoutRefused` if it cannot be served."""
         if registration.group_layouts:
             raise LayoutRefused(
                 f"it has {len(registration.group_layouts)} KV cache groups; attach it with kvtier's own connector"

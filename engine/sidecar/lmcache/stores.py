@@ -10,14 +10,13 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.engine.sidecar.port import Client
 from kvtier.engine.sidecar.shares import Shares, Wanted
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.lower.lower_tiers import NOWHERE, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import number_of
-
-WRITING_S = 60.0  # a worker writes for so long, of its own time, unless it says that it is done
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +30,7 @@ class Store:
     blocks: NamedBlocks
     places: Sequence[int]
     slots: Sequence[int]
-    begun_at: float  # of the worker's own time
+    begun_at: float
     digests: list[bytes] = field(default_factory=list)  # by place, those that have been taken
     num_taken: int = 0
     is_void: bool = False  # never to be found
@@ -59,13 +58,16 @@ class StoreCounts:
 
 class Stores:
     """A worker reserves slots, writes, and commits; then their digests are taken beside this thread, and the chunks can
-    be found. What was not committed never can. A reservation ends with its commit, with its worker, or after
-    `WRITING_S` in which the worker ran: a process that is stopped in the middle of a copy goes on with it when it is
-    woken up, and until then its slots are nothing else's. Owned by the door's thread.
+    be found. What was not committed never can.
+
+    A reservation ends with its commit or with its worker's process, and never by time: a thread that is stopped in the
+    middle of a copy goes on with it whenever it is woken up, also while other threads of its process are served.
+    Owned by the door's thread.
     """
 
-    def __init__(self, lane: DigestLane, shares: Shares) -> None:
+    def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:
         self.counts = StoreCounts()
+        self._clock = clock
         self._lane = lane
         self._shares = shares
         self._reserved: list[Store] = []
@@ -78,11 +80,17 @@ class Stores:
     def reserve(
         self, instance: Instance, rank: int, request_id: str, chunks: range, blocks: NamedBlocks
     ) -> Store | None:
-        """Room for those of the *blocks*, the *chunks* of the request's prefix, that are nowhere below; None if there
-        are none, or no room at all. The first ones have it if it is not enough for all."""
+        """Reserve slots for those of the *blocks*, the *chunks* of the request's prefix, that are nowhere below. The
+        first ones get slots if there are not enough for all.
+
+        Returns:
+            None if no slot is needed or free. None also while an earlier reservation of the same chunks for the same
+            request stands: another thread of the worker may still write there, and its commit, which names no slots,
+            would be taken for that of the new ones.
+        """
         tiers = instance.tiers
-        for same in self._find(instance, rank, request_id, chunks):  # its answer was not waited for
-            self._give_up(same)
+        if self._find(instance, rank, request_id, chunks):
+            return None
         places = np.flatnonzero(~are_kept(tiers.tiers.find(rank, blocks.names))).tolist()
         if not places:
             return None
@@ -94,7 +102,7 @@ class Stores:
         if not slots:
             return None
         share.lease(memory, np.array(slots, np.intp))
-        store = Store(instance, rank, request_id, chunks, blocks, places[: len(slots)], slots, instance.own_time_s)
+        store = Store(instance, rank, request_id, chunks, blocks, places[: len(slots)], slots, self._clock())
         self._reserved.append(store)
         return store
 
@@ -114,7 +122,7 @@ class Stores:
         return (tiers, rank, name) in self._coming
 
     def end_instance(self, instance: Instance) -> None:
-        """The worker is gone, or has let go of the segment it had: it writes no more."""
+        """Give up the reservations of a worker whose process has ended."""
         for store in [store for store in self._reserved if store.instance is instance]:
             self._give_up(store)
 
@@ -123,11 +131,9 @@ class Stores:
         for store in self:
             store.is_void |= store.tiers.layout in layouts
 
-    def tick(self) -> None:
-        """End the reservations of workers that have had their time."""
-        for store in list(self._reserved):
-            if store.instance.own_time_s - store.begun_at > WRITING_S:
-                self._give_up(store)
+    def is_written_by(self, client: Client[list[bytes]]) -> bool:
+        """Return whether a worker of this connection has slots reserved."""
+        return any(store.instance.client is client for store in self._reserved)
 
     def check(self) -> None:
         """Raise AssertionError if what is coming is miscounted."""

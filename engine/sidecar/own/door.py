@@ -292,7 +292,7 @@ class EngineDoor:
         session, feed, number = attached
         feed.detach(client)
         session.stop_listening()
-        name, process, lifeline = _name(client), process_name(client), Lifeline(client.connection)
+        name, process, lifeline = _name(client), process_name(client), Lifeline.after_farewell(client.connection)
         self._ended.setdefault(number, []).append(lifeline)
 
         def holders() -> list[str]:

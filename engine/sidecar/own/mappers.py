@@ -21,7 +21,7 @@ class Mappers:
 
     def on_gone(self, client: Client[bytes]) -> None:
         """Take in that the port has ended this connection."""
-        ended = self._engines.pop(client), process_name(client), Lifeline(client.connection)
+        ended = self._engines.pop(client), process_name(client), Lifeline.after_farewell(client.connection)
         self._ended.append(ended)
         self.poll()
 

@@ -55,6 +55,7 @@ torch.manual_seed(1)
 kv = {f"layer {i}": torch.randn(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH) for i in range(NUM_LAYERS)}
 contexts: dict[int, Any] = {}
 kept: dict[str, list[torch.Tensor]] = {}
+begun: dict[str, list[torch.Tensor]] = {}
 
 
 def key(tokens: list[int], request: str, worker: int | None, salt: str, num_ranks: int = 1) -> IPCCacheServerKey:
@@ -140,6 +141,20 @@ def with_image(tokens: list[int], start: int, length: int, identifier: str) -> l
 def begin_store(instance: int, tokens: list[int], request: str) -> int:
     """Reserve slots and never commit them; how many chunks."""
     return len(client.prepare_store(key(tokens, request, 0, ""), instance).result(timeout=TIMEOUT_S).context["slots"])
+
+
+def begin_copy(instance: int, tokens: list[int], request: str) -> int:
+    """Reserve slots and keep them mapped, as a thread does that is about to copy; how many chunks."""
+    context = contexts[instance].engine_driven_context
+    slots, _ = context.prepare_store(key(tokens, request, 0, ""), instance)
+    begun[request] = slots
+    return len(slots)
+
+
+def finish_copy(request: str) -> None:
+    """Write to the slots that `begin_copy` was given, whatever has happened since."""
+    for slot in begun.pop(request):
+        slot.fill_(-1)
 
 
 def begin_retrieve(instance: int, tokens: list[int], request: str) -> int:

@@ -79,29 +79,8 @@ def test_what_was_not_committed_is_never_found(bed: Bed, client: RawClient) -> N
     client.ask("end_session", "first")
 
     assert client.lookup(DOCUMENT, "second") == 0
-    client.ask("unregister", 1)
+    client.close()
     assert bed.num_leases() == 0
-
-
-@pytest.mark.parametrize("ended_by", ["unregister", "registers anew", "connection", "time"])
-def test_a_reservation_ends(bed: Bed, client: RawClient, ended_by: str) -> None:
-    client.ask("prepare_store", key(DOCUMENT, "r"), 1)
-    assert bed.num_leases() == 6
-
-    if ended_by == "unregister":
-        client.ask("unregister", 1)
-    elif ended_by == "registers anew":
-        client.register()
-    elif ended_by == "connection":
-        client.close()
-    else:
-        for _ in range(8):
-            bed.pass_time(10)
-            client.ask("ping", 1)
-
-    assert bed.num_leases() == 0
-    if ended_by != "connection":
-        assert client.ask("commit_store", key(DOCUMENT, "r"), 1, b"") is False
 
 
 def test_a_worker_that_is_stopped_while_it_writes_keeps_its_slots(bed: Bed, client: RawClient) -> None:

@@ -339,7 +339,7 @@ def test_a_child_that_is_forked_keeps_nothing_of_its_parents_session(bed: Bed) -
 def test_a_lifeline_is_cut_when_the_last_copy_of_the_other_end_is_closed() -> None:
     own, other = socket.socketpair()
     copy = other.dup()
-    lifeline = Lifeline(own)
+    lifeline = Lifeline.after_farewell(own)
 
     assert other.recv(1) == b"", "the other side is told"
     other.close()
@@ -356,7 +356,7 @@ def test_a_lifeline_is_cut_behind_what_was_sent() -> None:
     own, _ = listener.accept()
     own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     other.setblocking(False)
-    lifeline = Lifeline(own)
+    lifeline = Lifeline.after_farewell(own)
     with contextlib.suppress(BlockingIOError):
         while True:
             other.send(bytes(PIECE_BYTES))

@@ -1,0 +1,197 @@
+"""What a worker copies out of the segment, or into it, is given to nothing else until it has copied it or is gone.
+
+LMCache's worker tells neither that it goes on with a copy nor that it has given one up: it may be stopped (SIGSTOP) in
+the middle of one for hours, while other threads of its process or nobody speak for it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from lmcache_bed import CHUNK, REGISTRATION, Bed, RawClient, content, key
+from plain_connection import Plain
+
+from kvtier.engine.sidecar.door import LeaseUse
+from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
+from kvtier.engine.sidecar.port import Client
+
+DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))
+
+
+def ping_for_an_hour(bed: Bed, client: RawClient) -> None:
+    for _ in range(360):
+        client.ask("ping", 1)
+        bed.clock.now += 10
+    bed.settle()
+
+
+EVENTS: dict[str, Callable[[Bed, RawClient], Any]] = {
+    "says nothing for an hour": lambda bed, client: bed.pass_time(3600),
+    "has a thread that pings for an hour": ping_for_an_hour,
+    "unregisters": lambda bed, client: client.ask("unregister", 1),
+    "registers anew": lambda bed, client: client.register(),
+    "registers another layout": lambda bed, client: client.register(dtype_str="float16"),
+    "registers what is refused": lambda bed, client: client.register(dtype_str="float64"),
+    "unregisters and registers": lambda bed, client: (client.ask("unregister", 1), client.register()),
+    "ends the request": lambda bed, client: client.ask("end_session", "r"),
+    "clears everything": lambda bed, client: client.ask("clear", True),
+}
+
+
+def fill(bed: Bed) -> list[int]:
+    """Have another engine write to all slots that it can get, three times over; where those are."""
+    other = RawClient(bed)
+    other.register(instance_id=2)
+    offsets = []
+    for number in range(30):
+        tokens = [number] * 16 * CHUNK
+        context = other.ask("prepare_store", key(tokens, f"f{number}"), 2)["context"]
+        for slot in context["slots"]:
+            offsets.append(slot["offset"])
+            bed.bytes_of(slot)[:] = bytes([255]) * slot["length"]
+        other.ask("commit_store", key(tokens, f"f{number}"), 2, b"")
+        bed.settle()
+    assert len(offsets) > 3 * 6
+    other.close()
+    return offsets
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_slots_that_a_worker_writes_to_are_given_to_nothing_else(bed: Bed, client: RawClient, event: str) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"]
+
+    EVENTS[event](bed, client)
+
+    assert not {slot["offset"] for slot in slots} & set(fill(bed))
+    assert bed.num_leases() == 6
+    client.close()
+    bed.settle()
+    assert bed.num_leases() == 0
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_slots_that_a_worker_reads_are_given_to_nothing_else(bed: Bed, client: RawClient, event: str) -> None:
+    client.store(DOCUMENT, "first")
+    client.lookup(DOCUMENT, "r")
+    slots = client.prepare_retrieve(DOCUMENT, "r")["context"]["slots"]
+
+    EVENTS[event](bed, client)
+
+    assert not {slot["offset"] for slot in slots} & set(fill(bed))
+    assert [bytes(bed.bytes_of(slot)) for slot in slots] == [content(DOCUMENT, chunk) for chunk in range(6)]
+    client.close()
+    bed.settle()
+    assert bed.num_leases() == 0
+
+
+def test_a_worker_that_unregisters_is_named_with_what_it_may_still_copy(bed: Bed, client: RawClient) -> None:
+    client.ask("prepare_store", key(DOCUMENT, "r"), 1)
+
+    client.ask("unregister", 1)
+
+    (held,) = bed.layouts.quarantine.clients()
+    assert (held.name, [(lease.use, lease.num_chunks) for lease in held.leases]) == (
+        "worker 1",
+        [(LeaseUse.QUARANTINED, 6)],
+    )
+    client.close()
+    bed.settle()
+    assert bed.layouts.quarantine.clients() == []
+
+
+def test_a_store_is_committed_by_a_worker_that_has_registered_anew_meanwhile(bed: Bed, client: RawClient) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"]
+    client.register()
+    for chunk, slot in enumerate(slots):
+        bed.bytes_of(slot)[:] = content(DOCUMENT, chunk)
+
+    assert client.ask("commit_store", key(DOCUMENT, "r"), 1, b"") is True
+
+    assert client.lookup(DOCUMENT, "s") == 6
+    assert client.retrieve(DOCUMENT, "s")
+    assert bed.num_leases() == 0
+
+
+def test_the_commit_of_one_store_is_never_taken_for_that_of_another(bed: Bed, client: RawClient) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"]
+    assert client.ask("prepare_store", key(DOCUMENT, "r"), 1)["context"]["slots"] == []  # another thread's
+    for chunk, slot in enumerate(slots):
+        bed.bytes_of(slot)[:] = content(DOCUMENT, chunk)
+
+    assert client.ask("commit_store", key(DOCUMENT, "r"), 1, b"") is True
+    assert client.ask("commit_store", key(DOCUMENT, "r"), 1, b"") is False
+
+    assert client.lookup(DOCUMENT, "s") == 6
+    assert client.retrieve(DOCUMENT, "s")
+
+
+def test_each_of_two_loads_of_the_same_chunks_has_its_own_end(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    for _ in range(2):
+        assert client.prepare_retrieve(DOCUMENT, "r")["success"] is True
+
+    client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
+    assert bed.num_leases() == 6
+
+    client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
+    assert bed.num_leases() == 0
+    assert bed.door.statistics().promised.num_loaded == 12
+
+
+def test_a_load_ends_with_the_word_of_the_worker_that_loads(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    other = RawClient(bed)
+    other.register(instance_id=2)
+    for worker, instance in ((client, 1), (other, 2)):
+        assert worker.prepare_retrieve(DOCUMENT, "r", instance)["success"] is True
+
+    other.ask("commit_retrieve", key(DOCUMENT, "r"), 2)
+    other.ask("commit_retrieve", key(DOCUMENT, "r"), 2)
+
+    assert bed.num_leases() == 6
+    client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
+    assert bed.num_leases() == 0
+
+
+def test_a_load_that_is_over_before_it_is_answered_leaves_nothing(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    bed.settle()
+    bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
+    uid = client.send("prepare_retrieve", key(DOCUMENT, "r"), 1)
+    bed.until(lambda: bed.door.is_waiting or None)
+
+    done = client.send("commit_retrieve", key(DOCUMENT, "r"), 1)  # it has waited for mq_timeout
+
+    answers = dict(client.receive()[::2] for _ in range(2))
+    assert answers == {uid: {"success": False, "data": b"", "context": {}}, done: True}
+    bed.lanes["host_to_device"].is_stopped = False
+    client.ask("end_session", "r")
+    bed.pass_time(61)
+    assert bed.num_leases() == 0
+
+
+def worker_by_hand(bed: Bed) -> tuple[Plain, Client[list[bytes]]]:
+    """A worker that has slots reserved, and whose bytes are said one by one, with the sidecar's end of it."""
+    plain = Plain(bed)
+    asked = [(98, 14, REGISTRATION), (99, 16, key(DOCUMENT, "r"), 1)]
+    plain.send(b"".join(message_bytes([*map(msgspec.msgpack.encode, each)]) for each in asked))
+    bed.until(lambda: bed.num_leases() == 6 or None)
+    return plain, bed.port.clients[-1]
+
+
+def test_a_connection_that_the_door_has_ended_keeps_its_slots_until_the_other_side_is_closed(bed: Bed) -> None:
+    plain, client = worker_by_hand(bed)
+    plain.send(b"\xff" * 100)
+    bed.until(lambda: None if client.is_open else True)
+    assert bed.refusals.counts == {"garbage": 1}
+
+    assert bed.num_leases() == 6
+    answered = plain.socket.recv(1 << 20)
+    assert answered
+    with pytest.raises(BlockingIOError):  # the end is not told, upon which libzmq would close its own
+        plain.socket.recv(1)
+
+    plain.socket.close()
+    bed.settle()
+    assert bed.num_leases() == 0
