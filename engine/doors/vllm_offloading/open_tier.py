@@ -16,6 +16,13 @@ LONGEST_JOBS = 4  # of a disk that hangs: what it had begun, what waited, and tw
 WEIGHTS_KEY = '"weights" in the configuration of KVTier'
 
 
+def tier_namespace(config: Any, vllm_config: Any, kv_cache_config: Any, row_bytes: int, weights: str | None) -> bytes:
+    """Return 16 bytes for all that decides the bytes of a row besides vLLM's key. Arguments as in `open_tier`."""
+    facts = engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY)
+    facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
+    return namespace_of(facts, (), [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+
+
 def open_tier(
     settings: TierSettings, config: Any, vllm_config: Any, kv_cache_config: Any, pool_rows: memoryview
 ) -> TierSide:
@@ -25,13 +32,11 @@ def open_tier(
     `NotServed` if nothing says which weights the engine has; ValueError for a disk that cannot be used.
     """
     row_bytes = pool_rows.nbytes // len(pool_rows)
-    facts = engine_facts(vllm_config, kv_cache_config, settings.weights, WEIGHTS_KEY)
-    facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    namespace = tier_namespace(config, vllm_config, kv_cache_config, row_bytes, settings.weights)
     pool = pool_rows.cast("B")
     disk = open_disk_below(
         settings,
-        namespace_of(facts, (), specs),
+        namespace,
         lambda group_id: row_bytes,
         [pool],
         num_groups=len(kv_cache_config.kv_cache_groups),

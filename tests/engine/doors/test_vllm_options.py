@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvtier.engine.doors.vllm_connector import engine_facts as facts_module
 from kvtier.engine.doors.vllm_connector.engine_facts import engine_facts
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
 from kvtier.engine.doors.vllm_connector.options import JUDGED
+from kvtier.engine.doors.vllm_offloading.open_tier import tier_namespace
 from kvtier.tiers.naming.groups import FullAttention
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
@@ -76,6 +78,40 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def namespace(vllm_config: object, weights: str | None = "revision 1", **kv_cache: object) -> bytes:
     kv_cache_config = SimpleNamespace(**{"hash_block_size": 16, "kv_cache_layout": "NHD", **kv_cache})
     return namespace_of(engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY), [LAYOUT], ["spec"])
+
+
+# What decides bytes, once more: an option that is taken out of the table has to be taken out here, too.
+DECIDES = """
+    model_config.dtype model_config.quantization model_config.quantization_config model_config.model_impl
+    model_config.model_class_overrides model_config.trust_remote_code model_config.code_revision model_config.runner
+    model_config.convert model_config.disable_sliding_window model_config.multimodal_config.media_io_kwargs
+    model_config.multimodal_config.mm_processor_kwargs model_config.multimodal_config.mm_device_do_normalize
+    model_config.multimodal_config.mm_encoder_attn_dtype model_config.multimodal_config.mm_encoder_fp8_scale_path
+    model_config.multimodal_config.mm_hasher_algorithm model_config.multimodal_config.video_pruning_rate
+    model_config.multimodal_config.video_pruning_method cache_config.cache_dtype cache_config.calculate_kv_scales
+    cache_config.kv_cache_dtype_skip_layers cache_config.kv_cache_layout cache_config.sliding_window
+    cache_config.swa_bounded_replay cache_config.prefix_caching_hash_algo cache_config.mamba_block_size
+    cache_config.mamba_cache_dtype cache_config.mamba_ssm_cache_dtype cache_config.mamba_cache_mode
+    cache_config.enable_mamba_shared_prefix_checkpoint cache_config.use_replayssm cache_config.replayssm_buffer_len
+    cache_config.use_kda_recoverssm parallel_config.tensor_parallel_size parallel_config.pipeline_parallel_size
+    parallel_config.decode_context_parallel_size parallel_config.prefill_context_parallel_size
+    parallel_config.dcp_kv_cache_interleave_size parallel_config.cp_kv_cache_interleave_size
+    parallel_config.all2all_backend parallel_config.worker_cls parallel_config.worker_extension_cls
+    load_config.load_format load_config.model_loader_extra_config load_config.ignore_patterns
+    attention_config.backend attention_config.backend_per_kind attention_config.minimax_m3_msa_decode_backend
+    attention_config.use_trtllm_attention attention_config.disable_flashinfer_q_quantization
+    attention_config.use_prefill_query_quantization attention_config.mla_prefill_backend
+    attention_config.indexer_kv_dtype attention_config.indexer_sparse_logits attention_config.use_non_causal
+    attention_config.sparse_mla_force_mqa attention_config.hisparse_config mamba_config.enable_stochastic_rounding
+    mamba_config.stochastic_rounding_philox_rounds kernel_config.moe_backend kernel_config.linear_backend
+    kernel_config.linear_backend_per_quant kernel_config.sparse_indexer_topk_backend lora_config.lora_dtype
+    lora_config.target_modules lora_config.enable_tower_connector_lora lora_config.enable_mixed_moe_lora_format
+    lora_config.enable_moe_shared_loras diffusion_config additional_config
+"""
+
+
+def test_the_options_that_decide_bytes_are_these() -> None:
+    assert list(JUDGED.decides) == DECIDES.split()
 
 
 @pytest.mark.parametrize("option", JUDGED.decides)
@@ -172,6 +208,37 @@ def test_a_set_is_the_same_text_in_every_process() -> None:
     value = {"b", "a", "c"}
 
     assert judged.values(lambda _: value) == {"names": json.dumps(["'a'", "'b'", "'c'"])}
+
+
+# The tier below vLLM's own offloading.
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """A part of vLLM's `OffloadingConfig`."""
+
+    tokens_per_chunk: int = 16
+    engine_id: str = "of one process"
+
+
+def tier(offloading: Offloading = Offloading(), row_bytes: int = 4096, spec: str = "spec", **options: object) -> bytes:
+    kv_cache_config = SimpleNamespace(
+        hash_block_size=16, kv_cache_layout="NHD", kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+    )
+    return tier_namespace(offloading, config(**options), kv_cache_config, row_bytes, "revision 1")
+
+
+def test_all_that_decides_a_rows_bytes_is_in_a_tiers_namespace() -> None:
+    others = {
+        tier(),
+        tier(Offloading(tokens_per_chunk=32)),
+        tier(row_bytes=8192),
+        tier(spec="another"),
+        tier(model_config__quantization="fp8"),
+    }
+
+    assert len(others) == 5
+    assert tier(Offloading(engine_id="of the next process")) == tier()
 
 
 # The real vLLM.
