@@ -81,11 +81,11 @@ test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed
 	$(MAKE) test-processors
 
 # Models as on an older processor (oneDNN packs no bfloat16 there), and by plain torch alone.
-MODEL_TESTS := tests/engine/model tests/engine/test_equality.py
+MODEL_TESTS := $(addprefix tests/engine/,test_equality.py model/test_model_families.py model/test_lora.py model/test_by_layers.py)
 OLD_PROCESSOR := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(if $(filter x86_64,$(shell uname -m)),NUMBA_CPU_NAME=haswell)
 test-processors: .venv/installed
-	$(OLD_PROCESSOR) $(PYTEST) -m "not long and not slow" $(MODEL_TESTS)
-	KVTIER_FAST_PATHS=off $(PYTEST) -m "not long and not slow" $(MODEL_TESTS) --ignore tests/engine/model/cpu
+	$(OLD_PROCESSOR) $(PYTEST) -m "not slow" $(MODEL_TESTS) tests/engine/model/cpu
+	KVTIER_FAST_PATHS=off $(PYTEST) -m "not slow" $(MODEL_TESTS)
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -281,9 +281,14 @@ class AsyncLLM:
         The engine's thread calls *progress* with the number of blocks still to write. If the caller is cancelled,
         closing goes on.
         """
+        if self._thread.is_forked:
+            return
         self._end(progress)
         if self._thread.has_begun:
             await asyncio.wrap_future(self._thread.closed)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an AsyncLLM has threads, and cannot be pickled or copied; make one in each process")
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -295,6 +300,11 @@ class AsyncLLM:
         await self.close()
 
     def _loaded_engine(self) -> LoadedEngine:
+        if self._thread.is_forked:
+            raise RuntimeError(
+                "AsyncLLM: this process was forked after it was started, and has none of its threads; make it in the "
+                "process that uses it, or start processes by spawn"
+            )
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")
         if not self._thread.loaded.done():

@@ -1,6 +1,7 @@
 """EngineCore: model, cache and scheduler as one machine that is stepped. One thread owns it."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -59,6 +60,7 @@ SNAPSHOT_EVERY_S = 0.25
 FLUSH_TIMEOUT_S = 120.0
 CATCH_UP_S = 0.5
 SHARE_S = 1.0
+LOOK_EVERY_S = 1.0  # at samples of the model's weights, while requests run: 2 ms
 STILL_S = 0.1  # in which nothing was copied down: there is no room below, or nothing left to copy
 
 
@@ -137,6 +139,8 @@ class EngineCore:
             parts.runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, parts.runner.max_tokens
         )
         self._closed = False
+        self._pid = os.getpid()
+        self.look_at_model()
         self._publish_events()  # what is on disk already
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
@@ -185,6 +189,10 @@ class EngineCore:
         if it is not given. ValueError, with what to do, if it has no tokens or ids that the model does not
         have, is longer than the model or the device can hold, or if the queue is full; `WrongParameter` for sampling
         that names tokens which the model does not have, or for what cannot be compiled."""
+        self._check_open()
+        if not self.has_work and time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self.look_at_model()
+        self.runner.refuse_changed()
         self._check_tokens(token_ids, sampling)
         if (worst := max(sampling.logit_bias, default=0)) >= self.runner.vocab_size:
             raise WrongParameter(
@@ -215,6 +223,7 @@ class EngineCore:
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
         """How many of a prompt's tokens would come from which tier, the coldest that they need, or from "nowhere"."""
+        self._check_open()
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
         for tier in self.cache.where(self.chain(token_ids, extra)):
@@ -253,6 +262,7 @@ class EngineCore:
         Returns:
             False if requests hold blocks, or if copies hang.
         """
+        self._check_open()
         if self.scheduler.running or self.scheduler.promoting:
             return False
         deadline = time.monotonic() + RESET_WAIT_S
@@ -281,13 +291,18 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Compute one batch; the requests that got a token, with `new_text`. If all are parked it waits a moment.
 
-        `CopyHangs` if nothing could be computed for a minute beyond all deadlines.
+        Raises:
+            CopyHangs: If nothing could be computed for a minute beyond all deadlines.
+            ChangedModel: If the model was changed since it was loaded.
         """
+        self._check_open()
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self.look_at_model()
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
         self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
-        self.cache.spill()
+        self._spill()
         self.pins.tick()
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
@@ -302,12 +317,21 @@ class EngineCore:
 
     def idle(self) -> None:
         """Do what is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
+        self._check_open()
         self.cache.wait(0.0)
-        self.cache.spill()
+        self._spill()
         self.pins.tick()
         self._publish_events()
         self._accounts.trace_spills()
         self._take_snapshot()
+
+    def look_at_model(self) -> None:
+        """Compare samples of the model's weights with those at load: 2 ms. If they differ, no request runs any more.
+
+        Steps and new requests do so once a second; callers that may have changed the model in between call it too.
+        """
+        self._looked_at = time.monotonic()
+        self.runner.is_as_loaded()
 
     def catch_up(self) -> None:
         """Take in what a sidecar has told while nobody stepped the engine, and wait a moment for one that let go of an
@@ -330,10 +354,10 @@ class EngineCore:
             return
         now = moved_at = time.monotonic()
         give_up_at, num_shared = now + SHARE_S, sidecar.spill_progress().num_done
-        self.cache.spill()
+        self._spill()
         while self.cache.num_under_way and now < give_up_at and now - moved_at < STILL_S:
             self.cache.wait(IDLE_WAIT_S)
-            self.cache.spill()
+            self._spill()
             now = time.monotonic()
             if (num_done := sidecar.spill_progress().num_done) != num_shared:
                 num_shared, moved_at = num_done, now
@@ -345,6 +369,7 @@ class EngineCore:
 
     def checks(self) -> Iterator[str]:
         """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        self._check_open()
         yield from self.cache.checks()
         self.scheduler.check()
         yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
@@ -354,7 +379,9 @@ class EngineCore:
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
         blocks left."""
-        if self._closed:
+        if (
+            self._closed or os.getpid() != self._pid
+        ):  # a forked process has none of the threads, and the parent's sockets
             return
         self._closed = True
         with ExitStack() as ends:  # each is closed, whatever another one raises
@@ -367,8 +394,22 @@ class EngineCore:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
                 self.abort(request)
-            self._flush(progress)
+            if self.runner.is_as_loaded():
+                self._flush(progress)
+            else:
+                log.warning(
+                    "the model was changed while the engine was open; what is on the device only is not written"
+                )
             self._publish_events()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine has been closed; make a new one")
+
+    def _spill(self) -> None:
+        """Copy cold blocks down, unless the model was changed: blocks may be of the changed one then."""
+        if not self.runner.was_changed:
+            self.cache.spill()
 
     def _flush(self, progress: Callable[[int], None]) -> None:
         self.catch_up()

@@ -1,6 +1,7 @@
 """EngineThread: loads, steps and closes an engine in a thread of its own, which no cancelled caller interrupts."""
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -81,10 +82,16 @@ class EngineThread:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._attendants: list[Attendant] = []  # owned by the thread
         self._lock = threading.Lock()  # guards the four below
+        self._pid: int | None = None  # of the process that started the thread
         self._has_begun = False
         self._is_ending = False
         self._why_over: str | None = None
         self._progress: Progress = lambda num_left: None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked after the thread was started; the thread is then the parent's."""
+        return self._pid is not None and os.getpid() != self._pid
 
     @property
     def has_begun(self) -> bool:
@@ -97,6 +104,7 @@ class EngineThread:
             if self._has_begun or self._is_ending:
                 raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
             self._has_begun = True
+        self._pid = os.getpid()
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
@@ -131,6 +139,8 @@ class EngineThread:
 
     def end_at_exit(self) -> None:
         """End the thread; wait `LOADING_EXIT_WAIT_S` at most until it has loaded, `EXIT_WAIT_S` until it has closed."""
+        if self.is_forked:
+            return
         self.end()
         if not wait([self.loaded], LOADING_EXIT_WAIT_S).done:
             log.warning("the program ends while the engine is being loaded")

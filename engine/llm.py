@@ -5,10 +5,11 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from kvtier.engine.metrics.server import serve_metrics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.one_caller import OneCaller
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -40,7 +42,8 @@ class LLM:
     *model* is a folder, a GGUF file, a hub id, "smollm2" or a loaded `transformers` model (then with its *tokenizer*);
     *config* a `Config`, a dict, a TOML file, or the name of a shipped one such as "laptop". Use it as a context manager
     or call `close`: closing writes what is cached to the disk tier, so that the next start is warm (also at exit).
-    Not for several threads at once; `AsyncLLM` is.
+    Threads that call it wait for each other; `AsyncLLM` serves them side by side. After `close`, and in a process that
+    was forked after it was made, every call is a RuntimeError.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.config = as_config({} if config is None else config)
+        self._calls = OneCaller("LLM")
+        self._is_callers_model = isinstance(model, PreTrainedModel)
         loaded, tokenizer = load_model(model, self.config.model, tokenizer)
         self.core = build_core(loaded, tokenizer, self.config)
         self._closer = weakref.finalize(self, self.core.close)
@@ -76,13 +81,27 @@ class LLM:
         Without *sampling* they are sampled as the model's settings say, see `default_sampling`.
         *lora* names an adapter of the configuration. Prompts share cached blocks only with prompts of the same adapter
         and *cache_salt*. *progress* shows a bar; None: for many prompts on a terminal. ValueError for a prompt that
-        cannot fit the device pool, and for an adapter that is not loaded.
+        cannot fit the device pool, and for an adapter that is not loaded; `ChangedModel` if the model was changed since
+        it was loaded.
         """
         arrived_at = time.monotonic()
-        sampling = self.default_sampling() if sampling is None else sampling
-        keys = keyed(self.core, extra, lora, cache_salt)
         options = RequestOptions(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
-        todo = as_prompts(prompts)
+        with self._calls:
+            if self._is_callers_model:
+                self.core.look_at_model()
+            keys = keyed(self.core, extra, lora, cache_salt)
+            return self._generate(as_prompts(prompts), sampling, keys, arrived_at, options, progress)
+
+    def _generate(
+        self,
+        todo: Sequence[Prompt],
+        sampling: SamplingParams | None,
+        keys: ExtraKeys,
+        arrived_at: float,
+        options: RequestOptions,
+        progress: bool | None,
+    ) -> list[Completion]:
+        sampling = self.core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         requests: list[Request] = []
         wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -115,8 +134,9 @@ class LLM:
         extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> dict[str, int]:
         """How many of the prompt's tokens are in which tier now; "nowhere" counts those that would be computed."""
-        token_ids = encode(self.core.tokenizer, prompt)
-        return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
+        with self._calls:
+            token_ids = encode(self.core.tokenizer, prompt)
+            return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
     def reset_prefix_cache(self) -> bool:
         """Evict every cached block, in host memory and on disk too. Blocks in a remote tier stay, and are found again.
@@ -124,22 +144,33 @@ class LLM:
         Returns:
             False if copies hang; then nothing has changed.
         """
-        return self.core.reset()
+        with self._calls:
+            return self.core.reset()
 
     def statistics(self) -> EngineStatistics:
         """Everything counted so far, by value."""
-        self.core.idle()
-        return self.core.statistics
+        with self._calls:
+            self.core.idle()
+            return self.core.statistics
 
     def check(self) -> None:
         """Verify the books of cache and scheduler; AssertionError if anything disagrees."""
-        self.core.check()
+        with self._calls:
+            self.core.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Write what is cached to disk and end all threads. *progress* gets the number of blocks still to write."""
+        self._calls.close(partial(self._close, progress))
+
+    def _close(self, progress: Callable[[int], None]) -> None:
         self._metrics.close()
         if self._closer.detach() is not None:
             self.core.close(progress)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM has threads and device memory, and cannot be pickled or copied; make one in each process"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from kvtier.engine.model.changed_model import ChangedModel
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention, CpuPlan
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
@@ -75,6 +76,7 @@ class Step:
     layers: dict[int, tuple[int, int]]
     gates: tuple[LayerGate, ...] = ()  # of prefixes that are still arriving, layer by layer
     give_up_at: float = 0.0  # on waiting for the gates; monotonic
+    layers_seen: set[int] = field(default_factory=set)  # that went through `paged_attention`, by index
 
 
 # transformers passes no object of kvtier's to its attention function, so the step travels beside the call.
@@ -99,8 +101,15 @@ def paged_attention(
     if attention_mask is not None:
         raise UnsupportedModel("it makes an attention mask of its own, which kvtier cannot apply (sparse attention)")
     refuse_unknown_tensors(kwargs)
-    step = current_step.get()
-    group_id, layer = step.layers[module.layer_idx]  # type: ignore[index]  # an int that Module types as a tensor
+    step = current_step.get(None)
+    if step is None:
+        raise ChangedModel(
+            "the model has kvtier's attention, which computes only for an open LLM; close the LLM, or call "
+            "set_attn_implementation('sdpa') if this is a copy of its model"
+        )
+    layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int that Module types as a tensor
+    step.layers_seen.add(layer_id)
+    group_id, layer = step.layers[layer_id]
     group = step.groups[group_id]
     for gate in step.gates:
         gate.wait(layer, group.slab.shape[1], step.give_up_at)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.digest import config_digest
-from kvtier.engine.model.layers import bytes_per_block, own_attention
+from kvtier.engine.model.layers import bytes_per_block
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.unsupported_model import UnsupportedModel
@@ -39,7 +39,7 @@ def check_model(paged: PagedModel) -> None:
     with _named(model):
         for start, end in pairwise(bounds):
             logits = paged.run([Chunk(token_ids[start:end], start, tables)])
-    _compare(model, logits, _plain(model, token_ids)[-1:], TOLERANCE.get(model.dtype, 0.1))
+    _compare(model, logits, _plain(paged, token_ids)[-1:], TOLERANCE.get(model.dtype, 0.1))
 
 
 def check_miniature(paged: PagedModel) -> None:
@@ -78,7 +78,7 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]
     prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
-    plain = [_plain(small.model, prompt) for prompt in prompts]
+    plain = [_plain(small, prompt) for prompt in prompts]
     num_blocks = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
     slots = rng.sample(range(small.num_slots), sum(num_blocks))
     tables = [[slots[: num_blocks[0]]] * len(small.groups), [slots[num_blocks[0] :]] * len(small.groups)]
@@ -108,9 +108,10 @@ def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
     return within
 
 
-def _plain(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+def _plain(paged: PagedModel, token_ids: list[int]) -> torch.Tensor:
     """The model's logits with its own attention, [len(token_ids), vocab]."""
-    with own_attention(model), torch.inference_mode():
+    model = paged.model
+    with paged.claim.own_attention(), torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits
     return logits[0].float()
 

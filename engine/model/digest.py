@@ -23,7 +23,7 @@ _BARE = frozenset(vars(TorchModule()))  # of every module: dicts of parts and ho
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Hooks that change nothing beyond what a block's name says: those of transformers that only look, and those of
 # `LoraRows`, which another engine on the same model may have set.
-_LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
+LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
 # Left out: the configuration has a digest of its own, the class is named with the module, and devices, Python's modules
 # and generators change no result.
 _APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
@@ -49,6 +49,21 @@ def weights_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def foreign_code(module: torch.nn.Module, harmless: tuple[str, ...] = LOOKING) -> str | None:
+    """Return what a module computes with beside its class's code, in words, or None: a hook or another forward.
+
+    *harmless*: what the full names of hooks begin with that change no result.
+    """
+    own = vars(module)
+    for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
+        if not (name := _function_name(hook)).startswith(harmless):
+            return f"a hook ({name})"
+    # The forwards of accelerate are known: they move tensors between devices. So is ours, of a pass that runs now.
+    if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], StandIn):
+        return f"another forward ({_function_name(own['forward'])})"
+    return None
+
+
 class _Digest:
     """A digest that is fed modules, tensors and values, each with its name."""
 
@@ -65,14 +80,10 @@ class _Digest:
     def module(self, name: str, module: torch.nn.Module) -> None:
         """Feed one module, without its submodules."""
         own = vars(module)
-        for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
-            if not _function_name(hook).startswith(_LOOKING):
-                self._refuse(name, f"has a hook ({_function_name(hook)})", "remove it")
+        if (code := foreign_code(module)) is not None:
+            self._refuse(name, f"has {code}", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
-        # The forwards of accelerate are known: they move tensors between devices. So is ours, of a pass that runs now.
-        if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], StandIn):
-            self._refuse(name, f"has another forward ({_function_name(own['forward'])})", "remove it")
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
             self._feed(f"{name}.{part}", value, with_words=True)

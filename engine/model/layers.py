@@ -1,7 +1,6 @@
 """The kind and the geometry of each attention layer, found by running the model once on two tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +38,9 @@ class Layer:
 
 
 def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
-    """Run the model on two tokens; its attention layers by index. Leaves it with kvtier's attention function.
+    """Run the model on two tokens, and return its attention layers by index.
 
-    The model may be on the meta device. If it raises `UnsupportedModel`, the model is as it was.
+    The model may be on the meta device. It has its own attention function again afterwards.
     """
     before = model.config._attn_implementation
     try:
@@ -49,13 +48,10 @@ def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
         observation = _Observation(model, block_size)
         _run(model, observation)
         observation.check_complete()
-        model.set_attn_implementation(IMPLEMENTATION)
     except UnsupportedModel as error:
-        model.set_attn_implementation(before)
         raise UnsupportedModel(f"{type(model).__name__} cannot keep its KV cache in kvtier: {error}") from error
-    except BaseException:
+    finally:
         model.set_attn_implementation(before)
-        raise
     return dict(sorted(observation.layers.items()))
 
 
@@ -71,16 +67,6 @@ def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tu
     """
     layers = observe_layers(model, block_size).values()
     return [(layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize) for layer in layers]
-
-
-@contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model use transformers' own attention meanwhile, and kvtier's afterwards."""
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
 
 
 class _Observation:

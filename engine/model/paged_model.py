@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
+from kvtier.engine.model.changed_model import ChangedModel
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.layers import observe_layers
+from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
 from kvtier.tiers.naming.block_hash import Lora
@@ -46,10 +48,16 @@ class PagedModel:
         self.block_size = block_size
         self.device = torch.device(model.device)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
-        self._own_attention = model.config._attn_implementation
-        layers = observe_layers(model, block_size)
+        self.claim = ModelClaim(model)
+        try:
+            with self.claim.alone():
+                layers = observe_layers(model, block_size)
+                self.claim.begin()
+            self._layout = paged_layout(layers, block_size, model.dtype)
+        except BaseException:
+            self.claim.release()
+            raise
         self.layers = tuple(layers.values())
-        self._layout = paged_layout(layers, block_size, model.dtype)
         self.groups = self._layout.groups
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
@@ -64,8 +72,8 @@ class PagedModel:
             raise
 
     def close(self) -> None:
-        """Give the model its own attention back; the caller may go on using it."""
-        self.model.set_attn_implementation(self._own_attention)
+        """Give the model its own attention back, unless another engine computes with it; the caller may use it."""
+        self.claim.release()
         self.kernel_threads.close()
 
     @torch.inference_mode()
@@ -73,6 +81,9 @@ class PagedModel:
         """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+
+        Raises:
+            ChangedModel: If some layer did not go through kvtier's attention.
         """
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
@@ -81,22 +92,29 @@ class PagedModel:
             end += len(chunk.token_ids)
             ends.append(end)
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
-        with self._step(chunks, ends):
+        with self.claim.alone(), self._step(chunks, ends) as step:
+            self.claim.check()
             logits: torch.Tensor = self.model(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
             ).logits
+            if len(step.layers_seen) != len(self.layers):
+                raise ChangedModel(
+                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention; "
+                    "its attention or its layers were changed meanwhile: close the engine first"
+                )
         return logits[0].float()
 
     @contextmanager
-    def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
+    def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[Step]:
         groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
         gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
-        token = current_step.set(Step(groups, self._layout.places, gates, time.monotonic() + ARRIVAL_WAIT_S))
+        step = Step(groups, self._layout.places, gates, time.monotonic() + ARRIVAL_WAIT_S)
+        token = current_step.set(step)
         try:
-            yield
+            yield step
         finally:
             current_step.reset(token)
 

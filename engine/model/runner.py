@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.engine.model.changed_model import ChangedModel
 from kvtier.engine.model.check import check_miniature, check_model
 from kvtier.engine.model.cpu.fused_norms import fused_norms
 from kvtier.engine.model.cpu.fused_rotations import fused_rotations
@@ -18,6 +19,7 @@ from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
@@ -41,6 +43,8 @@ class ModelRunner(PagedModel):
         super().__init__(model, block_size, capacity_bytes)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None
+        self._watch = WeightsWatch(model)
+        self._change: str | None = None  # what was found to be changed; no pass runs from then on
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
@@ -105,11 +109,38 @@ class ModelRunner(PagedModel):
         """The memories, wrapped so that their empty slots hold NaN."""
         return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
+    @property
+    def was_changed(self) -> bool:
+        """Whether the model was found to be changed since it was loaded; it does not look."""
+        return self._change is not None
+
+    def is_as_loaded(self) -> bool:
+        """Return whether the model is still the one that blocks are named after, as far as a look at samples shows.
+
+        Takes about 2 ms. Once it is not, every pass raises `ChangedModel`.
+        """
+        self._note(self._watch.sampled_change())
+        return self._change is None
+
     def close(self) -> None:
-        """Give the model its own attention back; the caller may go on using it."""
+        """Give the model its own attention back, unless another engine has it; the caller may go on using it."""
         super().close()
         if self._lora_rows is not None:
             self._lora_rows.unhook()
+
+    def refuse_changed(self) -> None:
+        """Raise `ChangedModel` if the model's weights, parts or mode are found to be changed: 0.1 ms."""
+        self._note(self._watch.change())
+        if self._change is not None:
+            raise ChangedModel(
+                f"the model was changed while kvtier has blocks that it computed before: {self._change}; "
+                "close the engine, and make a new one for the changed model"
+            )
+        if self._watch.is_training:
+            raise ChangedModel("the model is in training mode; call its eval()")
+
+    def _note(self, change: str | None) -> None:
+        self._change = self._change or change
 
     def _maker(self, slab: DeviceSlab) -> MakeMemory:
         if self.device.type != "cuda":
@@ -125,8 +156,12 @@ class ModelRunner(PagedModel):
         """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+
+        Raises:
+            ChangedModel: If the model was changed since it was loaded.
         """
-        with self._stand_ins.on():
+        self.refuse_changed()
+        with self.claim.alone(), self._stand_ins.on():
             return super().run(chunks) if self._lora_rows is None else self._run_with_adapters(chunks, self._lora_rows)
 
     def _run_with_adapters(self, chunks: Sequence[Chunk], lora_rows: LoraRows) -> torch.Tensor:

@@ -271,10 +271,10 @@ def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
+def test_an_engine_that_fails_ends_the_server_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("the device is broken")
 
     async def story() -> None:
@@ -285,7 +285,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=NO_TLS) as client:
             while (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
-            model.register_forward_pre_hook(fail)
+            monkeypatch.setattr(type(model), "forward", fail)
             answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
 
         assert answer.status_code == 503

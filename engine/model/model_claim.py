@@ -1,0 +1,84 @@
+"""ModelClaim: one engine's use of a transformers model, which its owner and other engines may use too."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from kvtier.engine.model.attention import IMPLEMENTATION
+from kvtier.engine.model.changed_model import ChangedModel
+
+
+@dataclass(eq=False, slots=True)
+class _Shared:
+    """What the claims of one model have in common."""
+
+    own_attention: str  # that the model had before the first claim
+    num_claims: int = 0
+    in_use: threading.RLock = field(default_factory=threading.RLock)
+
+
+_models: WeakKeyDictionary[PreTrainedModel, _Shared] = WeakKeyDictionary()
+_lock = threading.RLock()  # guards `_models` and the counts in it; garbage that is an engine may be closed within it
+
+
+class ModelClaim:
+    """A claim on a model's attention function: kvtier's is set with the first claim, the model's own after the last.
+
+    Engines on one model may be in threads of their own, so each computes under `alone`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._is_released = False
+        with _lock:
+            shared = _models.get(model)
+            if shared is None:
+                own = model.config._attn_implementation
+                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)  # kvtier's: a copied model
+            shared.num_claims += 1
+        self._shared = shared
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other engines from computing with the model, and from changing its attention, meanwhile."""
+        with self._shared.in_use:
+            yield
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Have the model compute with transformers' own attention meanwhile, and no other engine with it."""
+        with self.alone():
+            self._model.set_attn_implementation("eager")
+            try:
+                yield
+            finally:
+                self.begin()
+
+    def begin(self) -> None:
+        """Set kvtier's attention function."""
+        self._model.set_attn_implementation(IMPLEMENTATION)
+
+    def check(self) -> None:
+        """Raise `ChangedModel` if the model's attention function is not kvtier's."""
+        if (found := self._model.config._attn_implementation) != IMPLEMENTATION:
+            raise ChangedModel(
+                f"the model's attention was set to {found!r} while kvtier computes with it; "
+                f"call set_attn_implementation({IMPLEMENTATION!r}) on it, or close the engine first"
+            )
+
+    def release(self) -> None:
+        """End the claim. The last one gives the model its own attention back, unless its owner has set another."""
+        with _lock:
+            if self._is_released:
+                return
+            self._is_released = True
+            self._shared.num_claims -= 1
+            if self._shared.num_claims:
+                return
+            _models.pop(self._model, None)
+            if self._model.config._attn_implementation == IMPLEMENTATION:
+                self._model.set_attn_implementation(self._shared.own_attention)

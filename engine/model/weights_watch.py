@@ -1,0 +1,118 @@
+"""WeightsWatch: notices that a model's weights or parts were changed after blocks had been named by their digest."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.engine.model.digest import LOOKING, config_digest, foreign_code
+
+NUM_SAMPLES = 16  # of each tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+_HARMLESS = (*LOOKING, "kvtier.")  # hooks of caches and adapters of kvtier's, which come and go
+
+Mark = tuple[int, int]  # of a tensor: where its data is, and how often it was written to
+
+
+class WeightsWatch:
+    """A model's tensors and modules as they were when the watch was made.
+
+    `change` finds tensors that were written to in place (torch counts that), replaced, moved or cast, and modules that
+    were replaced. `sampled_change` also finds what torch does not count, such as writes through `.data` or numpy, if
+    they reach one of a few numbers of each tensor; parts that were added, hooks, and the configuration. Neither finds
+    single numbers that were written through `.data`, nor attributes of modules that are no tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        self._parts = list(_parts(model))
+        tensors = {id(part): (name, part) for _, _, name, part in self._parts if isinstance(part, torch.Tensor)}
+        self._tensors = [(name, tensor, _mark(tensor)) for name, tensor in tensors.values()]
+        self._sampled = [
+            (name, tensor, _places(tensor)) for name, tensor in tensors.values() if _can_be_sampled(tensor)
+        ]
+        self._samples = self._take()
+        self._config = self._config_digest()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any module is in training mode now, in which dropout changes results."""
+        return any(module.training for module in self._modules)
+
+    def change(self) -> str | None:
+        """Return what was changed, in words; None if nothing was found. Takes 0.1 ms for a model of 270 tensors."""
+        for holder, key, name, part in self._parts:
+            if holder.get(key) is not part:
+                return f"{name} was replaced"
+        for name, tensor, mark in self._tensors:
+            if _mark(tensor) != mark:
+                return f"{name} was changed"
+        return None
+
+    def sampled_change(self) -> str | None:
+        """Return what was changed, as `change` does, after a look at some numbers of each tensor: about 2 ms."""
+        return self.change() or self._change_of_code() or self._change_of_samples()
+
+    def _change_of_code(self) -> str | None:
+        for name, module in self._model.named_modules():
+            if (code := foreign_code(module, _HARMLESS)) is not None:
+                return f"{name or 'the model'} has {code} now"
+        if sum(1 for _ in _parts(self._model)) != len(self._parts):
+            return "parts were added to it"
+        return None if self._config_digest() == self._config else "its configuration was changed"
+
+    def _change_of_samples(self) -> str | None:
+        taken = self._take()
+        changed = (i for i, (before, now) in enumerate(zip(self._samples, taken, strict=True)) if before != now)
+        return next((f"{self._sampled[i][0]} was changed" for i in changed), None)
+
+    @torch.no_grad()
+    def _take(self) -> list[bytes]:
+        """Return the sampled numbers of each tensor, by one copy from each device and dtype."""
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for i, (_, tensor, _) in enumerate(self._sampled):
+            groups[tensor.device, tensor.dtype].append(i)
+        samples = [b""] * len(self._sampled)
+        for indices in groups.values():
+            pieces = [torch.take(self._sampled[i][1].detach(), self._sampled[i][2]) for i in indices]
+            raw: bytes = torch.cat(pieces).cpu().view(torch.uint8).numpy().tobytes()
+            start = 0
+            for i, piece in zip(indices, pieces, strict=True):
+                samples[i] = raw[start : start + piece.nbytes]
+                start += piece.nbytes
+        return samples
+
+    def _config_digest(self) -> str:
+        config = getattr(self._model, "config", None)
+        return "" if config is None else config_digest(config)
+
+
+def _parts(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Any]]:
+    """Yield each parameter, buffer and submodule: the dict that has it, its key there, its full name, and itself."""
+    for prefix, module in model.named_modules():
+        own = vars(module)
+        for holder in (own["_parameters"], own["_buffers"], own["_modules"]):
+            for key, part in holder.items():
+                yield holder, key, f"{prefix}.{key}" if prefix else key, part
+
+
+def _mark(tensor: torch.Tensor) -> Mark:
+    try:
+        return tensor.data_ptr(), tensor._version  # noqa: SLF001  torch documents it, under this name
+    except RuntimeError:  # a tensor made of others, or of inference mode, which counts nothing
+        return id(tensor), -1
+
+
+def _can_be_sampled(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return type(tensor) in _PLAIN and is_dense and tensor.numel() > 0
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the places of the sampled numbers: spread over the tensor, and in other columns of each row."""
+    last = tensor.numel() - 1
+    spread: Sequence[int] = [i * last // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+    return torch.tensor(spread, device=tensor.device)
