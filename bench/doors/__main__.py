@@ -8,6 +8,7 @@ forty minutes; name questions to have their answers only.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bench.doors.connector_cold import cold_rows
 from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
@@ -23,6 +24,7 @@ from bench.report import Row, arguments, publish
 QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
+    "cold": cold_rows,
     "faults": fault_rows,
     "tiers": tier_rows,
     "tier_cost": tier_cost_rows,

@@ -407,11 +407,9 @@ class SchedulerSide:
 
     def _end_placement(self, tracked: Tracked) -> None:
         """The request has no pages any more, although steps may still compute in them."""
-        if tracked.placement is not None:
-            self._taint.on_ended(tracked.placement)
-            if self._unreported:
-                self._past.append(tracked.placement)
-            tracked.placement = None
+        if tracked.placement is not None and self._unreported:
+            self._past.append(tracked.placement)
+        tracked.placement = None
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.load is not None:

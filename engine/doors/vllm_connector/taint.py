@@ -55,11 +55,6 @@ class Taint:
             for size, ids in zip(self._sizes, placement.pages, strict=True):
                 self._pages.difference_update(ids[: end // size])
 
-    def on_ended(self, placement: Placement) -> None:
-        """Take in the last of a placement's pages."""
-        if placement.num_good is not None:
-            self._taint_rest(placement)
-
     def spread(self, unloaded: Iterable[int], placements: Sequence[Placement]) -> list[Placement]:
         """Taint pages that were not loaded, and what was computed from them.
 

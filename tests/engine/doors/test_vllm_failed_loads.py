@@ -7,6 +7,7 @@ from vllm_door_bed import BLOCK, FULL, HYBRID, DoorBed, FakeRequest
 from vllm_play import VllmPlay
 
 from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
+from kvtier.tiers.naming.groups import SlidingWindow
 
 NUM_DOCUMENT = 40  # tokens: ten blocks
 
@@ -159,6 +160,54 @@ def test_what_was_computed_behind_shared_pages_stays_untrusted_in_vllms_own_cach
 
     assert full.first_wrong(third, 80) == 10
     assert found_by_another_engine(full, list(third.tokens)) == NUM_DOCUMENT
+
+
+def test_a_request_that_shares_only_what_the_failed_one_computed_stores_nothing_behind_it() -> None:
+    """Where all layers forget, no page that was to be loaded is among its own."""
+    bed = DoorBed((SlidingWindow(BLOCK, 9),))
+    document = stored(bed)
+    request = promised(bed, document + bed.prompt(20))
+    other = bed.request(list(request.tokens) + bed.prompt(20))
+    bed.match(other, num_computed=60)
+    bed.allocate(other, 0, num_local=60, like=request)
+    bed.segment.fail_after(0)
+
+    bed.step({request.request_id: 20, other.request_id: 20}, request, other)
+    for each in (request, other):
+        bed.side.on_finished(each, each.pages)
+    bed.listen()
+
+    assert found_by_another_engine(bed, list(other.tokens)) == NUM_DOCUMENT
+    bed.close()
+
+
+def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorBed) -> None:
+    document = stored(full)
+    request = promised(full, document + full.prompt(2))
+    other = full.request(document + full.prompt(20))
+    full.match(other, num_computed=NUM_DOCUMENT)
+    full.allocate(other, 0, num_local=NUM_DOCUMENT, like=request)
+    full.side.on_allocated(other, [other.pages[0][:11]], 0)  # for its first chunk only
+    full.segment.fail_after(0)
+    full.step({request.request_id: 2, other.request_id: 4}, request, other)
+    other.num_computed_tokens = 44
+    full.clock.now += 0.03
+    full.step({other.request_id: 16}, other)
+    recompute(full, request, 0)
+
+    third = full.request(list(other.tokens) + full.prompt(20))
+    full.match(third, num_computed=60)
+    full.allocate(third, 0, num_local=NUM_DOCUMENT, like=other)
+    third.pages[0][11:15] = other.pages[0][11:15]
+    full.side.on_allocated(third, third.pages, 0)
+    full.compute_tokens(third, 40, 44)  # as another request has computed this block again
+    third.num_computed_tokens = 60
+    full.step({third.request_id: 20}, third)
+    full.side.on_finished(third, third.pages)
+    full.listen()
+
+    assert full.first_wrong(third, 80) == 11
+    assert found_by_another_engine(full, list(third.tokens)) == 44
 
 
 def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
@@ -343,6 +392,28 @@ def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(
 
     assert work.stores
     assert found_by_another_engine(full, list(after.tokens)) == 16
+
+
+def test_blocks_before_the_hole_are_stored_all_the_same(full: DoorBed) -> None:
+    tokens = full.prompt(60)
+    full.run(full.request(full.prompt(8)))
+    request = full.request(tokens)
+    full.match(request)
+    full.allocate(request, 0)
+    pages = {request.request_id: request.pages}.get
+    first = full.side.step({request.request_id: 40}, pages)
+    request.num_computed_tokens = 40
+    full.listen()
+    full.clock.now += 0.03
+    second = full.side.step({request.request_id: 20}, pages)
+
+    full.side.on_unloaded({request.pages[0][12]})
+    full.work(first, lambda: full.compute_tokens(request, 0, 40))
+    full.work(second, lambda: full.compute_tokens(request, 40, 60))
+    full.finish(request)
+
+    assert second.stores
+    assert found_by_another_engine(full, tokens) == 40
 
 
 def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:

@@ -23,7 +23,6 @@ SERVER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # it can be told to forget
-    "OMP_NUM_THREADS": "1",
 }
 SERVER_OPTIONS = [
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "10240", "--max-num-seqs", "4", "--seed", "0"),
@@ -147,7 +146,7 @@ class Vllm:
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             text=True,
             bufsize=1,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},  # for what is ours
+            env={**_own_threads(), "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},  # for what is ours
         )
         self.attached = self._answer()
 
@@ -246,7 +245,7 @@ class VllmServer:
             [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *SERVER_OPTIONS],
             stdout=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
-            env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            env={**_own_threads(), **SERVER_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
         self._wait_ready()
@@ -296,6 +295,11 @@ class VllmServer:
             except OSError:
                 time.sleep(0.2)
         raise EngineEnded("vLLM's server does not answer")
+
+
+def _own_threads() -> dict[str, str]:
+    """The environment of this process, less what its tests say of threads: vLLM has as many as for its users."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
 class NamedVllmServer:

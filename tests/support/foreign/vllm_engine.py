@@ -21,7 +21,6 @@ for name, value in {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_TRACK_USAGE": "false",
-    "OMP_NUM_THREADS": "1",
 }.items():
     os.environ.setdefault(name, value)
 
@@ -65,6 +64,7 @@ class Engine:
         self.hooks_s = self.slowest_hooks_s = 0.0  # in the connector: of this step, and of the slowest one
         self.computing_since: float | None = None  # the first step of a request that computes
         self.steps_before = 0  # the first one of a request that computes
+        self.cpu_s = time.process_time()  # when it answered last
         schedule = self.core.scheduler.schedule
 
         def recorded(*arguments: object, **options: object) -> object:
@@ -103,7 +103,8 @@ class Engine:
         self, prompts: list[list[int]], num_tokens: int, salt: str | None = None, adapter: str | None = None
     ) -> dict:
         """Greedy tokens; also how many tokens were computed before the first one was there, seconds until then, how
-        long nothing was computed at first, and the longest that the connector took of a step."""
+        long nothing was computed at first, the longest that the connector took of a step, and the CPU seconds of this
+        process since it answered last."""
         parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         self.scheduled.clear()
@@ -113,7 +114,9 @@ class Engine:
         num_preemptions = self._metric("vllm:num_preemptions")
         began_at = time.monotonic()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=lora)
+        cpu_s_before, self.cpu_s = self.cpu_s, time.process_time()
         return {
+            "cpu_s": self.cpu_s - cpu_s_before,
             "waited_s": (self.computing_since or began_at) - began_at,
             "steps_before": self.steps_before,
             "slowest_hooks_s": self.slowest_hooks_s,

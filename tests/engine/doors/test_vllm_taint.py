@@ -1,0 +1,49 @@
+"""Which of vLLM's pages are tainted, and how many tokens of a request are good."""
+
+from kvtier.engine.doors.vllm_connector.taint import Placement, Taint
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+
+TWO_GROUPS = (FullAttention(4), SlidingWindow(4, 9))
+
+
+def test_a_second_failure_counts_if_it_is_nearer_to_the_beginning() -> None:
+    taint = Taint(TWO_GROUPS[:1])
+    placement = taint.place([[1, 2, 3, 4]], 0)
+
+    assert taint.spread([4], [placement]) == [placement]
+    assert placement.num_good == 12
+    assert taint.spread([3], [placement]) == [placement]
+    assert placement.num_good == 8
+    assert taint.spread([4], [placement]) == []
+    assert placement.num_good == 8
+
+
+def test_the_first_tainted_page_of_any_group_counts() -> None:
+    taint = Taint(TWO_GROUPS)
+    placement = taint.place([[1, 2, 3, 4], [0, 5, 6, 7]], 0)
+
+    taint.spread([3, 5], [placement])
+
+    assert (placement.limit(3), placement.limit(16)) == (3, 4)
+
+
+def test_a_null_page_is_never_tainted() -> None:
+    taint = Taint(TWO_GROUPS)
+    first = taint.place([[1, 2, 3, 4], [0, 0, 6, 7]], 0)
+    taint.spread([1], [first])
+
+    other = taint.place([[8, 9], [0, 10]], 8)
+
+    assert other.num_good is None
+
+
+def test_pages_that_a_request_computes_anew_are_good_for_it_and_the_next_one() -> None:
+    taint = Taint(TWO_GROUPS[:1])
+    taint.spread([1, 2, 3], [])
+
+    placement = taint.place([[1, 2, 3]], 4)
+    assert placement.num_good == 0
+    assert taint.place([[2, 3]], 8).num_good is None
+    assert not taint.is_empty
+    taint.on_computed(Placement([[1]]), 0, 4)
+    assert taint.is_empty
