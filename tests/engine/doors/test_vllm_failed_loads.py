@@ -210,6 +210,34 @@ def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorB
     assert found_by_another_engine(full, list(third.tokens)) == 44
 
 
+def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(full: DoorBed) -> None:
+    """The request has them in a step in which nothing of it is stored, and is preempted in the next one."""
+    request = promised(full, stored(full) + full.prompt(20))
+    pages = request.pages[0]
+    full.side.on_allocated(request, [pages[:11]], 0)  # for its first chunk only
+    full.segment.fail_after(0)
+    first = full.side.step({request.request_id: 4}, lambda name: [pages[:11]])
+    request.num_computed_tokens = 44
+    second = full.side.step({request.request_id: 16}, lambda name: [pages], is_storing=False)
+    full.work(first, lambda: full.compute_tokens(request, 40, 44))
+    full.work(second, lambda: full.compute_tokens(request, 44, 60))
+    full.allocate(request, 0)
+
+    other = full.request(list(request.tokens) + full.prompt(20))
+    full.match(other, num_computed=60)
+    full.allocate(other, 0)
+    full.compute_tokens(other, 0, 44)
+    other.pages[0][11:15] = pages[11:15]  # vLLM's own cache has them still
+    full.side.on_allocated(other, other.pages, 0)
+    other.num_computed_tokens = 60
+    full.step({other.request_id: 20}, other)
+    full.side.on_finished(other, other.pages)
+    full.listen()
+
+    assert full.first_wrong(other, 80) == 11
+    assert found_by_another_engine(full, list(other.tokens)) == 44
+
+
 def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
     document = stored(full)
     request = promised(full, document + full.prompt(20))
@@ -335,10 +363,11 @@ def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: DoorBed) -> None:
     bed.side.give_up()
     bed.allocate(request, NUM_DOCUMENT)
 
-    bed.step({request.request_id: 20}, request)
+    work = bed.step({request.request_id: 20}, request)
     told = bed.worker.take_unloaded()
     bed.finish(request)
 
+    assert not work.stores
     assert told == {page for ids in request.pages for page in ids[:10] if page}
     assert bed.leased() == 0
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
@@ -414,6 +443,17 @@ def test_blocks_before_the_hole_are_stored_all_the_same(full: DoorBed) -> None:
 
     assert second.stores
     assert found_by_another_engine(full, tokens) == 40
+
+
+def test_nothing_is_stored_while_the_connector_rests(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    request = full.request(full.prompt(20))
+    full.match(request)
+    full.allocate(request, 0)
+    pages = {request.request_id: request.pages}.get
+
+    assert not full.side.step({request.request_id: 20}, pages, is_storing=False).stores
+    assert full.side.step({request.request_id: 20}, pages).stores
 
 
 def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:
