@@ -1713,6 +1713,13 @@ BUGS = [
         "tests/engine/server/test_serve_limits.py",
     ),
     Bug(
+        "an LMCache that asks where bytes are is refused",
+        "engine/doors/lmcache_l2/known_lmcache.py",
+        " ^ ABSTRACT) - ALSO_ABSTRACT",
+        " ^ ABSTRACT)",
+        "tests/engine/doors/test_lmcache_objects.py",
+    ),
+    Bug(
         "chunks are promised to an engine without looking at their digest",
         "engine/sidecar/lmcache/verifier.py",
         "None if digests is None else digests[number] == checked.digest",

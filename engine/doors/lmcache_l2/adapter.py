@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.metadata import version
 from itertools import count
+from typing import Any, Self
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
@@ -14,6 +16,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 
 from kvtier.engine.disk_below.open import open_disk_below
+from kvtier.engine.disk_below.row import Row
 from kvtier.engine.doors.guard import Guard
 from kvtier.engine.doors.lmcache_l2.known_lmcache import check_lmcache
 from kvtier.engine.doors.lmcache_l2.object_names import namespace_of
@@ -49,10 +52,18 @@ class KVTierL2(L2AdapterInterface):
     adapter has been made. It evicts by itself, so LMCache is told of no capacity to keep.
     """
 
-    def __init__(self, config: KVTierL2Config, l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        """ValueError for an LMCache or a configuration that cannot be served."""
-        super().__init__()
+    def __new__(cls, *arguments: object, **named: object) -> Self:
+        """Raise `NotServed` for an LMCache that is not known.
+
+        This comes before Python's own refusal of a class that lacks one of the abstract methods.
+        """
         check_lmcache(L2AdapterInterface, ObjectKey, MemoryObj)
+        made: Self = super().__new__(cls)
+        return made
+
+    def __init__(self, config: KVTierL2Config, l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        """Open the store. Raise ValueError for a configuration that cannot be served."""
+        super().__init__()
         self._settings = config.settings
         namespace = namespace_of(version("lmcache"), config.settings.weights)
         memories = [] if l1_memory_desc is None else [_memory(l1_memory_desc)]
@@ -95,7 +106,7 @@ class KVTierL2(L2AdapterInterface):
         task_id = next(self._numbers)
         found = self._guard.run(lambda: self._objects.find(keys, group_layout_descs), [None] * len(keys))
         self._lookups.put(task_id, _bitmap([row is not None for row in found]))
-        self._guard.run(lambda: self._objects.touch([row for row in found if row is not None]), None)
+        self._touch(found)
         return task_id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -103,6 +114,17 @@ class KVTierL2(L2AdapterInterface):
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing: a look-up has marked what it has found, and eviction passes over that once."""
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Have those of these objects that are here leave later.
+
+        lmcache 0.5.7 calls it at the end of a request, and for the beginning of a prompt that the engine has itself.
+        """
+        self._touch(self._guard.run(lambda: self._objects.find(keys, {}), []))
+
+    def get_memory_tags(self) -> Any:
+        """Return that the bytes are on a disk of this machine. Only lmcache 0.5.7 asks, and has the words for it."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         task_id = next(self._numbers)
@@ -145,6 +167,9 @@ class KVTierL2(L2AdapterInterface):
         self._guard.run_always(self._disk.close, None)
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()
+
+    def _touch(self, found: Sequence[Row | None]) -> None:
+        self._guard.run(lambda: self._objects.touch([row for row in found if row is not None]), None)
 
     def _begin(
         self, begin: "Callable[[], Future[list[bool]]]", num_keys: int, end: Callable[[Sequence[bool]], None]

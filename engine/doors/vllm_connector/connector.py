@@ -175,6 +175,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> ConnectorMetrics:
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: the worker keeps views of the KV caches, which are freed when vLLM sleeps (vLLM 0.33 asks)."""
+        return False
+
     def take_events(self) -> Iterable[Any]:
         return ()
 

@@ -31,7 +31,8 @@ class CpuOffloadingWorker(OffloadingWorker):
         self._stores.submit(job_id, partial(self._copies.store, src_spec, dst_spec))
         return True
 
-    def submit_load(self, job_id: int, src_spec: Ids, dst_spec: PageIds) -> bool:
+    def submit_load(self, job_id: int, src_spec: Ids, dst_spec: PageIds, expedited: bool = False) -> bool:
+        """Begin a load. vLLM 0.33 asks for some loads to be *expedited*; all of them are done in order."""
         assert self._copies is not None, "vLLM loads after its shutdown"
         self._loads.submit(job_id, partial(self._copies.load, dst_spec, src_spec))
         return True

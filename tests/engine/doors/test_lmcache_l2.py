@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from foreign.lmcache_server import OUR_L2, our_l2
-from foreign.told_script import ToldScript
+from foreign.told_script import ToldScript, clients_of_lmcache
 from waiting import wait_for
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
@@ -22,17 +22,23 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", params=["0.5.6", "0.5.7rc2"])
+def before(request: pytest.FixtureRequest) -> Sequence[Path]:
+    """Folders that are searched first, for each version of LMCache."""
+    return clients_of_lmcache(PYTHON)[request.param]
+
+
 @pytest.fixture(params=["shared", "private"])
-def l2(request: pytest.FixtureRequest) -> Iterator[ToldScript]:
-    with ToldScript(PYTHON, "lmcache_l2.py", request.param, knows_kvtier=True) as script:
+def l2(request: pytest.FixtureRequest, before: Sequence[Path]) -> Iterator[ToldScript]:
+    with ToldScript(PYTHON, "lmcache_l2.py", request.param, knows_kvtier=True, before=before) as script:
         yield script
         script.process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[ToldScript]:
+def shared(before: Sequence[Path]) -> Iterator[ToldScript]:
     """One interpreter for several tests: its start takes seconds."""
-    with ToldScript(PYTHON, "lmcache_l2.py", "shared", knows_kvtier=True) as script:
+    with ToldScript(PYTHON, "lmcache_l2.py", "shared", knows_kvtier=True, before=before) as script:
         yield script
         script.process.communicate(timeout=60)
 
@@ -52,6 +58,15 @@ def change(store: Path, changed: Callable[[bytes], bytes]) -> None:
 
 def flipped(data: bytes) -> bytes:
     return data[:1000] + bytes([data[1000] ^ 64]) + data[1001:]
+
+
+def test_it_says_where_bytes_are_and_takes_what_was_used(adapter: ToldScript) -> None:
+    adapter.store(0, 4)
+
+    adapter.touch(2, 4)  # two of them are there
+
+    assert adapter.status()["errors_total"] == 0
+    assert adapter.tags() in (None, ["storage", "local"])  # lmcache 0.5.6 does not ask
 
 
 def test_what_is_stored_is_found_and_loaded_also_after_it_was_opened_again(l2: ToldScript, tmp_path: Path) -> None:

@@ -173,6 +173,10 @@ def test_an_lmcache_that_asks_more_of_an_adapter_is_refused() -> None:
         check_lmcache(adapter_class("submit_rename_task"), Key, LmcacheMemory)
 
 
+def test_an_lmcache_that_asks_where_bytes_are_is_served() -> None:
+    check_lmcache(adapter_class("get_memory_tags"), Key, LmcacheMemory)
+
+
 def test_an_lmcache_whose_memory_is_another_is_refused() -> None:
     with pytest.raises(NotServed, match="byte_array"):
         check_lmcache(adapter_class(), Key, object)

@@ -74,6 +74,18 @@ def make(spec: str) -> str:
     return type(adapter).__name__
 
 
+def tags() -> list[str] | None:
+    """Return where the bytes are, None for an LMCache that does not ask."""
+    if "get_memory_tags" not in L2AdapterInterface.__abstractmethods__:
+        return None
+    found = adapter.get_memory_tags()
+    return [found.segment.value, found.residency.value]
+
+
+def touch(first: int, num: int) -> None:
+    adapter.submit_touch(keys(first, num))
+
+
 def wait(event_fd: int) -> None:
     poller = select.poll()
     poller.register(event_fd, select.POLLIN)
