@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from kvtier.engine.dashboard.history import NEVER, History, Place, Resolution
+from kvtier.store.folder import open_own
 
 MAGIC = b"kvtier history 1"
 _PAGE_BYTES = 4096
@@ -95,10 +96,11 @@ class RingFile:
     for the disk."""
 
     def __init__(self, path: Path, shape: Shape) -> None:
-        """Open the file, or make one. OSError; BlockingIOError if another process has it open."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Open the file, or make one. OSError, also for another user's file or one behind a link; BlockingIOError if
+        another process has it open."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._shape = shape
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.engine.explain.prompt_print import KEY_BYTES
+from kvtier.store.folder import open_own
 
 NUM_CONTENTS = 1 << 15
 NUM_WAYS = 8  # in which one of them was seen, the newest
@@ -92,15 +93,17 @@ class SeenContents:
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
-        new.touch(0o600)
-        new.write_bytes(msgspec.msgpack.encode(kept))
+        with open(new, "xb", opener=open_own) as file:
+            file.write(msgspec.msgpack.encode(kept))
         new.replace(path)
 
     @classmethod
     def load(cls, path: Path, new_key: bytes) -> "SeenContents":
-        """What was saved at *path*; empty, and with the new key, if nothing was that can be read."""
+        """Return what was saved at *path*; empty, and with the new key, if nothing was, or only what cannot be trusted:
+        another user's file, one behind a link, or no such content."""
         try:
-            kept = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
+            with open(path, "rb", opener=open_own) as file:
+                kept = msgspec.msgpack.decode(file.read(), type=_Kept)
         except (OSError, msgspec.MsgspecError):
             return cls(new_key)
         found = cls(kept.key if len(kept.key) == KEY_BYTES else new_key)

@@ -10,6 +10,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from kvtier.engine.server.request_ids import current_ids
+from kvtier.store.folder import open_own
 
 LOGGER = "kvtier.audit"
 NUM_KEPT = 5  # files of the size that is configured, beside the one that is written to
@@ -18,10 +19,10 @@ log = logging.getLogger(LOGGER)
 
 
 class _OwnFile(RotatingFileHandler):
-    """Its files are for their owner's eyes only."""
+    """Files that only their owner may use. Another user's file, and one behind a link, is not written to."""
 
     def _open(self) -> TextIOWrapper:
-        file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = open_own(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return open(file, "a", encoding="utf-8")
 
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from kvtier.engine.config import ServerConfig, parse_bytes
 from kvtier.engine.operating.audit_log import LOGGER, AuditLog
 from kvtier.engine.operating.operators import Operators
+from kvtier.engine.operating.refused_tokens import RefusedTokens
 from kvtier.engine.operating.verbs import KINDS, Answer, LogLevel, Operated
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 
-REFUSED_S = 60.0  # between two lines about wrong tokens
 BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a million token ids
 
 
@@ -25,16 +25,14 @@ class Operating:
     def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
         self._audit = audit
-        self._clock = clock
-        self._num_refused = 0  # wrong tokens that the audit log has not been told of
-        self._told_at = float("-inf")
+        self._refused = RefusedTokens(audit, clock)
 
     async def answer(self, request: Request, operated: Operated) -> Response:
         """The answer to a request whose path has a verb."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:
-            self._refuse()
+            self._refused.note()
             message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
         if verb not in KINDS:
@@ -53,13 +51,6 @@ class Operating:
             raise
         self._audit.write(who, verb, arguments, {"status": 200, **found})
         return json_response({"verb": verb, **found})
-
-    def _refuse(self) -> None:
-        """Note a wrong token. At most a line a minute: else anybody could push the others out of the file."""
-        self._num_refused += 1
-        if self._clock() >= self._told_at + REFUSED_S:
-            self._audit.write(None, "", {}, {"status": 401, "times": self._num_refused})
-            self._num_refused, self._told_at = 0, self._clock()
 
     def close(self) -> None:
         """Close the audit log."""

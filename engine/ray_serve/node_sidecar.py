@@ -69,8 +69,14 @@ class NodeSidecar:
             ray.kill(self._me, no_restart=True)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        arguments = [str(os.getpid()), json.dumps(self._tables)]
-        return subprocess.Popen([sys.executable, "-m", "kvtier.engine.ray_serve.sidecar_process", *arguments])
+        """Start the sidecar. Its tables may have a token or a password: they go through a pipe, as every user of the
+        machine can read a process's arguments."""
+        command = [sys.executable, "-m", "kvtier.engine.ray_serve.sidecar_process", str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:  # one that has ended already is started again
+            pipe.write(json.dumps(self._tables).encode())
+        return process
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,7 @@
-"""A process that is `kvtier sidecar`, and ends as told by SIGTERM when the one that started it has ended."""
+"""A process that is `kvtier sidecar`, and ends as told by SIGTERM when the one that started it has ended.
+
+It reads its tables, which may have secrets, from its standard input.
+"""
 
 import ctypes
 import json
@@ -20,4 +23,4 @@ def main(parent: int, tables: dict[str, object]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), json.loads(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), json.load(sys.stdin)))

@@ -1,8 +1,10 @@
 """RequestLog: a line of JSON for each request that has ended, in files that take turns."""
 
+import errno
 import logging
 import os
 import queue
+import stat
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,9 +127,21 @@ class RequestLog:
         return self._open()
 
     def _open(self) -> BinaryIO:
-        self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+        self._file = os.fdopen(_opened(self._path), "ab")
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         return self._file
+
+
+def _opened(path: Path) -> int:
+    """Open the file at *path*, which may be a device, or a pipe that another process reads. PermissionError for another
+    user's file or pipe, OSError for one behind a link."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(file)
+    is_anothers = found.st_uid != os.geteuid() and not stat.S_ISCHR(found.st_mode)
+    if is_anothers or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
+        os.close(file)
+        raise PermissionError(errno.EPERM, "is another user's, or has more than one name; remove it", str(path))
+    return file
 
 
 def refuse_unusable(config: RequestLogConfig) -> None:

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
+from kvtier.engine.operating.refused_tokens import RefusedTokens
 from kvtier.engine.routing.event_feed import EventFeed
 from kvtier.engine.routing.metrics import RouteMetrics
 from kvtier.engine.routing.proxy import Proxy
@@ -52,6 +53,7 @@ class RouteApp:
         self._router, self._proxy, self._feeds, self._metrics = router, proxy, feeds, metrics
         self._operators, self._audit = operators, audit
         self._browser_rules = browser_rules
+        self._refused = None if audit is None else RefusedTokens(audit)
         routes = [
             Route(HEALTH, self._health),
             Route(READY, self._ready),
@@ -146,6 +148,9 @@ class RouteApp:
         """Who asks. ApiError 401 if it is no operator."""
         who = operators.name_of(request.headers.get("authorization", ""))
         if who is None:
+            self._metrics.operators_refused.inc()
+            if self._refused is not None:
+                self._refused.note()
             message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
         return who

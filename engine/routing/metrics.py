@@ -30,6 +30,7 @@ EVENT_BATCHES = counter("kvtier_route_event_batches", "Batches of KV events take
 EVENT_GAPS = counter("kvtier_route_event_gaps", "Gaps in the numbers of batches", "replica")
 EVENT_REPLAYS = counter("kvtier_route_event_replays", "Times that a replica was asked for batches again", "replica")
 EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that a replica's blocks were forgotten", "replica")
+OPERATORS_REFUSED = counter("kvtier_route_operators_refused", "Requests with no operator's token, or a wrong one.")
 TOKENIZE = counter("kvtier_route_tokenize", "Questions to replicas for a prompt's tokens, by result", "result")
 
 CATALOGUE: tuple[MetricName, ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricName))
@@ -44,6 +45,7 @@ class RouteMetrics:
         self.retries = RETRIES.counter(self.registry)
         self.failures = FAILURES.counter(self.registry)
         self.choose_seconds = CHOOSE_SECONDS.histogram(self.registry, _CHOOSE_S)
+        self.operators_refused = OPERATORS_REFUSED.counter(self.registry)
         self._requests = REQUESTS.counter(self.registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(self.registry)
         self._matched_tokens = MATCHED_TOKENS.counter(self.registry)

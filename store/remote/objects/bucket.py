@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.extras import extra
 from kvtier.store.remote.object_settings import ObjectSettings
+from kvtier.store.remote.objects.object_folder import ObjectFolder
 from kvtier.store.remote.objects.usage_meter import UsageMeter
 from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
 
@@ -51,6 +52,7 @@ class Bucket:
     def __init__(self, settings: ObjectSettings) -> None:
         self.meter = UsageMeter()
         self.where = settings.url
+        self._folder = ObjectFolder.at(settings.url) if settings.scheme == "file" else None
         self._obstore, self._opened = _open(settings)
         self._has_suffixes = settings.scheme != "az"  # Azure knows no range of an object's last bytes
 
@@ -89,7 +91,11 @@ class Bucket:
         num_requests = -(-len(data) // _PART_BYTES) + 2 if in_parts else 1
         self.meter.add(RemoteUsage(num_writes=num_requests))
         with self._told():
+            if self._folder is not None:
+                self._folder.make_parents(path)
             done = self._obstore.put(self._store, path, data, use_multipart=in_parts, chunk_size=_PART_BYTES)
+            if self._folder is not None:
+                self._folder.make_private(path)
         return done["e_tag"] or ""
 
     def delete_all(self, folder: str) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -56,13 +57,15 @@ async def routing(
     operators: Operators | None = None,
     keys: ApiKeys | None = None,
     endpoints: list[dict[str, str]] | None = None,
+    audit: str | None = None,
     **tables: object,
 ) -> AsyncIterator[Routed]:
     """A router before *replicas*, which looks at their health once an hour; *tables* are of its configuration."""
     listed = [
         {"url": each.url, "name": each.name, **(endpoints[i] if endpoints else {})} for i, each in enumerate(replicas)
     ]
-    given = {"replicas": listed, "health": HEALTH, "tokens": {"timeout_s": DEADLINE_S}, **tables}
+    operating = {} if audit is None else {"operators": {"audit": audit}}
+    given = {"replicas": listed, "health": HEALTH, "tokens": {"timeout_s": DEADLINE_S}, **operating, **tables}
     config: RouteConfig = route_config(None, given)
     bound = socket.create_server(("127.0.0.1", 0))
     server = RouteServer(config, bound, operators, keys)
@@ -708,6 +711,22 @@ def test_a_replica_that_is_drained_gets_no_new_request_until_it_is_not() -> None
 
             await routed.client.post("/v1/route/undrain?replica=a", headers=headers)
             assert {await routed.replica_of(f"{number} hello") for number in range(20)} == {"a", "b"}
+
+    run(play)
+
+
+def test_refused_operators_are_counted_and_in_the_audit_log_in_a_line_a_minute(tmp_path: Path) -> None:
+    async def play() -> None:
+        audit = tmp_path / "audit.log"
+        operators = Operators(ApiKeys({TOKEN: "operator"}))
+        async with FakeReplica("a") as replica, routing(replica, operators=operators, audit=str(audit)) as routed:
+            for path in ("/v1/route/drain?replica=a", "/v1/route/undrain?replica=a"):
+                await routed.client.post(path, headers={"Authorization": "Bearer wrong-token"})
+            await routed.client.get("/v1/route/replicas")
+
+            assert await routed.metric("kvtier_route_operators_refused_total") == 3
+            (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
+            assert (line["who"], line["outcome"]) == (None, {"status": 401, "times": 1})
 
     run(play)
 

@@ -258,7 +258,7 @@ def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
     config = tables(3000)
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 600, "n": 32, "stream": True, "logprobs": 20}
     content = json.dumps({**body, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
     with serving(build("llama"), config) as address, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little is sent before it is full
         client.connect(("127.0.0.1", address.port))
