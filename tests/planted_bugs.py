@@ -106,6 +106,13 @@ BUGS = [
         "tests/store/remote/test_object_remote.py",
     ),
     Bug(
+        "a place of staging is touched although there is no memory for it",
+        "store/process/staging.py",
+        "                    return False",
+        "                    return True",
+        "tests/store/process/test_store_staging.py",
+    ),
+    Bug(
         "other users may read the objects of a file:// store",
         "store/remote/objects/object_folder.py",
         "            self._set_mode(self._root / path, self._mode & 0o660)",
@@ -1106,6 +1113,34 @@ BUGS = [
         "        file = open_own(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)",
         "        file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)",
         "tests/engine/test_own_files.py",
+    ),
+    Bug(
+        "shared rows are mapped before there is memory for them",
+        "engine/doors/staged_disk.py",
+        "        back_file(file.fileno(), 0, num_bytes)",
+        "        pass",
+        "tests/engine/doors/test_staged_memory.py",
+    ),
+    Bug(
+        "a file without a name cannot be shared, except by root",
+        "engine/disk_below/mapped_file.py",
+        "    for path in (mapping.path, *by_descriptor, ",
+        "    for path in (mapping.path, ",
+        "tests/engine/disk_below/test_mapped_file.py",
+    ),
+    Bug(
+        "where nothing can be allocated pages are left to the first touch",
+        "transfer/pages.py",
+        "        for place in range(start, start + num_bytes, mmap.PAGESIZE):",
+        "        for place in range(start, start, mmap.PAGESIZE):",
+        "tests/transfer/test_backed_files.py",
+    ),
+    Bug(
+        "a slab's slots are used before the kernel has promised them",
+        "transfer/host_slab.py",
+        "                if self.num_bytes and reserves_all():",
+        "                if self.num_bytes and not reserves_all():",
+        "tests/transfer/test_backed_files.py",
     ),
     Bug(
         "a node's sidecar has its secrets among its arguments",

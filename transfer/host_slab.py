@@ -13,7 +13,7 @@ from io import FileIO
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.transfer.pages import map_pages, prefer_node
+from kvtier.transfer.pages import back_file, map_pages, prefer_node, reserves_all
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,10 @@ class HostSlab:
         try:
             if file is None:
                 self._file.truncate(max(self.num_bytes, mmap.PAGESIZE))
+                if self.num_bytes and reserves_all():
+                    back_file(
+                        number, 0, self.num_bytes
+                    )  # else a slot that is used before `_prepare` comes to it is SIGBUS
             elif (length := os.fstat(file).st_size) < self.num_bytes:
                 raise OSError(errno.EINVAL, f"the file has {length}")
             mapped = mmap.mmap(number, max(self.num_bytes, mmap.PAGESIZE if self._is_own else 1))
@@ -126,7 +130,7 @@ class HostSlab:
                     return
                 started = time.monotonic()
                 if self._is_own:
-                    os.posix_fallocate(self._file.fileno(), start, length)
+                    back_file(self._file.fileno(), start, length)
                 map_pages(base + start, length)
                 if self._pin is not None:
                     self._unpins.append(self._pin(base + start, length))

@@ -1,7 +1,10 @@
-"""Pages of memory: asks the kernel for a memory node to put them on, and has them mapped before they are needed."""
+"""Pages of memory: has them allocated and mapped before they are needed, and placed on a memory node."""
 
 import ctypes
+import errno
 import functools
+import mmap
+import os
 import platform
 from pathlib import Path
 
@@ -37,6 +40,30 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
     num_bits = len(mask) * _LONG_BITS + 1  # the kernel takes one less than it is told
     arguments = (address, num_bytes, _MPOL_PREFERRED, ctypes.addressof(mask), num_bits, 0)
     return bool(_libc().syscall(number, *map(ctypes.c_ulong, arguments)) == 0)
+
+
+def back_file(file: int, start: int, num_bytes: int) -> None:
+    """Have the file system give a file in memory its pages. OSError if it has no room for them.
+
+    A process that touches a page of a mapping for which there is no room is ended by SIGBUS, so this comes first. What
+    is in the file stays. Where the file system cannot allocate, each page is written with what it begins with.
+    """
+    try:
+        os.posix_fallocate(file, start, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        for place in range(start, start + num_bytes, mmap.PAGESIZE):
+            os.pwrite(file, os.pread(file, 1, place) or b"\0", place)
+
+
+def reserves_all(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool:
+    """Return whether the kernel promises no memory that it does not have. Then a page of a memory file may be refused
+    when it is touched, however much memory is free, unless it was allocated before."""
+    try:
+        return setting.read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def map_pages(address: int, num_bytes: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.transfer.pages import map_pages
+from kvtier.transfer.pages import back_file, map_pages
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,10 @@ class Segment:
             self.file = os.open(f"/proc/self/fd/{self._lock}", os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self.file)
             if num_beside:
-                os.posix_fallocate(self._lock, num_bytes, num_beside)
+                try:
+                    back_file(self._lock, num_bytes, num_beside)
+                except OSError as error:
+                    raise self._no_room(folder) from error
             mapped = np.frombuffer(mmap.mmap(self.file, self._num_file_bytes), np.uint8)
             self.memory: npt.NDArray[np.uint8] = mapped[:num_bytes]  # [num_bytes]
             self.beside: npt.NDArray[np.uint8] = mapped[num_bytes:]  # [num_beside]
@@ -123,11 +126,8 @@ class Segment:
     def _new_file(self, folder: Path) -> int:
         """A file without a name, of the segment's size, and locked."""
         room = os.fstatvfs(self._folder)
-        if (free_bytes := room.f_bavail * room.f_frsize) < self._num_file_bytes:
-            raise OSError(
-                f"host: {folder} has room for {free_bytes >> 20} MiB, {self.num_bytes >> 20} MiB are asked for; "
-                f"lower --host, or raise it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder}"
-            )
+        if room.f_bavail * room.f_frsize < self._num_file_bytes:
+            raise self._no_room(folder)
         file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, self._num_file_bytes)
@@ -137,16 +137,25 @@ class Segment:
             raise
         return file
 
+    def _no_room(self, folder: Path) -> OSError:
+        room = os.fstatvfs(self._folder)
+        return OSError(
+            f"host: {folder} has room for {room.f_bavail * room.f_frsize >> 20} MiB, {self.num_bytes >> 20} MiB are "
+            f"asked for; lower --host, or raise it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder} "
+            "(docker run --shm-size)"
+        )
+
     def _back(self) -> None:
         base = self.memory.ctypes.data
         try:
             while self.backed_bytes < self.num_bytes and not self._closing.is_set():
                 length = min(PIECE_BYTES, self.num_bytes - self.backed_bytes)
-                os.posix_fallocate(self._lock, self.backed_bytes, length)
+                back_file(self._lock, self.backed_bytes, length)
                 map_pages(base + self.backed_bytes, length)
                 self.backed_bytes += length
         except Exception as error:  # a thread's top: what is backed is used
-            log.warning("host: %d of %d MiB are used: %s", self.backed_bytes >> 20, self.num_bytes >> 20, error)
+            used, asked = self.backed_bytes >> 20, self.num_bytes >> 20
+            log.warning("host: %d of %d MiB are used: %s; free memory, or lower --host", used, asked, error)
 
 
 def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:

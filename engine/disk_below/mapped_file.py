@@ -39,8 +39,10 @@ def open_behind(memory: memoryview) -> SharedMemory | None:
 
 
 def _open(mapping: _Mapping) -> int | None:
-    """The mapped file, by its name or, if that is gone, by the mapping itself, which only root may."""
-    for path in (mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
+    """The mapped file: by its name, by a descriptor of this process, as of a file that never had a name, or by the
+    mapping itself, which only root may."""
+    by_descriptor = (f"/proc/self/fd/{number}" for number in _descriptors_of(mapping))
+    for path in (mapping.path, *by_descriptor, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             found = os.fstat(file)
@@ -48,6 +50,14 @@ def _open(mapping: _Mapping) -> int | None:
                 return file
             os.close(file)
     return None
+
+
+def _descriptors_of(mapping: _Mapping) -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            found = os.fstat(int(number))
+            if (found.st_dev, found.st_ino) == (mapping.device, mapping.inode):
+                yield number
 
 
 def _mappings() -> Iterator[_Mapping]:

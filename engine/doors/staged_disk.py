@@ -1,11 +1,14 @@
 """StagedDisk: a disk below an engine whose own memory the store's process cannot map."""
 
 import mmap
+import os
 import queue
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,7 @@ from kvtier.engine.disk_below.job import Outcomes
 from kvtier.engine.disk_below.open import open_disk_below
 from kvtier.engine.disk_below.row import Row
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.pages import back_file
 
 SHARED_MEMORY = "/dev/shm"
 PAGE_BYTES = mmap.PAGESIZE  # rows begin at one, since direct reads go to whole pages
@@ -36,6 +40,37 @@ class _Flight:
     outcomes: Outcomes
 
 
+def _memory_file(num_bytes: int) -> IO[bytes]:
+    """Return a new file in memory whose pages are all there, so that touching one is never SIGBUS.
+
+    It has no name and needs no room in `/dev/shm`, unless the system has no such files. OSError, with what to do, if
+    there is no memory for it.
+    """
+    try:
+        file: IO[bytes] = FileIO(os.memfd_create("kvtier-rows", os.MFD_CLOEXEC), "r+")
+        where, advice = "memory", "free some"
+    except OSError:  # a sandbox forbids it
+        file = tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-", buffering=0)  # noqa: SIM115  # it is the caller's
+        where, advice = SHARED_MEMORY, f"enlarge it: mount -o remount,size=1G {SHARED_MEMORY} (docker run --shm-size)"
+    try:
+        file.truncate(num_bytes)
+        back_file(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        file.close()
+        had = _free_bytes(where)
+        raise OSError(
+            error.errno, f"disk: {num_bytes >> 20} MiB of {where} are needed for rows{had} ({error.strerror}); {advice}"
+        ) from error
+    return file
+
+
+def _free_bytes(where: str) -> str:
+    if where != SHARED_MEMORY:
+        return ""
+    room = os.statvfs(where)
+    return f", and {room.f_bavail * room.f_frsize >> 20} MiB are free"
+
+
 class StagedDisk:
     """Rows on disk, for an engine that copies them itself: each goes through a shared row, which the store's process
     reads and writes. Nothing is raised for what a disk can do. All methods but `close` may be called from any thread;
@@ -46,10 +81,9 @@ class StagedDisk:
         stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._part_rows = max(1, PART_BYTES // stride)
         num_rows = NUM_PARTS * self._part_rows
-        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-") as file:
-            file.truncate(num_rows * stride)
+        with _memory_file(num_rows * stride) as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
-            # While the file has a name: the store's process maps it. A killed process leaves none.
+            # While the file is open: the store's process maps it. A killed process leaves none.
             self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory])
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -1,8 +1,11 @@
 """Which memory another process can map: what is mapped from a file, shared, and nothing else."""
 
+import errno
 import mmap
 import os
 from pathlib import Path
+
+import pytest
 
 from kvtier.engine.disk_below.mapped_file import open_behind
 from kvtier.store.process.channel import SharedMemory
@@ -66,3 +69,25 @@ def test_another_file_under_the_name_is_not_taken_for_it(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(bytes(PAGE))
     shared = open_behind(memory)
     assert shared is None or other_end(shared)[0] == 5  # root can open the mapping itself
+
+
+def test_a_file_that_never_had_a_name_is_found_by_its_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = os.memfd_create("rows")
+    os.ftruncate(file, 2 * PAGE)
+    memory = memoryview(mmap.mmap(file, 2 * PAGE))
+    open_file = os.open
+
+    def as_no_root(path: str, flags: int) -> int:
+        if path.startswith("/proc/self/map_files"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return open_file(path, flags)
+
+    monkeypatch.setattr(os, "open", as_no_root)
+
+    shared = open_behind(memory)
+
+    assert shared is not None
+    memory[PAGE] = 7
+    assert other_end(shared)[PAGE] == 7
+    os.close(shared.file)
+    os.close(file)

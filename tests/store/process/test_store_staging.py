@@ -1,5 +1,7 @@
 """Blocks that lie in memory of the asker alone go through shared memory of the store's own, whatever their size."""
 
+import errno
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,3 +91,19 @@ def test_without_a_free_place_a_call_goes_on_by_itself() -> None:
     with staging.place() as again:
         assert again.nbytes == 10
     staging.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_a_place_for_which_there_is_no_memory_is_not_touched(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    staging = Staging(2, PLACE_BYTES)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with staging.place() as place:
+        assert not len(place)
+    monkeypatch.undo()
+
+    for _ in range(3):
+        with staging.place() as place:
+            place[:] = bytes(PLACE_BYTES)
