@@ -1797,6 +1797,13 @@ BUGS = [
         "tests/engine/doors/test_lmcache_objects.py",
     ),
     Bug(
+        "a request that wants nothing loaded is promised what is there",
+        "engine/sidecar/lmcache/door.py",
+        "if tiers is None or key.wants_no_load:",
+        "if tiers is None:",
+        "tests/engine/sidecar/lmcache/test_door.py",
+    ),
+    Bug(
         "chunks are promised to an engine without looking at their digest",
         "engine/sidecar/lmcache/verifier.py",
         "None if digests is None else digests[number] == checked.digest",

@@ -350,7 +350,7 @@ class LmcacheDoor:
                 "old_client", f"a client that does not send num_kv_readers has no hits; install {NEEDED_CLIENT} there"
             )
         tiers = self._registrations.tiers_of(key.model_name, key.world_size)
-        if tiers is None:
+        if tiers is None or key.wants_no_load:
             return None
         if len(self._promises) >= MOST_PROMISES:
             raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")

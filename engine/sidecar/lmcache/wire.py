@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 MOST_SALT_CHARACTERS = 128
 FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
@@ -38,6 +38,12 @@ class Refused(ValueError):
         self.kind = kind
 
 
+class RequestConfigs(Struct, frozen=True):
+    """The settings of a request that count here, of all those that its caller may have sent."""
+
+    skip_load: Any = field(default=None, name="lmcache.skip_load")
+
+
 class Key(Struct, frozen=True):
     """Chunks of a sequence of tokens.
 
@@ -55,6 +61,12 @@ class Key(Struct, frozen=True):
     token_bytes: bytes | None = None
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT_CHARACTERS)] = ""
     num_kv_readers: _Count = 0  # 0: a client that does not know the field
+    request_configs: RequestConfigs | None = None
+
+    @property
+    def wants_no_load(self) -> bool:
+        """Whether the request's caller has asked that nothing is loaded for it."""
+        return self.request_configs is not None and bool(self.request_configs.skip_load)
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the key has its token ids in exactly one of both forms."""

@@ -121,6 +121,27 @@ def test_two_engines_that_compute_the_same_at_once_store_it_once(bed: Bed, clien
     assert bed.num_leases() == 0
 
 
+@pytest.mark.parametrize(
+    ("configs", "found"),
+    [
+        ({"lmcache.skip_load": True}, 0),
+        ({"lmcache.skip_load": False, "lmcache.other": [{"a": 1}]}, 6),
+        ({"lmcache.hint.engine_computed_tokens": 8}, 6),
+        ({}, 6),
+    ],
+)
+def test_a_request_that_wants_no_load_is_told_of_nothing_and_stores(
+    bed: Bed, client: RawClient, configs: dict[str, object], found: int
+) -> None:
+    client.store(DOCUMENT, "first", end=5 * CHUNK, request_configs=configs)
+    client.store(DOCUMENT, "first", request_configs=configs)
+
+    assert client.lookup(DOCUMENT, "second", request_configs=configs) == found
+    client.ask("end_session", "second")
+    assert bed.num_leases() == 0
+    assert bed.refusals.counts == {}
+
+
 def test_a_full_segment_refuses_stores_and_keeps_what_is_promised(bed: Bed, client: RawClient) -> None:
     documents = [list(range(10_000 * i, 10_000 * i + num * CHUNK)) for i, num in enumerate((64, 56, 7, 1))]
     for document in documents:
