@@ -7,6 +7,7 @@ from vllm_door_bed import BLOCK, FULL, HYBRID, DoorBed, FakeRequest
 from vllm_play import VllmPlay
 
 from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
+from kvtier.engine.doors.vllm_connector.step_work import WorkerReport
 from kvtier.tiers.naming.groups import SlidingWindow
 
 NUM_DOCUMENT = 40  # tokens: ten blocks
@@ -351,6 +352,21 @@ def test_one_worker_that_fails_is_enough(rank: int) -> None:
     assert bed.workers[rank].take_unloaded() == set(request.pages[0][:10])
     assert not bed.workers[1 - rank].take_unloaded()
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
+    bed.check()
+    bed.close()
+
+
+def test_what_some_workers_have_not_loaded_counts_although_others_say_nothing() -> None:
+    bed = DoorBed(FULL, num_workers=2)
+    request = promised(bed, stored(bed) + bed.prompt(20))
+    work = bed.side.step({request.request_id: 12}, {request.request_id: request.pages}.get)
+    request.num_computed_tokens += 12
+
+    bed.side.on_report(WorkerReport(work.number, None, unloaded=frozenset(request.pages[0][:10])))
+    bed.clock.now += 0.03
+
+    assert work.stores
+    assert not bed.step({request.request_id: 8}, request).stores
     bed.check()
     bed.close()
 
