@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.engine.doors.sglang_storage import identity
 from kvtier.engine.doors.sglang_storage.identity import names_of, namespace_of, weights_of
 from kvtier.engine.doors.sglang_storage.known_sglang import NotServed
 from kvtier.engine.doors.sglang_storage.options import JUDGED
@@ -134,8 +135,10 @@ def test_what_stands_beside_config_and_pool_is_in_the_namespace(monkeypatch: pyt
     seen.add(namespace(is_in_place=False))
     monkeypatch.setattr("kvtier.engine.doors.sglang_storage.identity.version", lambda package: "0.6")
     seen.add(namespace())
+    monkeypatch.setattr(identity, "SCHEME", identity.SCHEME + 1)
+    seen.add(namespace())
 
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def scales(folder: Path, content: str) -> dict[str, str]:

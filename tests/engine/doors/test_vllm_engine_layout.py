@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.engine.doors.vllm_connector import engine_layout
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed, group_layouts, namespace_of
 from kvtier.engine.doors.vllm_connector.known_vllm import HOOKS, check_engine
 from kvtier.engine.doors.vllm_connector.settings import Settings, settings_of
@@ -122,6 +123,13 @@ def test_all_that_decides_a_blocks_bytes_is_in_the_namespace() -> None:
 
     assert len(set(others)) == len(others)
     assert all(len(namespace) == 16 for namespace in others)
+
+
+def test_blocks_of_another_version_of_the_layout_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespace_of({}, [LAYOUT], [])
+    monkeypatch.setattr(engine_layout, "VERSION", engine_layout.VERSION + 1)
+
+    assert namespace_of({}, [LAYOUT], []) != before
 
 
 def test_an_object_that_says_where_it_is_in_memory_changes_no_namespace() -> None:
