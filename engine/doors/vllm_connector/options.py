@@ -323,7 +323,7 @@ def length_facts(model_config: Any) -> dict[str, object]:
 
 def _rope_types(config: dict[str, Any]) -> set[str]:
     """Return every kind of rotary embedding that a configuration names, at any depth."""
-    ropes = [each for table in _tables(config) for key, each in table.items() if key.startswith("rope_")]
+    ropes = [each for table in _tables(config) for key, each in table.items() if str(key).startswith("rope_")]
     tables = [table for rope in ropes if isinstance(rope, dict) for table in _tables(rope)]
     return {str(kind) for table in tables if (kind := table.get("rope_type", table.get("type"))) is not None}
 

@@ -172,6 +172,7 @@ def test_weights_are_their_files_unless_they_are_named(tmp_path: Path) -> None:
     [
         (HfConfig(), False),
         (HfConfig(rope_parameters=None), False),
+        (HfConfig(id2label={0: "a key that is no text"}), False),
         (HfConfig(rope_scaling={"rope_type": "yarn", "factor": 4.0}), False),
         (HfConfig(rope_parameters={"full_attention": {"rope_type": "default"}}), False),
         (HfConfig(rope_scaling={"type": "longrope"}), True),
