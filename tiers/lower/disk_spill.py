@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
@@ -27,7 +26,6 @@ class DiskBatch(Batch):
     """Blocks on their way to disk."""
 
     group_id: int
-    spots: npt.NDArray[np.int64]  # of the host slots, see `BlockPool.spots`: a block that rotted leaves meanwhile
     attempt: Attempt
     # Names that batches whose outcome came before this one's have pushed out of the disk. They were written before it
     # or after, so a block of these names may be gone from disk: it counts as gone.
@@ -92,7 +90,7 @@ class DiskSpill:
         pool, slots = self._host[group_id].pool, self._dirty(group_id, most)
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
-        batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, pool.spots(slots), attempt)
+        batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, attempt)
         num_bytes = len(slots) * self._memories[group_id].block_bytes
         if not self.copies.start(
             batch, num_bytes, self._work(batch), lambda transfer: self._on_written(batch, transfer)
@@ -142,8 +140,8 @@ class DiskSpill:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
-            is_there = batch.upper.spots(batch.upper_slots) == batch.spots
-            self._host[group_id].dirty.remove(batch.upper_slots[is_there])
+            # The slots are leased until the batch ends, so no other block has come into one whose block was forgotten.
+            self._host[group_id].dirty.remove(batch.upper_slots)
             there = [name for name in batch.names if name not in batch.pushed_out]
             self.on_gone(transfer.result.evicted, besides=batch)
             self._index.on_written(group_id, there, transfer.result.evicted, cause)

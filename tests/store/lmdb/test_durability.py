@@ -1,6 +1,7 @@
 """What a crash of the machine leaves, at each level of durability. `crash` makes one from the file's pages."""
 
 import logging
+import os
 import random
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvtier.store.lmdb.boot_mark import BootMark, FileState
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import digest
+from kvtier.store.slab import slot_bytes
 
 CAPACITY_BYTES = 4 << 20
 PAGE_BYTES = 4096
@@ -111,6 +113,80 @@ def test_a_full_map_takes_a_checkpoint_early(tmp_path: Path) -> None:
         store.check()
         assert (tmp_path / "checkpoint").read_bytes() != first
         assert store.contains(key_of(1999))
+
+
+def test_slots_that_were_freed_after_the_checkpoint_keep_their_bytes(tmp_path: Path) -> None:
+    folder, after = tmp_path / "store", tmp_path / "after"
+    with LmdbStore(folder, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
+        store.put_many([blob_of(n, NUM_BYTES) for n in range(20)])
+        store.sync()
+        expected = state_of(store)
+        store.delete([key_of(n) for n in range(20)])
+
+        with store.files.changing() as change:
+            store.files.slabs.punch(*change.give_back(0))
+        crash(folder, folder, after, random.Random(1))
+
+    with LmdbStore(after, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
+        assert state_of(store) == expected
+        store.check()
+
+
+def test_slots_that_were_freed_before_the_checkpoint_are_given_back(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
+        store.put_many([blob_of(n, NUM_BYTES) for n in range(20)])
+        store.delete([key_of(n) for n in range(20)])
+        store.sync()
+
+        with store.files.changing() as change:
+            assert len(change.give_back(0)) == 20
+
+
+def evict_and_fail(store: LmdbStore, key: bytes) -> None:
+    """Begin a change that forgets a record and writes three others, and fails then."""
+    with store.files.changing() as change:
+        assert change.forget(key)
+        slots, _ = change.allocate(slot_bytes(NUM_BYTES), 3, CAPACITY_BYTES)
+        store.files.slabs.write(slots, [memoryview(bytes(NUM_BYTES))] * 3)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_a_change_that_is_undone_has_written_to_no_slot_of_a_record(tmp_path: Path, durability: Durability) -> None:
+    """It may evict a record and then fail: the record is there again, and so are its bytes."""
+    with LmdbStore(tmp_path, CAPACITY_BYTES, durability=durability, interval_s=NEVER_S) as store:
+        store.put_many([blob_of(n, NUM_BYTES) for n in range(20)])
+        expected = state_of(store)
+
+        with pytest.raises(ZeroDivisionError):
+            evict_and_fail(store, key_of(7))
+
+        assert state_of(store) == expected
+        store.check()
+
+
+def test_the_name_of_a_new_slab_is_on_the_medium_once_the_store_has_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its name a file's pages are lost in a crash, synced or not."""
+    folder = tmp_path / "store"
+    with LmdbStore(folder, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1, NUM_BYTES)])
+        store.sync()
+        synced: list[Path] = []
+        fsync = os.fsync
+
+        def noted(handle: int) -> None:
+            synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+            fsync(handle)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        store.sync()
+        assert folder not in synced, "it has no new name"
+        store.put_many([blob_of(2, 3 * NUM_BYTES)])
+        store.sync()
+
+        assert folder in synced
 
 
 def test_commit_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,141 @@
+"""Writes to disk on their way: what the store pushes out meanwhile is not there, and nobody waits for a hung one."""
+
+import numpy as np
+import pytest
+from chaos import NAMESPACE, FakeClock
+from test_lower_tiers import BLOCK_BYTES, GROUPS, Bed, WaitingLane
+
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.lower import disk_spill
+from kvtier.tiers.lower.copies import PATIENCE_S
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.lower_tiers import ON_DISK
+from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+CHARGE = 4608  # of a record of one block
+NUM_SLOTS = 32  # a quarter of which may be on its way to disk
+
+
+class SpillBed(Bed):
+    """Tiers over a store of one or many records, whose writes end one at a time, in any order."""
+
+    tiers: LocalTiers
+    store: MemoryStore
+
+    def __init__(self, num_records: int) -> None:
+        self.finished, clock, store = Finished(), FakeClock(), MemoryStore(num_records * CHARGE)
+        lanes = {route: WaitingLane(self.finished) for route in Route}
+        transfers = TransferEngine(lanes, self.finished)
+        memories = [CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), NUM_SLOTS) for _ in GROUPS]
+        tiers = LocalTiers(GROUPS, memories, transfers, DiskTier(store, NAMESPACE, clock), clock)
+        super().__init__(tiers, memories, transfers, lanes, store, clock)
+        self.settle()
+
+    def write(self) -> list[bytes]:
+        """Have the writes that wait put their blocks, in order, without telling of it; the keys that are stored."""
+        for transfer in self.lanes[Route.HOST_TO_DISK].waiting:
+            transfer.run()
+        return list(self.store.keys())
+
+    def tell(self, *numbers: int) -> None:
+        """Have the tiers learn of waiting writes that ended, in this order."""
+        lane = self.lanes[Route.HOST_TO_DISK]
+        for number in numbers:
+            self.finished.put(lane.waiting[number])
+        lane.waiting = [transfer for number, transfer in enumerate(lane.waiting) if number not in numbers]
+        self.transfers.poll()
+        self.tiers.poll()
+
+    def is_said_to_be_on_disk(self, salt: str) -> bool:
+        """Whether the document's one block is looked for on disk once it has left host memory."""
+        assert self.tiers.withdraw(0, np.array(self.find(salt, 1), np.intp))
+        return self.find(salt, 1) == [ON_DISK]
+
+
+@pytest.fixture(autouse=True)
+def one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_spill, "MOST_IN_BATCH", 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the later one first"])
+def test_what_a_later_write_has_pushed_out_counts_as_gone_in_whatever_order_the_outcomes_come(
+    order: tuple[int, int],
+) -> None:
+    bed = SpillBed(num_records=1)
+    bed.put("a", 1)
+    bed.put("b", 1)
+    bed.tiers.spill()
+    assert len(bed.lanes[Route.HOST_TO_DISK].waiting) == 2
+    (stored,) = bed.write()
+
+    bed.tell(*order)
+
+    on_disk = {salt: bed.store.contains(bed.tiers.index.disk.key(0, bed.names(salt, 1)[0])) for salt in "ab"}
+    assert sorted(on_disk.values()) == [False, True], stored
+    assert {salt: bed.is_said_to_be_on_disk(salt) for salt in "ab"} == on_disk
+    bed.tiers.check()
+
+
+def test_what_a_write_has_pushed_out_that_was_told_of_before_counts_as_gone() -> None:
+    bed = SpillBed(num_records=1)
+    for salt in "ab":
+        bed.put(salt, 1)
+        bed.tiers.spill()
+        bed.write()
+        bed.tell(0)
+
+    assert [bed.is_said_to_be_on_disk(salt) for salt in "ab"] == [False, True]
+    bed.tiers.check()
+
+
+def test_what_the_store_drops_before_its_write_is_told_of_counts_as_gone() -> None:
+    bed = SpillBed(num_records=9)
+    bed.put("a", 1)
+    bed.tiers.spill()
+    keys = bed.write()
+
+    bed.store.delete(keys)
+    bed.tiers.on_gone_from_disk(keys, EvictionCause.ROOM)
+    bed.tell(0)
+
+    assert not bed.is_said_to_be_on_disk("a")
+    bed.tiers.check()
+
+
+def test_a_write_that_hangs_is_waited_for_no_longer_than_patience_lasts() -> None:
+    bed = SpillBed(num_records=9)
+    bed.put("a", 1)
+    bed.tiers.spill()
+    assert bed.tiers.is_making_room
+
+    bed.clock.now += PATIENCE_S + 0.1
+
+    assert not bed.tiers.is_making_room
+
+
+def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it() -> None:
+    bed = SpillBed(num_records=9)
+    lane = bed.lanes[Route.HOST_TO_DISK]
+
+    def begin(salt: str) -> None:
+        hanging, lane.waiting = lane.waiting, []
+        bed.put(salt, 1)  # which lets the lanes work
+        lane.waiting = hanging
+        bed.tiers.spill()
+
+    begin("hangs")
+    bed.clock.now += PATIENCE_S + 0.1
+    begin("b")
+    assert len(lane.waiting) == 2
+    assert not bed.tiers.is_making_room, "one has begun, and none has ended"
+    bed.write()
+    bed.tell(1)
+    assert not bed.tiers.is_making_room, "one has ended, and no other one has begun"
+    begin("c")
+    assert bed.tiers.is_making_room
+    bed.clock.now += PATIENCE_S + 0.1
+    assert not bed.tiers.is_making_room
