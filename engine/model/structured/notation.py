@@ -129,7 +129,7 @@ class _Schemas:
         if any(has_inexact(each) for _, each in schemas_in(schema)):
             try:
                 return ExactIntegers(schema, options, name).rules
-            except NotExact:
+            except (NotExact, AttributeError, TypeError):  # or it has no schema's shape, which llguidance tells of
                 left_out += drop_inexact(schema)
         is_strict = not options.get("lenient")
         lenient = {**options, "lenient": True, "coerce_one_of": True}

@@ -84,7 +84,7 @@ def warned_of(schema: object, warnings: Collection[str]) -> Iterator[str]:
         unknown.add("oneOf")
     for path, node in schemas_in(schema):
         yield from (path + key for key in node if key in unknown)
-        if node.get("format") in formats:
+        if str(node.get("format")) in formats:
             yield path + "format"
 
 

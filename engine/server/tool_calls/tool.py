@@ -24,8 +24,8 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def __post_init__(self) -> None:
-        kind = (self.parameters or {}).get("type", "object")
-        if kind != "object":
+        kind = (self.parameters or {}).get("type")
+        if kind not in (None, "object"):
             raise ValueError("parameters: arguments are an object; give a schema of that type")
 
     @property

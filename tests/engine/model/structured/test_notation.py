@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -164,6 +165,26 @@ def test_keywords_that_are_null_are_not_there(strict: bool) -> None:
 
     assert (takes(found, '{"a":null}'), takes(found, '{"a":2}'), found.left_out) == (True, False, [])
     assert takes(of({"const": None}, strict=strict), "null")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": [1], "required": ["a"], "anyOf": [{"const": BIG}]},
+        {"type": "object", "properties": {"a": {"const": BIG}}, "required": [{}]},
+        {"type": "object", "properties": {"a": {"const": BIG}, "b": 7}, "minProperties": "1"},
+        {"type": "integer", "minimum": "1", "maximum": BIG},
+        {"type": "array", "items": {"const": BIG}, "maxItems": "3"},
+        {"$ref": 7, "const": BIG},
+        {"format": [], "uniqueItems": True},
+        {"patternProperties": {"(": {}}, "minLength": {}},
+    ],
+    ids=str,
+)
+def test_a_schema_of_no_schemas_shape_ends_in_a_grammar_or_a_sentence(schema: dict) -> None:
+    for strict in (False, True):
+        with suppress(WrongParameter):  # and no other error
+            assert of(schema, strict=strict).text
 
 
 def test_schemas_in_a_grammar_are_treated_likewise() -> None:
