@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs torture planted-bugs bench results gpu-bench check format clean
 
 ROOMS := configs engine store tiers transfer
 
@@ -132,6 +132,10 @@ planted-bugs: .venv/installed
 
 bench: .venv/installed
 	for question in miss_cost demo_ttft exactness; do $(BIN)/python -m bench.engine.$$question || exit 1; done
+
+# Every result of bench/results/ that can be measured here, at a clean commit; what is of this commit already is kept.
+results: .venv/installed
+	$(BIN)/python -m bench.measure_all
 
 # On a machine with a CUDA device, in under nine minutes; without a .venv by its own Python, whose torch fits its GPU.
 gpu-bench:

@@ -2,15 +2,21 @@
 
 import argparse
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+FOLDER = Path(__file__).parent / "results"
+DIRTY = "-dirty"
+# Instructions that decide which code runs, where the processor has them.
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sha_ni", "vaes", "sve")
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,15 @@ def arguments(question: str) -> argparse.ArgumentParser:
 
 
 def publish(bench: str, rows: Sequence[Row], as_json: bool) -> None:
-    """Print *rows* as a table, or as JSON."""
+    """Print *rows* as a table, or as JSON.
+
+    Raises:
+        SystemExit: The JSON would become a result of this repository, and the tree is dirty: nobody could say what was
+            measured.
+    """
     if as_json:
+        if DIRTY in commit() and _becomes_a_result():
+            raise SystemExit(f"{bench}: not written, the tree is {commit()}; commit its changes, or use make results")
         facts = {"bench": bench, "machine": machine(), "commit": commit()}
         print(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
         return
@@ -48,19 +61,30 @@ def publish(bench: str, rows: Sequence[Row], as_json: bool) -> None:
 
 
 def machine() -> str:
-    """The machine in a few words: its processor, and the version of Python."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
-    return f"{model}, Python {platform.python_version()}"
+    """The machine in a few words: its processor, cores and instructions, and the version of Python."""
+    facts = dict(_cpu_facts())
+    model = facts.get("model name", platform.machine())
+    found = facts.get("flags", facts.get("Features", "")).split()
+    flags = " ".join(flag for flag in _FLAGS if flag in found) or "no vector flags"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {flags}, Python {platform.python_version()}"
+
+
+def _cpu_facts(file: Path = Path("/proc/cpuinfo")) -> Iterator[tuple[str, str]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return ((name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines))
+
+
+def _becomes_a_result() -> bool:
+    """Whether what is printed goes to a file in the folder of results."""
+    target = Path("/proc/self/fd/1")
+    return target.exists() and target.resolve().is_relative_to(FOLDER.resolve())
 
 
 def commit() -> str:
     """The commit that is measured, with "-dirty" if tracked files other than bench/results/ have changed since."""
     name = _git("describe", "--always", "--exclude=*")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
-    return f"{name}-dirty" if name and changed else name or "unknown"
+    return f"{name}{DIRTY}" if name and changed else name or "unknown"
 
 
 def _git(*command: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import Row, arguments, publish
-from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.documents.document import Document, Form
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import RENEW_S, DocumentPins
@@ -294,7 +294,8 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
     chains: dict[Document, BlockChain] = {}
     now = [0.0]
     pins = TimedPins(bed.cache, lambda: now[0])
-    core: Any = SimpleNamespace(cache=bed.cache, pins=pins, config=SimpleNamespace(host=True), bytes_per_token=4.0)
+    config = as_config({"host": {"capacity": "1GiB"}})
+    core: Any = SimpleNamespace(cache=bed.cache, pins=pins, config=config, bytes_per_token=4.0)
     kept = DocumentPins(core, chains.__getitem__, lambda _: None, PinShares(core, 1))
     for number in range(num_documents):
         document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)

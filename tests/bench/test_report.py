@@ -1,5 +1,7 @@
 """The commit that a benchmark's result names: marked where the tree has changes that may have changed the result."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,3 +50,28 @@ def test_without_a_repository_the_commit_is_unknown(tree: Path) -> None:
     shutil.rmtree(tree / ".git")
 
     assert output_of(tree, [sys.executable, "-c", "from bench.report import commit; print(commit())"]) == "unknown"
+
+
+PUBLISH = "from bench.report import Row, publish; publish('it', [Row('a', 1.0, '')], as_json=True)"
+
+
+@pytest.mark.parametrize(("file", "is_refused"), [(NEW, True), ("elsewhere.json", False)])
+def test_a_dirty_tree_writes_no_result(tree: Path, file: str, is_refused: bool) -> None:
+    (tree / MEASURED).write_text("2\n")
+
+    with (tree / file).open("w") as target:
+        done = subprocess.run(
+            [sys.executable, "-c", PUBLISH], cwd=tree, stdout=target, stderr=subprocess.PIPE, text=True, check=False
+        )
+
+    assert (done.returncode, (tree / file).read_text() == "") == (int(is_refused), is_refused)
+    assert ("-dirty; commit its changes" in done.stderr) == is_refused
+
+
+def test_a_clean_tree_writes_a_result_with_commit_processor_and_cores(tree: Path) -> None:
+    with (tree / NEW).open("w") as target:
+        subprocess.run([sys.executable, "-c", PUBLISH], cwd=tree, stdout=target, check=True)
+
+    result = json.loads((tree / NEW).read_text())
+    assert result["commit"] == output_of(tree, ["git", "rev-parse", "--short", "HEAD"])
+    assert f", {len(os.sched_getaffinity(0))} cores, " in result["machine"]
