@@ -1,4 +1,4 @@
-"""Ten users ask about one document at once: it is computed once, and each waits for that and no more.
+"""Ten users ask about one document at once: one request computes it, up to less than a prefill chunk, for all.
 
 python examples/ten_users.py report.txt "Who wrote it?" "What does it cost?"
 """

@@ -6,7 +6,11 @@ from kvtier.engine.scheduling.request import Request
 
 
 class SharedPrefill:
-    """Decides which requests wait for another's prefill: ten questions about a new document cost its prefill once."""
+    """Decides which requests wait for another's prefill.
+
+    Of ten questions that come together about a new document one computes its whole chunks. What is left of the document
+    when less than a chunk is to be computed, all of them compute.
+    """
 
     def __init__(self, least_tokens: int) -> None:
         """No request waits for less than *least_tokens*, one chunk: it computes them within a step itself."""

@@ -38,6 +38,7 @@ CLEAN = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))},
     "HF_HUB_OFFLINE": "1",
 }
+DEADLINE_S = 600.0  # a start takes a minute where other processes keep all cores busy
 CONFIG: dict[str, Any] = {"device": {"capacity": "8MiB", "block_size": 16}, "host": {"capacity": "8MiB"}}
 # Arguments: a model, a configuration, and what else to ask with. Prints how many tokens were generated.
 ASK = """
@@ -100,7 +101,7 @@ class Installed:
                 [self.python.parent / command[0], *command[1:]], cwd=self.folder, env=CLEAN, stdout=file, stderr=file
             )
         try:
-            wait_for(lambda: process.poll() is not None or answers(url), pause_s=0.1)
+            wait_for(lambda: process.poll() is not None or answers(url), pause_s=0.1, deadline_s=DEADLINE_S)
             assert process.poll() is None, log.read_text()
             yield
             process.send_signal(signal.SIGTERM)
@@ -139,7 +140,8 @@ def install(wheel: Path, tmp_path: Path) -> Install:
     def installed(*extras: str) -> Installed:
         python = make_venv(tmp_path / "venv", sites_of(extras))
         # Nothing is downloaded: what is missing in the environments is an error of pip's.
-        pip(python, "install", "-q", "--no-index", "--no-compile", f"{wheel}[{','.join(extras)}]")
+        named = f"{wheel}[{','.join(extras)}]" if extras else wheel
+        pip(python, "install", "-q", "--no-index", "--no-compile", named)
         (tmp_path / "work").mkdir()
         return Installed(python, tmp_path / "work")
 

@@ -1,16 +1,16 @@
-"""Makes a folder with what each extra of kvtier installs, and nothing else: extra_environments.py FOLDER. Two minutes.
+"""Makes a folder with what each extra of kvtier installs, and nothing else: extra_environments.py FOLDER. A minute.
 
-`make` has it run once. Each environment has the packages of one extra, and sees those of kvtier's requirements, which
-are installed once. Of torch, which has gigabytes on some machines, it sees the one of the environment that runs this.
+`make` has it run once. Each environment has the packages of one extra; those that kvtier requires are there once, and
+the environments see them. Packages that this environment has are linked, file by file, with all that they require; an
+extra with another one is installed by pip.
 """
 
-import re
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -28,10 +28,12 @@ LEFT_OUT = {
 }
 TRIED = [name for name in PROJECT["optional-dependencies"] if name not in LEFT_OUT]
 
+Found = dict[str, Distribution]
+
 
 def sites_of(extras: Sequence[str], folder: Path = FOLDER) -> list[Path]:
     """The folders that have the packages of *extras* together, and of kvtier's own requirements, first ones first."""
-    return [*(_site(folder / name) for name in extras), _site(folder / BASE), folder / "torch"]
+    return [_site(folder / name) for name in (*extras, BASE)]
 
 
 def make_venv(folder: Path, sites: Sequence[Path]) -> Path:
@@ -50,38 +52,46 @@ def _site(environment: Path) -> Path:
     return environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
 
 
-def _closure(name: str, found: dict[str, Distribution]) -> Iterator[Distribution]:
-    """The distribution *name* of this environment and all that it requires, without those in *found*."""
-    try:
-        dist = found[name] = distribution(name)
-    except PackageNotFoundError:  # of another platform
-        return
-    yield dist
-    for line in dist.requires or ():
+def _find(requirements: Iterable[str], found: Found, extras: Iterable[str] = ("",)) -> None:
+    """Add to *found* what *requirements* name and what that requires, by name; PackageNotFoundError if it is not here.
+
+    *extras* are those of the package whose requirements they are.
+    """
+    for line in requirements:
         requirement = Requirement(line)
-        canonical = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if canonical not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-            yield from _closure(canonical, found)
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": name}) for name in extras):
+            continue
+        key = f"{requirement.name.lower()}[{','.join(sorted(requirement.extras))}]"
+        if key not in found:
+            dist = found[key] = distribution(requirement.name)
+            if not requirement.specifier.contains(dist.version, prereleases=True):
+                raise PackageNotFoundError(line)
+            _find(dist.requires or (), found, ["", *requirement.extras])
 
 
-def _link(name: str, folder: Path) -> None:
-    """Link the distribution *name* and all that it requires into *folder*, as they are in this environment."""
-    folder.mkdir(parents=True)
-    for dist in _closure(name, {}):
-        for top in {file.parts[0] for file in dist.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            if not (folder / top).exists():
-                (folder / top).symlink_to(Path(str(dist.locate_file(top))))
+def _link(dists: Iterable[Distribution], site: Path) -> None:
+    for dist in dists:
+        for file in dist.files or ():
+            if file.parts[0] != ".." and not (site / file).exists():
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                (site / file).symlink_to(str(dist.locate_file(file)))
 
 
 def main(folder: Path) -> None:
     """Make the environments in *folder*."""
-    _link("torch", folder / "torch")
-    extras = PROJECT["optional-dependencies"]
-    wanted = {BASE: PROJECT["dependencies"]} | {name: extras[name] for name in TRIED}
-    for name, requirements in wanted.items():
-        sites = [folder / "torch"] if name == BASE else sites_of([], folder)
-        python = make_venv(folder / name, sites)
-        pip(python, "install", "-q", "-c", ROOT / "constraints.txt", *requirements)
+    base: Found = {}
+    _find(PROJECT["dependencies"], base)
+    make_venv(folder / BASE, [])
+    _link(base.values(), _site(folder / BASE))
+    for name in TRIED:
+        requirements, found = PROJECT["optional-dependencies"][name], dict(base)
+        python = make_venv(folder / name, sites_of([], folder))
+        try:
+            _find(requirements, found)
+        except PackageNotFoundError:
+            pip(python, "install", "-q", "-c", ROOT / "constraints.txt", *requirements)
+        else:
+            _link((found[key] for key in found.keys() - base.keys()), _site(folder / name))
 
 
 if __name__ == "__main__":
