@@ -2945,6 +2945,27 @@ BUGS = [
         "tests/engine/dashboard/test_history.py",
     ),
     Bug(
+        "a page forgets the seconds that its server missed",
+        "engine/dashboard/dashboard.py",
+        'return {"missed_s": num_missed, "missed_row": plain(rates)}',
+        "return {}",
+        "tests/engine/dashboard/test_dashboard.py",
+    ),
+    Bug(
+        "a first start restores a history",
+        "engine/dashboard/dashboard.py",
+        "(taken_s := self.history.take_in(earlier, self.wall()))",
+        "(taken_s := self.history.take_in(earlier, self.wall())) is not None",
+        "tests/engine/dashboard/test_dashboard.py",
+    ),
+    Bug(
+        "the age of a process counts from the import of a module",
+        "engine/server/process_age.py",
+        "return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s",
+        "return time.monotonic() - _IMPORTED_AT",
+        "tests/engine/server/test_process_age.py",
+    ),
+    Bug(
         "the page shows a tenant the requests of others",
         "engine/server/engine_source.py",
         "if not service.is_strict or each.tenant == group]",

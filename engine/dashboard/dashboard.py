@@ -100,24 +100,30 @@ class Dashboard:
             self.stream.publish(event("silent", {"at": at, "why": str(error)}))
             return
         row = self._rates.row(sample)
-        self._fill_missed(at, row)
+        missed = self._fill_missed(at, row)
         self.history.add(at, row)
         if self.stream.num_viewers:
-            self.stream.publish(event("tick", self._told(sample, row)))
+            self.stream.publish(event("tick", self._told(sample, row) | missed))
             is_due = self._num_ticks % OWN_EVERY_S == 0
             await self._tell_own(self.stream.groups if is_due else self.stream.untold_groups)
         if self._num_ticks % SAVE_EVERY_S == 0:
             self._keeper.save(self.history)
         self._num_ticks += 1
 
-    def _fill_missed(self, at: float, row: Row) -> None:
-        """The seconds since the last sample had the same rates, in the mean; of their levels nothing is known."""
+    def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
+        """Give the seconds without a sample the mean rates, which *row* has; their levels stay unknown.
+
+        Returns:
+            What a tick says of these seconds: how many there were, and their row. Empty if there were none.
+        """
         before, self._sampled_at = self._sampled_at, at
         num_missed = 0 if before is None else int(at) - int(before) - 1
-        if 0 < num_missed <= MOST_MISSED:
-            rates = np.where(self._rates.is_rate, row, np.nan)
-            for back in range(num_missed, 0, -1):
-                self.history.add(at - back, rates)
+        if not 0 < num_missed <= MOST_MISSED:
+            return {}
+        rates = np.where(self._rates.is_rate, row, np.nan)
+        for back in range(num_missed, 0, -1):
+            self.history.add(at - back, rates)
+        return {"missed_s": num_missed, "missed_row": plain(rates)}
 
     async def _tell_own(self, groups: Iterable[str | None]) -> None:
         for group in groups:
@@ -134,9 +140,8 @@ class Dashboard:
 
     async def _read(self) -> None:
         earlier = await self._keeper.read()
-        if earlier is not None:
-            self.history.take_in(earlier, self.wall())
-            log.info("dashboard: the history goes on from an earlier process")
+        if earlier is not None and (taken_s := self.history.take_in(earlier, self.wall())):
+            log.info("dashboard: restored %d min of history of an earlier process", max(1, round(taken_s / 60)))
 
 
 def plain(values: npt.NDArray[np.floating]) -> list[float | None]:

@@ -115,9 +115,15 @@ class History:
             stamp = ring.stamp(at)
             self._unsaved.add(Place(number, ring.put(stamp, mean.with_row(stamp, row))))
 
-    def take_in(self, earlier: "History", now: float) -> None:
-        """Take in the rows of an *earlier* history, by the names of their columns, where this one has none. Those that
-        are later than *now* are left out: a clock was wrong."""
+    def take_in(self, earlier: "History", now: float) -> int:
+        """Take in the rows of an *earlier* history, by the names of their columns, where this one has none.
+
+        Rows that are later than *now* are left out: a clock was wrong.
+
+        Returns:
+            How many seconds the rows that were taken cover, by the finest resolution that is not full of them.
+        """
+        taken_s, is_full = 0, True
         theirs = [column for column in self.columns if column in earlier.columns]
         own_places = [self.columns.index(column) for column in theirs]
         their_places = [earlier.columns.index(column) for column in theirs]
@@ -127,10 +133,14 @@ class History:
             if old is None:
                 continue
             takes = (ring.stamps == NEVER) & (old.stamps != NEVER) & (old.stamps <= ring.stamp(now))
+            if is_full:
+                taken_s = int(takes.sum()) * ring.resolution.step_s
+                is_full = bool(takes.all())
             ring.stamps[takes] = old.stamps[takes]
             ring.rows[np.ix_(takes, own_places)] = old.rows[np.ix_(takes, their_places)]
             if earlier.columns != self.columns:  # on disk there is a file of these columns now, without them
                 self._unsaved |= {Place(number, int(line)) for line in np.flatnonzero(takes)}
+        return taken_s
 
     def stretch(self, seconds: float, now: float) -> Stretch:
         """The last *seconds*, in the finest resolution that has them all, or else in the coarsest."""

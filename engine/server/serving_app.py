@@ -45,6 +45,7 @@ from kvtier.engine.server.paths import (
     STATS,
     TOKENIZE,
 )
+from kvtier.engine.server.process_age import process_age_s
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
@@ -181,7 +182,6 @@ async def load_app(
 
     Raises what `AsyncLLM.start` and `Documents.open` raise. If it is cancelled, the engine's thread goes on to its end.
     """
-    began_at = time.monotonic()
     llm = AsyncLLM(model, config, tokenizer, tell_stage)
     await llm.start()
     tell_stage("reading documents")
@@ -200,7 +200,7 @@ async def load_app(
         await llm.close()
         raise
     entrance.registry.register(EngineCollector(llm.statistics, config.metrics.compat, models.name))
-    fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
+    fields = {"seconds": round(process_age_s(), 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)
     service = Service(config, models, entrance, llm, documents, tool_format)

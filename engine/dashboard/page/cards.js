@@ -208,7 +208,7 @@ class WhatIfCard {
 }
 
 function advice(half, now, twice) {
-  if (twice - now >= ANY_GAIN) return `twice the size would find ${percent(twice - now)} more`;
+  if (twice - now >= ANY_GAIN) return `twice the size would find ${percent(twice)}, not ${percent(now)}`;
   if (now - half < ANY_GAIN) return "half the size would do";
   return "the size is right";
 }

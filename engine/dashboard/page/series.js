@@ -93,10 +93,13 @@ export class Series {
     const newest = Math.floor(this.start / this.stepS) + this.length - 1;
     if (stamp < newest) return; // a clock was set back
     for (let missing = Math.min(stamp - newest, this.length); missing > 0; missing -= 1) {
-      for (const values of this.values.values()) {
+      // The server has given the seconds that it missed their rates, so that sums are right.
+      const row = (missing - 1) * this.stepS <= (tick.missed_s ?? 0) && missing > 1 ? tick.missed_row : null;
+      this.columns.forEach((column, number) => {
+        const values = this.values.get(column);
         values.shift();
-        values.push(null);
-      }
+        values.push(row?.[number] ?? null);
+      });
     }
     this.start += (stamp - newest) * this.stepS;
     this.#put(stamp, tick.row);

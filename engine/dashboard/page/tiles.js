@@ -30,9 +30,9 @@ export class Tiles {
   }
 
   update({ series, facts, first, last }) {
-    const sums = SOURCES.map((source) => series.sum(`tokens.${source}`, first, last));
-    const all = sums.reduce((sum, each) => sum + each, 0);
-    const found = all - sums[3];
+    const tokens = (source) => series.sum(`tokens.${source}`, first, last);
+    const all = SOURCES.reduce((sum, source) => sum + tokens(source), 0);
+    const found = all - tokens("recomputed");
     this.hits.say(percent(all > 0 ? found / all : null), all > 0 ? `${short(found)} of ${short(all)} tokens in this time` : "no prompt in this time");
     const totals = SOURCES.map((source) => series.now(`tokens.${source}`) ?? 0);
     const rate = SOURCES.reduce((sum, source) => sum + (series.newest(`tokens.${source}`) ?? 0), 0);

@@ -243,7 +243,10 @@ def test_a_source_that_is_silent_is_told_of_and_its_rates_are_known_afterwards()
                 clock.now += 1
                 if why:
                     assert content(await anext(events), "silent")["why"] == "stuck"
+                else:
+                    told = content(await anext(events), "tick")
 
+        assert (told["missed_s"], told["missed_row"]) == (1, [10, None])
         rates, levels = dashboard.history.stretch(4, T0 + 3).rows.T.tolist()
         assert [None if math.isnan(value) else value for value in rates] == [None, 10, 10, 10]
         assert [None if math.isnan(value) else value for value in levels] == [3, 3, None, 3]
@@ -312,6 +315,40 @@ def test_run_reads_samples_and_keeps(tmp_path: Path) -> None:
         found, _ = file.read()
 
     assert found.stretch(1, T0).rows[0, 1] == 3
+
+
+class WatchedKeeper(HistoryKeeper):
+    """Knows when what was kept before has been handed over."""
+
+    has_been_read = False
+
+    async def read(self) -> History | None:
+        found = await super().read()
+        asyncio.get_running_loop().call_soon(setattr, self, "has_been_read", True)
+        return found
+
+
+def test_only_a_start_with_a_history_says_that_it_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = Shape(Traffic.columns, RESOLUTIONS)
+
+    async def life() -> list[str]:
+        keeper = WatchedKeeper(tmp_path / "history", shape)
+        dashboard = made(Traffic(), FakeClock(), keeper)
+        running = asyncio.create_task(dashboard.run())
+        with dashboard.stream.viewer(None) as events:
+            await anext(events)
+            await anext(events)
+        while not keeper.has_been_read:
+            await asyncio.sleep(0.001)
+        dashboard.end()
+        await running
+        return [record.getMessage() for record in caplog.records if "restored" in record.getMessage()]
+
+    with caplog.at_level(logging.INFO, "kvtier.engine.dashboard"):
+        first, second = asyncio.run(life()), asyncio.run(life())
+
+    assert first == []
+    assert second == ["dashboard: restored 1 min of history of an earlier process"]
 
 
 @pytest.mark.parametrize("what", ["bad", "folder", "locked", "forbidden"])
