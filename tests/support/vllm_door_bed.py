@@ -307,7 +307,7 @@ class DoorBed:
 
     def finish_without_listening(self, request: FakeRequest) -> None:
         """End the request, and give its pages to others."""
-        self.side.on_finished(request, request.pages)
+        self.side.on_finished(request)
         self._free = [page for ids in request.pages for page in ids if page] + self._free
 
     def meet_fate(self) -> None:

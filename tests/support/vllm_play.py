@@ -188,5 +188,5 @@ class VllmPlay:
     def _end(self, request: FakeRequest) -> None:
         if request in self._running:
             self._running.remove(request)
-            self.bed.side.on_finished(request, [list(ids) for ids in request.pages])
+            self.bed.side.on_finished(request)
             self._free_pages(request)

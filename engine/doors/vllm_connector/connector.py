@@ -109,7 +109,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         side = self._half.side
-        self._guard.run_always(lambda: side.on_finished(request, block_ids), None)
+        self._guard.run_always(lambda: side.on_finished(request), None)
         return False, None
 
     def reset_cache(self) -> bool | None:

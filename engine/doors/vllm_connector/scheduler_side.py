@@ -218,7 +218,7 @@ class SchedulerSide:
         for placement in self._taint.spread(pages, [*self._past, *placements]):
             self._stores.discard(placement)
 
-    def on_finished(self, request: VllmRequest, pages: Pages) -> None:
+    def on_finished(self, request: VllmRequest) -> None:
         """The request has ended, by itself or aborted. What of it has found no slot is lost: vLLM has its pages
         back."""
         tracked = self._requests.pop(request.request_id, None)
@@ -228,7 +228,6 @@ class SchedulerSide:
                 if tracked.offer is not None:
                     num_tokens = tracked.placement.limit(min(request.num_computed_tokens, request.num_tokens))
                     self.counts.unstored_blocks += self._stores.num_left(tracked.offer, num_tokens)
-                tracked.placement.pages = pages
                 self._end_placement(tracked)
 
     def begin_anew(self) -> None:
@@ -398,11 +397,11 @@ class SchedulerSide:
                 continue
             start = tracked.request.num_computed_tokens
             end = start + num_tokens
-            is_unseen = not any(placement.pages)  # another connector loads for it
-            if is_unseen or end // self._hash_tokens > start // self._hash_tokens:  # vLLM shares full blocks only
-                placement.pages = pages_of(request_id) or placement.pages
-            if is_unseen:
-                placement = tracked.placement = self._taint.place(placement.pages, start)
+            if end // self._hash_tokens > start // self._hash_tokens:  # vLLM shares full blocks only
+                pages = pages_of(request_id) or placement.pages
+                if not any(placement.pages):  # another connector loads for it
+                    placement = tracked.placement = self._taint.place(pages, start)
+                placement.pages = pages
             self._taint.on_computed(placement, start, end)
 
     def _end_placement(self, tracked: Tracked) -> None:

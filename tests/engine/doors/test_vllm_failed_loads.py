@@ -73,6 +73,7 @@ def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed
 
     assert work.stores
     assert bed.leased() == 0
+    assert bed.side.counts.unstored_blocks == 0, "what is not to be stored has not missed a slot"
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
 
 
@@ -134,7 +135,7 @@ def test_a_request_that_shares_pages_with_the_failed_one_stores_nothing_behind_t
     full.step({request.request_id: 20, other.request_id: 20}, request, other)
     recompute(full, other, NUM_DOCUMENT)  # vLLM takes the pages for good: the first request computes them again
     for each in (request, other):
-        full.side.on_finished(each, each.pages)
+        full.side.on_finished(each)
     full.listen()
 
     assert found_by_another_engine(full, list(other.tokens)) == NUM_DOCUMENT
@@ -150,7 +151,7 @@ def test_what_was_computed_behind_shared_pages_stays_untrusted_in_vllms_own_cach
     full.segment.fail_after(0)
     full.step({request.request_id: 20, other.request_id: 20}, request, other)
     for each in (request, other):
-        full.side.on_finished(each, each.pages)
+        full.side.on_finished(each)
 
     third = full.request(list(other.tokens) + full.prompt(20))
     full.match(third, num_computed=60)
@@ -175,7 +176,7 @@ def test_a_request_that_shares_only_what_the_failed_one_computed_stores_nothing_
 
     bed.step({request.request_id: 20, other.request_id: 20}, request, other)
     for each in (request, other):
-        bed.side.on_finished(each, each.pages)
+        bed.side.on_finished(each)
     bed.listen()
 
     assert found_by_another_engine(bed, list(other.tokens)) == NUM_DOCUMENT
@@ -204,7 +205,7 @@ def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorB
     full.compute_tokens(third, 40, 44)  # as another request has computed this block again
     third.num_computed_tokens = 60
     full.step({third.request_id: 20}, third)
-    full.side.on_finished(third, third.pages)
+    full.side.on_finished(third)
     full.listen()
 
     assert full.first_wrong(third, 80) == 11
@@ -232,7 +233,7 @@ def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(ful
     full.side.on_allocated(other, other.pages, 0)
     other.num_computed_tokens = 60
     full.step({other.request_id: 20}, other)
-    full.side.on_finished(other, other.pages)
+    full.side.on_finished(other)
     full.listen()
 
     assert full.first_wrong(other, 80) == 11
@@ -258,7 +259,7 @@ def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
     full.allocate(late, 0, num_local=60, like=request)
     full.step({late.request_id: 20}, late)
     for each in (request, early, late):
-        full.side.on_finished(each, each.pages)
+        full.side.on_finished(each)
     full.listen()
 
     assert found_by_another_engine(full, list(late.tokens)) == 80
@@ -270,7 +271,7 @@ def test_pages_that_are_used_anew_are_trusted_again(full: DoorBed) -> None:
     failed = promised(full, document + full.prompt(20))
     full.segment.fail_after(0)
     full.step({failed.request_id: 20}, failed)
-    full.side.on_finished(failed, failed.pages)
+    full.side.on_finished(failed)
 
     for num_loaded in (NUM_DOCUMENT, 0):
         request = full.request(document + full.prompt(20) if num_loaded else full.prompt(60))
@@ -279,7 +280,7 @@ def test_pages_that_are_used_anew_are_trusted_again(full: DoorBed) -> None:
         full.side.on_allocated(request, request.pages, num_loaded)
         request.num_computed_tokens = num_loaded
         full.compute(request)
-        full.side.on_finished(request, request.pages)
+        full.side.on_finished(request)
         full.listen()
         assert found_by_another_engine(full, list(request.tokens)) == 60
 
@@ -312,7 +313,7 @@ def test_a_request_that_ends_before_its_failure_is_heard_of_stores_nothing(full:
     work = full.side.step({request.request_id: 20}, {request.request_id: request.pages}.get)
     report = full.work_unheard(work, lambda: full.compute_tokens(request, 40, 60))
 
-    full.side.on_finished(request, request.pages)
+    full.side.on_finished(request)
     assert report is not None
     full.side.on_report(report)
     full.listen()
@@ -482,7 +483,7 @@ def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:
 
     work = full.side.step({request.request_id: 12}, pages, is_storing=False)
     full.work(work, lambda: full.compute_tokens(request, 48, 60))
-    full.side.on_finished(request, request.pages)
+    full.side.on_finished(request)
     after = full.request(list(request.tokens) + full.prompt(20))
     full.match(after, num_computed=60)
     full.allocate(after, 0, num_local=60, like=request)

@@ -279,7 +279,7 @@ def test_an_aborted_request_leases_nothing(bed: DoorBed) -> None:
     assert bed.match(promised) == 40
 
     for request in (asking, promised):
-        bed.side.on_finished(request, request.pages)
+        bed.side.on_finished(request)
     bed.listen()
 
     assert bed.leased() == 0

@@ -130,7 +130,7 @@ def test_a_request_that_waits_beyond_a_reset_finds_nothing_of_before(bed: DoorBe
     bed.side.begin_anew()
 
     assert bed.match(waiting) == 0
-    bed.side.on_finished(waiting, waiting.pages)
+    bed.side.on_finished(waiting)
     assert bed.leased() == 0
 
 
