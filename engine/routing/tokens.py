@@ -36,8 +36,8 @@ class Tokens:
         self._session = session
         self._clock = clock
         self._cache = TokenCache(config.max_cached)
-        self._without: dict[str, float] = {}  # replicas without the route, and until when that is believed
-        self._with: dict[str, float] = {}  # those with it, likewise
+        self._unable: dict[str, float] = {}  # replicas without the route, and until when that is believed
+        self._able: dict[str, float] = {}  # those with it, likewise
         self.num_asked = self.num_failed = 0
 
     async def of(
@@ -47,7 +47,7 @@ class Tokens:
         in."""
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
-        able = [each for each in replicas if each.is_open and not self._believed(self._without, each)]
+        able = [each for each in replicas if each.is_open and not self._believed(self._unable, each)]
         if not self._config.ask or question.tokenize is None or not able:
             return None
         body = asking(question.tokenize)
@@ -65,10 +65,10 @@ class Tokens:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status, content = await self._post(replica, body, headers)
-                if status in _NOT_FOUND and not self._believed(self._with, replica):
+                if status in _NOT_FOUND and not self._believed(self._able, replica):
                     await self._look_for_route(replica, headers)
             if status == 200:
-                self._with[replica.name] = self._clock() + BELIEVED_S
+                self._able[replica.name] = self._clock() + BELIEVED_S
                 return tokens_in(content)
         except (NoAnswer, ClientError, OSError, msgspec.MsgspecError, OverflowError):
             pass  # the text has to do
@@ -82,7 +82,7 @@ class Tokens:
         """
         status, _ = await self._post(replica, b"{}", headers)
         is_lacking = status in _NOT_FOUND
-        (self._without if is_lacking else self._with)[replica.name] = self._clock() + BELIEVED_S
+        (self._unable if is_lacking else self._able)[replica.name] = self._clock() + BELIEVED_S
         if is_lacking:
             log.warning("%s has no /tokenize: prompts are compared by their texts", replica.name)
 

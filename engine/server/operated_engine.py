@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvtier.engine.core import EngineCore
@@ -14,7 +15,7 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.tiers.lower.purge import PurgeOrder
-from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin as CachePin
@@ -74,12 +75,17 @@ class OperatedEngine:
         if (prompt := asked.prompt) is not None:
             token_ids = await service.llm.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
 
+        def naming(core: EngineCore) -> Callable[[], BlockChain]:
+            return partial(core.chain, token_ids, keyed(core, NO_EXTRA_KEYS, lora, salt))
+
+        named = await self._ask(naming)
+        chain = await service.llm.with_tokenizer(lambda _: named())  # hashes a long prompt: not on the engine's thread
+
         def begin(core: EngineCore) -> CachePin | None:
             self._forget_ended(core)
             before, _ = self._pins.get(asked.pin_id, (None, 0.0))
             if before is None and len(self._pins) >= MOST_PINS:
                 raise ApiError(507, f"there are {MOST_PINS} pins already; end one", code="pins")
-            chain = core.chain(token_ids, keyed(core, NO_EXTRA_KEYS, lora, salt))
             until = core.pins.now() + asked.seconds
             most_bytes = core.cache.free_to_pin + core.pins.num_bytes(OWNER)
             pin = core.pins.pin(OWNER, chain, len(token_ids), most_bytes, until=until, instead_of=before)

@@ -178,12 +178,15 @@ def _finished(app: Application) -> dict[str, int]:
 
 
 def _processes(port: int) -> list[int]:
-    """The sidecars that have this port in what they were started with."""
+    """The sidecars that listen at this port."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            if b"sidecar_process" in command and str(port).encode() in command:
+            if b"sidecar_process" not in (process / "cmdline").read_bytes():
+                continue
+            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
                 found.append(int(process.name))
     return found
 
