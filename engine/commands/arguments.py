@@ -105,6 +105,18 @@ def host_name(text: str) -> str:
     return text
 
 
+def remote_url(text: str) -> str:
+    """The value of `--remote`. Warns of a password in it, which every user of the machine can read there."""
+    credentials, at, _ = some_text(text).partition("://")[2].rpartition("@")
+    if at and ":" in credentials:
+        print(
+            "kvtier: warning: other users of this machine can read the password in the store's URL, as arguments are "
+            "no secret; put it into a file (password_file in [remote], --password-file)",
+            file=sys.stderr,
+        )
+    return text
+
+
 def path(text: str) -> Path:
     """The value of an option or argument that names a file or folder; `~` is expanded."""
     return Path(some_text(text)).expanduser()

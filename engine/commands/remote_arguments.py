@@ -2,7 +2,7 @@
 
 import argparse
 
-from kvtier.engine.commands.arguments import some_text
+from kvtier.engine.commands.arguments import remote_url
 from kvtier.engine.config import RemoteConfig, tree_from_dict
 
 _OPTIONS = ("url", "password_file", "ca_file", "endpoint", "region")  # by their names in [remote]
@@ -10,7 +10,9 @@ _OPTIONS = ("url", "password_file", "ca_file", "endpoint", "region")  # by their
 
 def add_remote(parser: argparse.ArgumentParser) -> None:
     """Add the store's URL, and how one gets in."""
-    parser.add_argument("url", type=some_text, metavar="URL", help="of [remote]: redis://HOST:6379, s3://BUCKET/PREFIX")
+    parser.add_argument(
+        "url", type=remote_url, metavar="URL", help="of [remote]: redis://HOST:6379, s3://BUCKET/PREFIX"
+    )
     parser.add_argument("--password-file", metavar="FILE", help="Redis: the password (default: that of the URL)")
     parser.add_argument(
         "--ca-file", metavar="FILE", help="Redis: who signed the server's certificate (default: the system's)"

@@ -5,7 +5,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from kvtier.engine.commands.arguments import MODELS, HelpFormatter, folder_and_size, host_name, size, some_text
+from kvtier.engine.commands.arguments import (
+    MODELS,
+    HelpFormatter,
+    folder_and_size,
+    host_name,
+    remote_url,
+    size,
+    some_text,
+)
 from kvtier.engine.tool_call_parser import ToolCallParser
 
 EXAMPLES = """examples:
@@ -162,7 +170,7 @@ def _add_tiers(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--remote",
-        type=some_text,
+        type=remote_url,
         metavar="URL",
         help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
     )

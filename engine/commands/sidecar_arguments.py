@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, folder_and_size, size, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, folder_and_size, remote_url, size
 
 EXAMPLES = """examples:
   kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
@@ -40,7 +40,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     )
     sidecar.add_argument(
         "--remote",
-        type=some_text,
+        type=remote_url,
         metavar="URL",
         help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.engine.commands.arguments import remote_url
 from kvtier.engine.commands.cli import build_parser, main
 from kvtier.engine.commands.doc_arguments import MOST_DAYS
 from kvtier.engine.commands.serve_arguments import model_of
@@ -329,3 +330,22 @@ def test_torchs_threads_spin_for_a_moment_only(
     main(["stats", str(tmp_path / "none")])
 
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "is_told"),
+    [
+        ("redis://user:s3cret@cache:6379/0", True),
+        ("redis+cluster://:s3cret@cache-0:6379,cache-1:6379", True),
+        ("redis://user@cache:6379", False),
+        ("s3://bucket/prefix", False),
+    ],
+)
+def test_a_password_among_the_arguments_is_warned_of(
+    url: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert remote_url(url) == url
+
+    told = capsys.readouterr().err
+    assert ("password_file" in told) == is_told
+    assert "s3cret" not in told
