@@ -2280,18 +2280,11 @@ BUGS = [
         "tests/engine/sidecar/own/test_quarantine.py",
     ),
     Bug(
-        "an engine hangs up while its workers copy",
+        "an engine hangs up while it copies",
         "engine/attached/sidecar_tiers.py",
         "        session.hang_up()\n        self._session = None",
         "        session.close()\n        self._session = None",
-        "tests/engine/doors/test_vllm_stopped_engine.py",
-    ),
-    Bug(
-        "an engine never closes the session before",
-        "engine/attached/sidecar_tiers.py",
-        "            self._ended.close()\n",
-        "",
-        "tests/engine/doors/test_vllm_stopped_engine.py",
+        "tests/engine/attached/test_stopped_upload.py",
     ),
     Bug(
         "an engine that is closed while a copy hangs gives its slots back",

@@ -18,7 +18,9 @@ FIRST = 120_000  # milliseconds that a first answer may take on a busy machine
 class Engine:
     """What LMCache's client says, over a real socket."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, answer_ms: int | None = None) -> None:
+        """*answer_ms*: how long an answer is waited for; then TimeoutError."""
+        self._answer_ms = answer_ms
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)  # a test that fails must not wait for a sidecar that has gone
         self._socket = self._context.socket(zmq.DEALER)
@@ -42,6 +44,8 @@ class Engine:
     def answer(self, uid: int) -> Any:
         """The answer to this request."""
         while True:
+            if self._answer_ms is not None and not self._socket.poll(self._answer_ms):
+                raise TimeoutError(f"request {uid} was not answered")
             assert self._socket.poll(FIRST), f"request {uid} was not answered"
             found, _, result = map(msgspec.msgpack.decode, self._socket.recv_multipart())
             if found == uid:

@@ -28,7 +28,9 @@ os.execv(command[0], command)
 class ServiceManager:
     """Runs one service, as `Type=notify` with `FileDescriptorStoreMax=` and, given *sockets*, a socket unit."""
 
-    def __init__(self, folder: Path, **sockets: socket.socket) -> None:
+    def __init__(self, folder: Path, *, before: str = "", **sockets: socket.socket) -> None:
+        """*before*: what the service's process does first, in Python."""
+        self._before = before
         self._sockets = sockets
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(folder / "notify"))
@@ -46,7 +48,9 @@ class ServiceManager:
         environment = os.environ | {"NOTIFY_SOCKET": str(self._folder / "notify")}
         if passed:
             environment |= {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(name for name, _ in passed)}
-        program = f"from kvtier.engine.commands.cli import main; raise SystemExit(main({list(arguments)!r}))"
+        program = (
+            f"{self._before}\nfrom kvtier.engine.commands.cli import main; raise SystemExit(main({list(arguments)!r}))"
+        )
         files = [str(file) for _, file in passed]
         command = [sys.executable, "-c", _LAUNCHER, str(len(files)), *files, sys.executable, "-c", program]
         self.told.clear()

@@ -39,7 +39,11 @@ def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Seque
 def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
-    """Copy host blocks whose bytes still have their digests to the device; for each whether it has. A lane's work."""
+    """Copy host blocks whose bytes still have their digests to the device; for each whether it has. A lane's work.
+
+    Comparing first is enough: the upload leases the host slots until this has returned, and a lease lasts even if the
+    slots are another process's and that has ended this one's session.
+    """
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
         [slot for slot, is_good in zip(host_slots, good, strict=True) if is_good],
