@@ -3,17 +3,18 @@
 import contextlib
 import logging
 import os
+import select
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engine_bed import Bed, Engine, Plain, engine_bed, hello, names, publication
-from waiting import wait_for
+from engine_bed import Bed, Engine, Plain, engine_bed, names, publication
+from waiting import DEADLINE_S, wait_for
 
 from kvtier.engine.attached import wire
-from kvtier.engine.attached.session import open_session
 from kvtier.engine.sidecar.door import LeaseUse
 from kvtier.engine.sidecar.http.views import leases_view, snapshot_of, stats_view
 from kvtier.engine.sidecar.quarantine import PIECE_BYTES, Lifeline
@@ -309,31 +310,38 @@ def test_a_worker_that_cannot_be_is_refused(bed: Bed, engine: Engine, says: wire
     assert engine.ask(wire.Ping(), wire.Pong)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that a process with threads forks
+FORKING = """
+import os, sys
+from kvtier.engine.attached import wire
+from kvtier.engine.attached.session import open_session
+shapes = [wire.GroupShape(16, False, 4096)]
+session = open_session(sys.argv[1], wire.Hello(wire.VERSION, "a test", "m", b"n" * 16, shapes))
+session.send(wire.Reserve(0, 4))
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_child_that_is_forked_keeps_nothing_of_its_parents_session(bed: Bed) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        opening = threads.submit(open_session, bed.path, hello(engine=A))
-        while not opening.done():
+    command = [sys.executable, "-c", FORKING, bed.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        while not select.select([parent.stdout], [], [], 0.01)[0]:
             bed.turn()
-    session = opening.result()
-    session.send(wire.Reserve(0, 4))
-    bed.settle()
-    assert bed.num_leases() == 4
-    hold, let_go = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(let_go)
-        os.read(hold, 1)
-        os._exit(0)
+        child = int(parent.stdout.readline())
+        bed.settle()
+        assert bed.num_leases() == 4
 
-    session.close()
-    bed.settle()
+        parent.kill()
+        parent.wait(DEADLINE_S)
+        bed.settle()
 
-    assert bed.num_leases() == 0
-    assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child lives"
-    os.close(let_go)
-    os.close(hold)
-    os.waitpid(child, 0)
+        assert bed.num_leases() == 0
+        assert bed.door.clients() == []
+        os.kill(child, 0)  # it lives, until its input ends
 
 
 def test_a_lifeline_is_cut_when_the_last_copy_of_the_other_end_is_closed() -> None:
