@@ -27,6 +27,11 @@ class OneCaller:
         """Whether this process was forked after the object was made: its threads and sockets are the parent's."""
         return os.getpid() != self._pid
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `check` raises."""
+        return self.is_forked or self._is_closed
+
     def check(self) -> None:
         """Raise RuntimeError if the object may not be used here, or not any more; wait for no other call."""
         if self.is_forked:
@@ -42,7 +47,7 @@ class OneCaller:
 
         Does nothing if the object was closed before, and in a forked process.
         """
-        if self.is_forked or self._is_closed:
+        if self.is_over:
             return
         self._begin()
         try:

@@ -1,6 +1,6 @@
 """PromptCache: the keys and values of one prompt and its answer, kept until they are stored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,16 @@ class PromptCache(DynamicCache):
         and values."""
         super().__init__(config=config)
         self.num_loaded_tokens = 0
+        self.on_update: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None  # called before each update
         self.layers = [_keeping(layer) for layer in self.layers]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DynamicCache`."""
+        if self.on_update is not None:
+            self.on_update(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def keeping_layers(self) -> list[DynamicLayer]:

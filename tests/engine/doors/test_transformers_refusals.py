@@ -24,6 +24,12 @@ def rope(**parameters: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**COMMON, rope_parameters={"rope_theta": 1e4, "factor": 2.0, **parameters}))
 
 
+def partly_on_another_device() -> PreTrainedModel:
+    model = build("llama")
+    model.model.layers[1].to("meta")
+    return model
+
+
 HALF = COMMON["head_dim"] // 2
 REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "dynamic rope": (lambda: rope(rope_type="dynamic").eval(), "keys of a prefix differ"),
@@ -46,6 +52,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         ).eval(),
         "has an encoder",
     ),
+    "several devices": (partly_on_another_device, r"is on several devices \(cpu, meta\)"),
     "training": (lambda: build("llama").train(), r"call its eval\(\) first"),
 }
 
