@@ -227,8 +227,8 @@ BUGS = [
     Bug(
         "an engine in a forked process ends as the parent's",
         "engine/core.py",
-        "        if self._closed or os.getpid() != self._pid:",
-        "        if self._closed:",
+        "            self._closed or os.getpid() != self._pid\n",
+        "            self._closed\n",
         "tests/engine/test_callers.py",
     ),
     Bug(
@@ -1019,8 +1019,8 @@ BUGS = [
     Bug(
         "logits of a batch that was sorted by adapter stay sorted",
         "engine/model/runner.py",
-        "in_place[order] = logits",
-        "in_place = logits",
+        "return torch.cat([by_chunk[i] for i in range(len(chunks))])",
+        "return logits",
         "tests/engine/model/test_lora.py",
     ),
     Bug(
@@ -1799,8 +1799,8 @@ BUGS = [
     Bug(
         "an engine on a sidecar keeps to itself what it computes",
         "engine/build.py",
-        "copies_all_down=config.sidecar is not None,",
-        "copies_all_down=False,",
+        "copies_all_down=config.sidecar is not None or config.remote is not None,",
+        "copies_all_down=config.remote is not None,",
         "tests/engine/attached/test_engine_on_sidecar.py::test_an_engine_that_is_stepped_copies_all_down_far_from_eviction",
     ),
     Bug(
@@ -1813,8 +1813,8 @@ BUGS = [
     Bug(
         "a speed that is told again is a new one",
         "engine/attached/sidecar_tiers.py",
-        "                if speed is not None and speed != before:",
-        "                if speed is not None:",
+        "            if read.bytes_per_s is not None and read.bytes_per_s != before.get(tier, NO_READS).bytes_per_s:",
+        "            if read.bytes_per_s is not None:",
         "tests/tiers/lower/test_lower_tiers.py",
     ),
     Bug(
@@ -2506,8 +2506,8 @@ BUGS = [
     Bug(
         "an engine may attach twice at one connection",
         "engine/sidecar/own/door.py",
-        "                if found is not None:\n                    raise",
-        "                if False:\n                    raise",
+        '                if found is not None:\n                    raise Malformed("a second Hello")',
+        '                if False:\n                    raise Malformed("a second Hello")',
         "tests/engine/sidecar/own/test_own_door.py",
     ),
     Bug(
@@ -2821,8 +2821,8 @@ BUGS = [
     Bug(
         "the next sidecar's memory is mapped while the last one's is leased",
         "engine/attached/sidecar_tiers.py",
-        "        if self._is_detaching and not self._left and not any(stock.lent for stock in self._stocks):\n",
-        "        if self._is_detaching:\n",
+        "        if self._ended is not None and not self._left and not any(stock.lent for stock in self._stocks):\n",
+        "        if self._ended is not None:\n",
         "tests/tiers/lower/test_lower_tiers.py",
     ),
     Bug(
@@ -2842,8 +2842,8 @@ BUGS = [
     Bug(
         "the epoch stays when a sidecar goes",
         "engine/attached/sidecar_tiers.py",
-        "        self._mirror.end()\n        self._epoch += 1\n",
-        "        self._mirror.end()\n",
+        "        self._inquiries.end()\n        self._epoch += 1\n",
+        "        self._inquiries.end()\n",
         "tests/tiers/lower/test_lower_tiers.py",
     ),
     Bug(
@@ -3052,8 +3052,8 @@ BUGS = [
     Bug(
         "blocks from disk have the span of host memory",
         "engine/scheduling/loading.py",
-        "PROMOTE = {Tier.HOST: Stage.PROMOTE_HOST, Tier.DISK: Stage.PROMOTE_DISK}",
-        "PROMOTE = {Tier.HOST: Stage.PROMOTE_DISK, Tier.DISK: Stage.PROMOTE_HOST}",
+        "    Tier.DISK: Stage.PROMOTE_DISK,",
+        "    Tier.DISK: Stage.PROMOTE_HOST,",
         "tests/engine/tracing/test_traced_requests.py",
     ),
     Bug(
@@ -3199,7 +3199,6 @@ BUGS = [
     Bug(
         "copies that end when the engine closes have no spans",
         "engine/core.py",
-        "            ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end\n"
         "            ends.callback(self._close_tiers)\n",
         "            ends.callback(self._close_tiers)\n            ends.callback(self._accounts.close)\n",
         "tests/engine/tracing/test_traced_spills.py",
