@@ -2399,13 +2399,6 @@ BUGS = [
         "tests/engine/doors/test_vllm_mapped_segment.py",
     ),
     Bug(
-        "a worker that gives the memory up does not tell the sidecar",
-        "engine/doors/vllm_connector/mapped_segment.py",
-        "            slab.close()\n        self.session.close()",
-        "            slab.close()",
-        "tests/engine/doors/test_vllm_mapped_segment.py",
-    ),
-    Bug(
         "what was reserved before all was cleared can be found",
         "engine/sidecar/own/session.py",
         "states[states == RESERVED] = VOID",
