@@ -379,10 +379,8 @@ class EngineCore:
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
         blocks left."""
-        if (
-            self._closed or os.getpid() != self._pid
-        ):  # a forked process has none of the threads, and the parent's sockets
-            return
+        if self._closed or os.getpid() != self._pid:
+            return  # in a forked process the threads are missing, and the sockets are the parent's
         self._closed = True
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end
