@@ -69,6 +69,7 @@ def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed
     bed.segment.fail_after(0)
 
     work = bed.step({request.request_id: 20}, request)
+    request.num_computed_tokens = 60
     bed.finish(request)
 
     assert work.stores

@@ -27,6 +27,17 @@ def test_the_first_tainted_page_of_any_group_counts() -> None:
     assert (placement.limit(3), placement.limit(16)) == (3, 4)
 
 
+def test_a_page_that_a_tainted_request_is_given_later_is_tainted() -> None:
+    taint = Taint(TWO_GROUPS[:1])
+    placement = taint.place([[1, 2]], 0)
+    taint.spread([2], [placement])
+
+    placement.pages = [[1, 2, 3]]
+    taint.on_computed(placement, 8, 12)
+
+    assert taint.place([[4, 3]], 8).num_good == 4
+
+
 def test_a_null_page_is_never_tainted() -> None:
     taint = Taint(TWO_GROUPS)
     first = taint.place([[1, 2, 3, 4], [0, 0, 6, 7]], 0)
