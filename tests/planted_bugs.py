@@ -227,8 +227,8 @@ BUGS = [
     Bug(
         "an engine in a forked process ends as the parent's",
         "engine/core.py",
-        "            self._closed or os.getpid() != self._pid\n",
-        "            self._closed\n",
+        "        if self._closed or os.getpid() != self._pid:",
+        "        if self._closed:",
         "tests/engine/test_callers.py",
     ),
     Bug(
