@@ -85,6 +85,7 @@ def test_a_forked_process_that_closes_or_drops_it_disturbs_nothing(llm: LLM) -> 
         llm.close()
         llm.core.close()
         llm._closer()  # noqa: SLF001  what the interpreter calls at exit
+        assert llm.core.runner.model.config._attn_implementation == "kvtier", "the child has closed the engine"
 
     assert in_child(close_all) == (0, "")
     again = llm.generate(PROMPTS, GREEDY)
