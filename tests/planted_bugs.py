@@ -2973,6 +2973,13 @@ BUGS = [
         "tests/engine/dashboard/test_history.py",
     ),
     Bug(
+        "the dashboard counts what was computed as found",
+        "engine/dashboard/page/tiles.js",
+        'tokens("recomputed")',
+        'tokens("remote")',
+        "tests/engine/dashboard/test_values_in_browser.py",
+    ),
+    Bug(
         "a page forgets the seconds that its server missed",
         "engine/dashboard/dashboard.py",
         'return {"missed_s": num_missed, "missed_row": plain(rates)}',
