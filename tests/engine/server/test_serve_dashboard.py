@@ -102,9 +102,15 @@ def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_ca
     assert httpx.put(url, json=body, timeout=DEADLINE_S, verify=NO_TLS).status_code == 201
 
     with watching(server.url) as events:
-        own = next(content for name, content in events if name == "own")
+        # On a busy machine the first one may be of a tick before the request.
+        shown, own = next(
+            (request, content)
+            for name, content in events
+            if name == "own"
+            for request in content["slowest"]
+            if request["id"] == "the-slow-one"
+        )
 
-    shown = next(each for each in own["slowest"] if each["id"] == "the-slow-one")
     assert sum(shown["tokens"].values()) == 150
     assert sum(shown["reasons"].values()) == shown["tokens"]["recomputed"]
     assert [document["id"] for document in own["documents"]] == ["report"]
