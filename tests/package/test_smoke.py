@@ -335,7 +335,7 @@ def trace(environment: Installed, model: Path) -> None:
 
 
 def force_json(environment: Installed, model: Path) -> None:
-    assert environment.ask(model, {}, structured=True) == "4\n"
+    assert 2 <= int(environment.ask(model, {}, structured=True)) <= 4  # "{}" or the beginning of an object
 
 
 def build_ray_application(environment: Installed, model: Path) -> None:
