@@ -15,7 +15,8 @@ class Engine:
     scheduler: RawClient
     worker: RawClient
     instance: int
-    promised: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # tokens, and chunks that are promised
+    # By request: its tokens, and the chunks between which it was promised all.
+    promised: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
     writing: dict[str, tuple[list[int], object]] = field(default_factory=dict)  # tokens, and where to
 
 
@@ -37,13 +38,14 @@ def step(bed: Bed, rng: random.Random, engine: Engine, request: str, looked_up: 
         case 0 | 1:
             tokens = prompt(rng)
             looked_up[request] = len(tokens)
-            found = engine.scheduler.lookup(tokens, request)
+            start = rng.choice([0, 0, rng.randrange(len(tokens) // CHUNK + 1) * CHUNK])  # what the engine has itself
+            found = engine.scheduler.lookup(tokens, request, start=start)
             assert 0 <= found <= len(tokens) // CHUNK
-            engine.promised[request] = tokens, found
+            engine.promised[request] = tokens, start // CHUNK, found
         case 2 if engine.promised:
             request = rng.choice(list(engine.promised))
-            tokens, num_chunks = engine.promised.pop(request)
-            local = rng.randrange(num_chunks + 1)
+            tokens, start, num_chunks = engine.promised.pop(request)
+            local = rng.randrange(min(start, num_chunks), num_chunks + 1)
             if local:
                 engine.scheduler.ask("free", key(tokens, request, worker=None, end=local * CHUNK), 1)
             if num_chunks > local:

@@ -21,6 +21,10 @@ class NamedBlocks:
     parents: Sequence[BlockName | None]
     tenant: bytes = NO_TENANT
 
+    def since(self, start: int) -> "NamedBlocks":
+        """The blocks from place *start* on."""
+        return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
+
     def origin(self, place: int) -> Origin:
         """The parent and the tenant of the block at *place*."""
         return Origin(self.parents[place], self.tenant)

@@ -65,6 +65,8 @@ def lmcache_metrics(numbers: LowerNumbers) -> Iterator[Metric]:
     yield names.LOOKUP_HIT.by({model: below})
     yield names.LOOKUP_HIT_L1.by({model: tokens.host})
     yield names.LOOKUP_HIT_L2.by({model: tokens.disk + tokens.remote})
+    yield names.LOOKUP_PROMPT.by({model: tokens.num_tokens})
+    yield names.LOOKUP_REQUEST_HIT.by({model: tokens.device + below})
     yield names.CHUNKS_LOADED.by({model: numbers.num_loaded})
     if Tier.HOST in numbers.tiers:
         yield from _host_metrics(numbers, numbers.tiers[Tier.HOST])

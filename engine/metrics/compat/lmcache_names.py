@@ -1,4 +1,4 @@
-"""The names that LMCache 0.5.6's server of several processes has, as far as kvtier has a number for them.
+"""The names that LMCache's server of several processes has in 0.5.6 and 0.5.7, as far as kvtier has a number for them.
 
 Its L0 is the device, L1 host memory and L2 the disk; a chunk is a block, in a sidecar a chunk of one rank.
 """
@@ -12,6 +12,10 @@ LOOKUP_REQUESTED = counter("lmcache_mp_lookup_requested_tokens", "Prompt tokens 
 LOOKUP_HIT = counter("lmcache_mp_lookup_hit_tokens", "Of them those that came from host memory or disk", MODEL)
 LOOKUP_HIT_L1 = counter("lmcache_mp_lookup_hit_l1_tokens", "Of them those that came from host memory", MODEL)
 LOOKUP_HIT_L2 = counter("lmcache_mp_lookup_hit_l2_tokens", "Of them those that came from disk", MODEL)
+LOOKUP_PROMPT = counter("lmcache_mp_lookup_prompt_tokens", "Tokens of the prompts that were looked up", MODEL)
+LOOKUP_REQUEST_HIT = counter(
+    "lmcache_mp_lookup_request_hit_tokens", "Of them those that were on the device, or came from below it", MODEL
+)
 CHUNKS_LOADED = counter("lmcache_mp_num_chunks_loaded", "Blocks that engines have loaded", MODEL)
 
 # Host memory.

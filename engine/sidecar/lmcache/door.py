@@ -341,7 +341,8 @@ class LmcacheDoor:
         return self._registrations.answer_ping(call.client, instance_id)
 
     def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
-        """Begin to find out how much is here; `query_prefetch_status` tells."""
+        """Begin to find out how much is here; `query_prefetch_status` tells. What is before *key*'s start the engine
+        has itself: it is not promised, and only looked for."""
         for earlier in self._promises.of_request(key.request_id):
             if earlier.client is call.client:
                 earlier.end()
@@ -354,7 +355,11 @@ class LmcacheDoor:
             return None
         if len(self._promises) >= MOST_PROMISES:
             raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
-        blocks = self._blocks(key, range(key.end // self._chunk_tokens))
+        chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        every = self._blocks(key, range(chunks.stop))
+        before, blocks = every.names[: chunks.start], every.since(chunks.start)
+        if len(before) < chunks.start:
+            raise Refused("range", f"chunks from token {key.start} on, and there are fewer tokens")
         ranks = range(key.world_size)
         self._promises.begin(
             call.client,
@@ -363,20 +368,22 @@ class LmcacheDoor:
             blocks,
             ranks,
             key.num_kv_readers,
+            chunks.start,
             on_settled=lambda promise: self._lookups.on_settled(
-                promise, tokens_of(key).num, self._token_keys.chain_of(key.request_id)
+                promise, tokens_of(key).num, key.num_computed, self._token_keys.chain_of(key.request_id)
             ),
+            before=before,
         )
         return None
 
     def _query_prefetch_status(self, call: Call, request_id: str, most_s: float = HELD_S) -> object:
-        """Chunks of the prefix that can be loaded. None: not known yet."""
+        """Where the hit ends, in chunks from the beginning of the prompt. None: not known yet."""
         own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
         if not own:
             return 0
         promise = own[0]
         return self._hold(
-            call, promise, self._clock() + most_s, lambda: promise.num_chunks if promise.is_settled else None
+            call, promise, self._clock() + most_s, lambda: promise.hit_end if promise.is_settled else None
         )
 
     def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvtier.engine.explain.explainer import Explainer
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_record import RequestRecord
@@ -16,13 +18,14 @@ from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.reuse.what_if import WhatIf
+from kvtier.tiers.up.promotion import Misses
 
 RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
 
 
 class Lookups:
-    """Counts each lookup once, when it is known what can be loaded. What the engine has on its device it does not say:
-    it is asked for here like the rest. Owned by the door's thread."""
+    """Counts each lookup once, when it is known what can be loaded. What an engine has on its device only lmcache 0.5.7
+    and later tells; of others it is asked for here like the rest. Owned by the door's thread."""
 
     def __init__(
         self,
@@ -42,10 +45,11 @@ class Lookups:
         self._what_if = what_if
         self._clock = clock
 
-    def on_settled(self, promise: Promise, num_tokens: int, chain: BlockChain | None) -> None:
-        """Count the lookup of a prompt of *num_tokens* tokens, which are those of *chain*, if they are still known."""
-        balance = balance_of(promise, self._chunk_tokens, num_tokens)
-        self._what_if.on_prompt(promise.blocks.names, self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
+    def on_settled(self, promise: Promise, num_tokens: int, num_computed: int, chain: BlockChain | None) -> None:
+        """Count the lookup of a prompt of *num_tokens* tokens, which are those of *chain*, if they are still known. The
+        engine has the first *num_computed* itself."""
+        balance = balance_of(promise, self._chunk_tokens, num_tokens, num_computed)
+        self._what_if.on_prompt(names_of(promise), self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
         seconds = self._clock() - promise.begun_at
         self.tokens = self.tokens.plus(balance)
         record = RequestRecord(
@@ -57,7 +61,7 @@ class Lookups:
             lookup_s=seconds,
             load_s=seconds,
         )
-        trail = trail_of(promise, self._chunk_tokens, self._clock())
+        trail = trail_of(promise, self._chunk_tokens, num_computed, self._clock())
         self._records.add(record, trail)
         if chain is not None and len(chain.token_ids) >= num_tokens:
             namespace = self._explainer.namespace_of(namespace_fields(promise.tiers.layout))
@@ -86,24 +90,42 @@ def _chunk_bytes(tiers: LayoutTiers) -> int:
     return sum(memory.slot_bytes for memory in tiers.memories)
 
 
-def trail_of(promise: Promise, chunk_tokens: int, now: float) -> Trail:
-    """How the chunks of a settled promise's prompt went through the cache."""
-    misses = tuple((end * chunk_tokens, reason) for end, reason in promise.misses.reasons)
-    return Trail(chunk_tokens, promise.blocks.names, promise.depths, 0, misses, now)
+def names_of(promise: Promise) -> Sequence[BlockName]:
+    """Return the names of all chunks of a promise's prompt that were looked up, from its beginning on."""
+    return [*promise.before, *promise.blocks.names] if promise.before else promise.blocks.names
 
 
-def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int) -> TokenBalance:
-    """Where the tokens of a settled promise's prompt come from. Those after its last chunk are computed."""
-    depths = promise.depths
-    num_disk, num_remote = depths.count(Tier.DISK.depth), depths.count(Tier.REMOTE.depth)
-    num_whole = len(promise.blocks.names)
-    reasons = {Reason.LAST_BLOCK: num_tokens - num_whole * chunk_tokens}
-    for reason, num_chunks in promise.misses.after(promise.num_chunks).items():
-        reasons[reason] = reasons.get(reason, 0) + num_chunks * chunk_tokens
+def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float) -> Trail:
+    """Return how the chunks of a settled promise's prompt went through the cache. Those that lie within the engine's
+    own first *num_computed* tokens are the device's."""
+    start = len(promise.before)
+    num_own = min(num_computed // chunk_tokens, start + len(promise.blocks.names))
+    depths = bytes([Tier.DEVICE.depth]) * num_own + promise.depths[num_own - start :]
+    misses = tuple(((start + end) * chunk_tokens, reason) for end, reason in promise.misses.reasons)
+    return Trail(chunk_tokens, names_of(promise), depths, 0, misses, now)
+
+
+def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
+    """Return where the tokens of a settled promise's prompt come from. The engine has the first *num_computed* itself,
+    also where they end within a chunk that it loads; those after the last chunk are computed."""
+    start = len(promise.before) * chunk_tokens
+    on_device = min(num_computed, num_tokens)
+    ends = start + np.arange(1, promise.num_chunks + 1) * chunk_tokens
+    loaded = np.clip(ends - on_device, 0, chunk_tokens)  # tokens of each chunk that come from here
+    depths = np.frombuffer(promise.depths, np.uint8)
+    by_tier = {tier: int(loaded[depths == tier.depth].sum()) for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
+
+    end_of_hit = on_device + sum(by_tier.values())
+    end_of_chunks = start + len(promise.blocks.names) * chunk_tokens
+    reasons = {Reason.LAST_BLOCK: num_tokens - max(end_of_hit, end_of_chunks)}
+    misses = Misses(tuple((start + end * chunk_tokens, reason) for end, reason in promise.misses.reasons))
+    for reason, number in misses.after(end_of_hit).items():
+        reasons[reason] = reasons.get(reason, 0) + number
     return TokenBalance(
-        host=(promise.num_chunks - num_disk - num_remote) * chunk_tokens,
-        disk=num_disk * chunk_tokens,
-        remote=num_remote * chunk_tokens,
-        recomputed=num_tokens - promise.num_chunks * chunk_tokens,
+        device=on_device,
+        host=by_tier[Tier.HOST],
+        disk=by_tier[Tier.DISK],
+        remote=by_tier[Tier.REMOTE],
+        recomputed=num_tokens - end_of_hit,
         reasons={reason: number for reason, number in reasons.items() if number},
     )

@@ -195,7 +195,11 @@ class RankChunks:
 @dataclass(eq=False, slots=True)
 class Promise:
     """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
-    first `num_chunks` of them are in host memory, leased and verified, for each of its ranks."""
+    first `num_chunks` of them are in host memory, leased and verified, for each of its ranks.
+
+    The chunks *before* them have to be here too, and are not leased: their engine has them itself. If some are not
+    here, nothing is promised, and the engine, which is told where they end, stores them again.
+    """
 
     client: Client[list[bytes]]  # whose request it is
     request_id: str
@@ -208,6 +212,8 @@ class Promise:
     give_up_at: float
     heard_at: float
     on_settled: "Callable[[Promise], None]"
+    before: Sequence[BlockName] = ()
+    num_before: int = 0  # of them that are here
     misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
     chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
     inquiry: Inquiry | None = None  # to tiers that cannot tell at once what they have
@@ -220,6 +226,12 @@ class Promise:
     def is_over(self) -> bool:
         """Whether nothing of it is leased, and nothing will be."""
         return self.is_ended and all(own.is_over for own in self.chunks)
+
+    @property
+    def hit_end(self) -> int:
+        """What a lookup is told: where the hit ends, in chunks from the beginning of the prefix."""
+        is_whole = self.num_before == len(self.before)
+        return self.num_before + self.num_chunks if is_whole else self.num_before
 
     @property
     def depths(self) -> bytes:
@@ -252,7 +264,7 @@ class Promise:
     def end(self) -> None:
         """Nothing more is loaded from it."""
         self.is_ended = self.is_settled = True
-        self.num_chunks = 0
+        self.num_chunks = self.num_before = 0
         for own in self.chunks:
             own.do_not_want(range(len(self.blocks.names)))
 
@@ -295,14 +307,16 @@ class Promises:
         first: int = 0,
         most_s: float = LOOKUP_S,
         on_settled: Callable[[Promise], None] = lambda promise: None,
+        before: Sequence[BlockName] = (),
     ) -> Promise:
         """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
-        workers for each of the ranks. After *most_s*, or the time that a read may take, what has come counts.
-        *on_settled* is called once that is known; not if the request ends before."""
+        workers for each of the ranks; none if one of the chunks *before* is not here. After *most_s*, or the time that
+        a read may take, what has come counts. *on_settled* is called once that is known; not if the request ends
+        before."""
         now = self._clock()
         give_up_at = now + min(most_s, tiers.read_timeout_s)
         promise = Promise(
-            client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now, on_settled
+            client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now, on_settled, before
         )
         self._promises.setdefault(request_id, []).append(promise)
         self.counts.num_asked += len(blocks.names)
@@ -410,21 +424,25 @@ class Promises:
         """Lease what is there for all ranks, within the client's share; False if a chunk that is missing may be there
         in a moment."""
         tiers = promise.tiers
+        promise.num_before = min(len(tiers.tiers.find_run(rank, promise.before)) for rank in promise.ranks)
+        if promise.num_before < len(promise.before):
+            missing = promise.before[promise.num_before]
+            if self._may_come(promise, [*promise.before[promise.num_before :], *promise.blocks.names]):
+                return False
+            promise.is_begun = True
+            promise.misses = Misses(((len(promise.blocks.names), tiers.why_missing(missing)),))
+            return True
         share = self._shares.of(promise.client)
         within = within_share(tiers, promise.ranks, promise.blocks.names, share)
         names = within.names
         if within.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
             return False
         num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
-        if num_there < len(names) and self._clock() < promise.give_up_at:
-            missing = names[num_there]
-            if tiers.is_being_indexed and self._clock() < promise.begun_at + INDEXING_S:
-                return False
-            if not promise.has_asked(names[num_there:]):
-                return False
-            if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):
-                return False
+        if num_there < len(names) and self._may_come(promise, names[num_there:]):
+            return False
         promise.is_begun = True
+        for rank in promise.ranks if promise.before else ():
+            tiers.refresh(rank, promise.before[::-1], ())
         self.counts.num_over_share += within.num_beyond
         promise.misses = Misses(((len(promise.blocks.names), Reason.CAPACITY),))
         if num_there < len(names):
@@ -435,6 +453,17 @@ class Promises:
                 RankChunks(rank, tiers, blocks, promise.num_readers, self._verifier, share) for rank in promise.ranks
             ]
         return True
+
+    def _may_come(self, promise: Promise, missing: Sequence[BlockName]) -> bool:
+        """Return whether the first of these chunks, which is not there, may be in a moment."""
+        now, tiers = self._clock(), promise.tiers
+        if now >= promise.give_up_at:
+            return False
+        if tiers.is_being_indexed and now < promise.begun_at + INDEXING_S:
+            return True
+        if not promise.has_asked(missing):
+            return True
+        return any(self._stores.is_coming(tiers, rank, missing[0]) for rank in promise.ranks)
 
     def _time_out(self, promise: Promise) -> None:
         """Its time is over: what is verified for all ranks counts. The disk may have a long queue, and hang or not."""

@@ -42,6 +42,7 @@ class RequestConfigs(Struct, frozen=True):
     """The settings of a request that count here, of all those that its caller may have sent."""
 
     skip_load: Any = field(default=None, name="lmcache.skip_load")
+    num_computed: Any = field(default=None, name="lmcache.hint.engine_computed_tokens")
 
 
 class Key(Struct, frozen=True):
@@ -67,6 +68,13 @@ class Key(Struct, frozen=True):
     def wants_no_load(self) -> bool:
         """Whether the request's caller has asked that nothing is loaded for it."""
         return self.request_configs is not None and bool(self.request_configs.skip_load)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the prompt's beginning that the engine has itself: those before *start*, and those that lmcache
+        0.5.7 tells of. Older clients tell of none."""
+        told = None if self.request_configs is None else self.request_configs.num_computed
+        return max(self.start, told) if type(told) is int else self.start
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the key has its token ids in exactly one of both forms."""

@@ -33,12 +33,13 @@ def told(running: RunningSidecar) -> dict[str, float]:
 
 
 def test_lookups_loads_and_stores_are_those_of_the_doors(running: RunningSidecar) -> None:
-    tokens = TokenBalance(host=512, disk=256, recomputed=300)
+    tokens = TokenBalance(device=40, host=512, disk=256, recomputed=300)
     running.door.counted = DoorCounts("open", num_loaded=3, num_stored=5, tokens=tokens)
 
     found = told(running)
 
     assert (found["lookup_requested_tokens_total"], found["lookup_hit_tokens_total"]) == (1068, 768)
+    assert (found["lookup_prompt_tokens_total"], found["lookup_request_hit_tokens_total"]) == (1108, 808)
     assert (found["lookup_hit_l1_tokens_total"], found["lookup_hit_l2_tokens_total"]) == (512, 256)
     assert found["num_chunks_loaded_total"] == found["l1_read_chunks_total"] == 3
     assert found["l1_write_chunks_total"] == 5

@@ -66,6 +66,24 @@ def test_another_version_loads_what_it_has_stored_also_after_a_restart_of_all_an
     assert cold["tokens"] == again["tokens"] == restarted["tokens"] == elsewhere["tokens"]
 
 
+@pytest.mark.parametrize("version", OTHER_CLIENTS)
+def test_what_vllm_has_itself_is_not_loaded_and_the_rest_is_right(sidecar: Sidecar, model: Path, version: str) -> None:
+    one = prompt(3)
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), imports(version)) as engine:
+        cold = engine.generate([one])
+        engine.reset()
+        beginning = engine.generate([one[: 2 * CHUNK + 2]])
+        whole = engine.generate([one])  # of which vLLM has two chunks now
+        longer = engine.generate([one + prompt(4, CHUNK)])
+        engine.reset()
+        again = engine.generate([one + prompt(4, CHUNK)])
+
+    assert [each["scheduled"] for each in (beginning, whole)] == [2, 2]
+    assert whole["tokens"] == cold["tokens"]
+    assert again["tokens"] == longer["tokens"]
+    assert again["scheduled"] == (NUM_TOKENS + CHUNK) % CHUNK
+
+
 def test_vllms_own_copy_of_the_connector_does_not_start_with_this_client(sidecar: Sidecar, model: Path) -> None:
     with pytest.raises(EngineEnded, match="unexpected keyword argument 'server_url'"):
         Vllm(PYTHON, model, transfer_config(sidecar.endpoint), IN_VLLM)

@@ -1,8 +1,10 @@
 """What an engine asks for and gets, in the order of its days."""
 
+from pathlib import Path
+
 import pytest
 from layout_bed import layout
-from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key
+from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key, lmcache_bed
 
 from kvtier.engine.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MOST_UNDER_WAY, DigestLane
 from kvtier.transfer.transfer_engine import Route
@@ -409,6 +411,101 @@ def test_a_load_that_takes_too_long_without_a_promise_fails(bed: Bed, client: Ra
 
     assert client.receive() == (uid, 18, {"success": False, "data": b"", "context": {}})
     assert client.ask("commit_retrieve", key(DOCUMENT, "second"), 1) is True
+
+
+def test_a_lookup_promises_what_the_engine_lacks_and_tells_where_the_hit_ends(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first", end=5 * CHUNK)
+
+    assert client.lookup(DOCUMENT, "second", start=2 * CHUNK) == 5
+
+    assert bed.num_leases() == 3
+    assert bed.door.statistics().promised.num_promised == 3
+    bed.lanes["host_to_device"].is_stopped = True  # what is not promised would wait for its digest
+    assert client.retrieve(DOCUMENT, "second", start=2 * CHUNK, end=5 * CHUNK)
+    assert bed.num_leases() == 0
+
+
+@pytest.mark.parametrize("start", [0, 2, 6])
+def test_a_lookup_of_no_chunk_is_told_that_what_the_engine_has_is_here(bed: Bed, client: RawClient, start: int) -> None:
+    client.store(DOCUMENT, "first")
+
+    assert client.lookup(DOCUMENT, "second", start=start * CHUNK, end=start * CHUNK) == start
+    assert bed.num_leases() == 0
+
+
+@pytest.mark.parametrize("num_here", [0, 1])
+def test_a_lookup_after_a_beginning_that_is_not_here_is_told_how_much_of_that_is_here(
+    bed: Bed, client: RawClient, num_here: int
+) -> None:
+    if num_here:
+        client.store(DOCUMENT, "first", end=num_here * CHUNK)
+    client.store(DOCUMENT, "first", start=2 * CHUNK)
+
+    assert client.lookup(DOCUMENT, "second", start=2 * CHUNK) == num_here  # from where the engine stores it again
+
+    assert bed.num_leases() == 0
+    assert client.store(DOCUMENT, "second", start=num_here * CHUNK) == list(range(2 - num_here))
+    assert client.lookup(DOCUMENT, "third", start=2 * CHUNK) == 6
+
+
+def test_a_lookup_waits_for_the_beginning_that_has_just_been_committed(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first", start=2 * CHUNK)
+    bed.settle()
+    bed.lanes["device_to_host"].is_stopped = True
+    client.store(DOCUMENT, "first", end=2 * CHUNK)
+    client.ask("lookup", key(DOCUMENT, "second", worker=None, start=2 * CHUNK), 1)
+    uid = client.send("status", "second")
+    bed.settle()
+    assert not client.socket.poll(0)
+
+    bed.lanes["device_to_host"].is_stopped = False
+
+    assert client.receive() == (uid, 9, 6)
+
+
+def test_an_engine_whose_own_hit_has_shrunk_is_promised_all_from_there_on(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    assert client.lookup(DOCUMENT, "second", start=4 * CHUNK) == 6
+
+    assert client.lookup(DOCUMENT, "second") == 6
+
+    assert bed.num_leases() == 6
+    assert client.retrieve(DOCUMENT, "second")
+    assert bed.num_leases() == 0
+
+
+def test_a_lookup_that_ends_before_its_answer_claims_nothing(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    bed.lanes["host_to_device"].is_stopped = True
+    client.ask("lookup", key(DOCUMENT, "second", worker=None, start=2 * CHUNK), 1)
+    uid = client.send("status", "second")
+    bed.until(lambda: bed.door.is_waiting or None)
+
+    client.send("end_session", "second")
+
+    assert client.receive()[0] == uid + 1
+    assert client.receive() == (uid, 9, 0)
+    bed.lanes["host_to_device"].is_stopped = False
+
+
+def test_a_lookup_that_begins_after_its_tokens_is_refused(bed: Bed, client: RawClient) -> None:
+    assert client.lookup(DOCUMENT, "r", start=7 * CHUNK, end=8 * CHUNK) == 0
+
+    assert bed.refusals.counts == {"range": 1}
+
+
+def test_what_engines_have_themselves_is_used_too_and_is_not_evicted_first(tmp_path: Path) -> None:
+    with lmcache_bed(tmp_path, num_extents=1) as bed:  # sixteen slots
+        client = RawClient(bed)
+        client.register()
+        client.store(DOCUMENT, "first")
+        client.store([1] * 8 * CHUNK, "other")
+
+        assert client.lookup(DOCUMENT, "second", start=4 * CHUNK) == 6
+        assert client.retrieve(DOCUMENT, "second", start=4 * CHUNK)
+        client.store([2] * 8 * CHUNK, "another")
+
+        assert client.lookup(DOCUMENT, "third") == 6
 
 
 def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) -> None:

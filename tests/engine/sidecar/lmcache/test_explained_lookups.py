@@ -57,6 +57,25 @@ def test_a_lookup_is_a_miss_and_then_a_hit(bed: Bed, client: RawClient) -> None:
     assert bed.layouts.explainer.find("unknown", None) == []
 
 
+def test_chunks_that_the_engine_has_itself_are_the_devices(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first", end=5 * CHUNK)
+    configs = {"lmcache.hint.engine_computed_tokens": 2 * CHUNK + 3}
+
+    client.lookup(DOCUMENT, "second", start=2 * CHUNK, request_configs=configs)
+    client.lookup(DOCUMENT, "third", start=6 * CHUNK)
+
+    assert answers(explained(bed, "second")) == [
+        (2 * CHUNK, Tier.DEVICE, None),
+        (5 * CHUNK, Tier.HOST, None),
+        (6 * CHUNK, None, Reason.NEVER_SEEN),
+        (len(DOCUMENT), None, Reason.LAST_BLOCK),
+    ]
+    assert answers(explained(bed, "third")) == [
+        (6 * CHUNK, Tier.DEVICE, None),
+        (len(DOCUMENT), None, Reason.LAST_BLOCK),
+    ]
+
+
 def test_a_prompt_without_a_full_chunk_or_a_token_is_explained_too(bed: Bed, client: RawClient) -> None:
     client.lookup([], "empty")
     client.lookup(DOCUMENT[:3], "short")

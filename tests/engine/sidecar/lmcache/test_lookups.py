@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from lmcache_bed import CHUNK, Bed, RawClient, content, key, lmcache_bed
 
 from kvtier.engine.records.request_record import RequestRecord
@@ -30,6 +31,46 @@ def test_a_lookup_has_one_record_that_adds_up(bed: Bed, client: RawClient) -> No
     assert cold.tokens == TokenBalance(recomputed=len(DOCUMENT), reasons=reasons)
     assert warm.tokens == TokenBalance(host=6 * CHUNK, recomputed=3, reasons={Reason.LAST_BLOCK: 3})
     assert bed.door.counts().tokens == cold.tokens.plus(warm.tokens)
+
+
+@pytest.mark.parametrize(
+    ("start", "told", "on_device"),
+    [
+        (0, 0, 0),
+        (2, 2 * CHUNK, 2 * CHUNK),
+        (2, 2 * CHUNK + 3, 2 * CHUNK + 3),  # it loads the third chunk, and has three tokens of it
+        (2, None, 2 * CHUNK),  # a client that does not tell
+        (2, "2", 2 * CHUNK),
+        (2, True, 2 * CHUNK),
+        (2, -1, 2 * CHUNK),
+        (6, 6 * CHUNK + 1, 6 * CHUNK + 1),
+        (6, 1 << 62, len(DOCUMENT)),
+    ],
+)
+def test_what_the_engine_has_itself_is_the_devices(
+    bed: Bed, client: RawClient, start: int, told: object, on_device: int
+) -> None:
+    client.store(DOCUMENT, "first")
+    configs = {"lmcache.hint.engine_computed_tokens": told}
+
+    client.lookup(DOCUMENT, "second", start=start * CHUNK, request_configs=configs)
+
+    num_computed = len(DOCUMENT) - max(on_device, 6 * CHUNK)
+    assert last(bed).tokens == TokenBalance(
+        device=on_device,
+        host=max(0, 6 * CHUNK - on_device),
+        recomputed=num_computed,
+        reasons={Reason.LAST_BLOCK: num_computed} if num_computed else {},
+    )
+
+
+def test_what_the_engine_has_itself_and_is_not_here_is_no_miss(bed: Bed, client: RawClient) -> None:
+    configs = {"lmcache.hint.engine_computed_tokens": 3 * CHUNK + 1}
+
+    client.lookup(DOCUMENT, "first", start=3 * CHUNK, request_configs=configs)
+
+    reasons = {Reason.NEVER_SEEN: 3 * CHUNK - 1, Reason.LAST_BLOCK: 3}
+    assert last(bed).tokens == TokenBalance(device=3 * CHUNK + 1, recomputed=3 * CHUNK + 2, reasons=reasons)
 
 
 def test_what_is_read_from_disk_counts_as_the_disks(tmp_path: Path) -> None:
