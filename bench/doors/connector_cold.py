@@ -47,8 +47,12 @@ def cold_rows(python: str, folder: Path) -> list[Row]:
             "ms",
         ),
         Row(f"cold, {PROMPT_TOKENS} tokens: hooks in the slowest step of all prompts", max(hooks_ms), "ms"),
-        Row(f"cold, {PROMPT_TOKENS} tokens: blocks that found no slot", counts.get("unstored_blocks", 0), "blocks"),
+        Row(f"cold, {PROMPT_TOKENS} tokens: blocks that were not stored", _num_unstored(counts), "blocks"),
     ]
+
+
+def _num_unstored(counts: dict[str, int]) -> int:
+    return sum(number for name, number in counts.items() if name.startswith("unstored_blocks"))
 
 
 def _started(python: str, model: Path, socket: str, name: str) -> Vllm:

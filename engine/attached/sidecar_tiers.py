@@ -222,6 +222,10 @@ class SidecarTiers:
         self._wake_when_heard()
         return slots
 
+    def has_room(self, group_id: int) -> bool:
+        """Return whether the sidecar had all slots of the group that it was last asked for."""
+        return self._stocks[group_id].has_room
+
     def publish(
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from kvtier.tiers.device.slot_ids import Ids
 
 IDLE_S = 0.5  # after which slots that were not used go back: others may need them
+RETRY_S = 0.5  # after which a sidecar without room is asked again
 MOST_PART = 16  # of all slots, the part of them that is kept ready beyond what was asked for
 
 
@@ -22,9 +23,10 @@ class SlotStock:
         ready also while none is used, as far as there is room: a caller that cannot offer a block twice needs them."""
         self.lent: set[int] = set()
         self.is_short = False  # who took last lacks some, for which the answer has still to come
+        self.has_room = True  # the sidecar's last answer had all slots that were asked for
         self._most_ahead = num_slots // MOST_PART
         self._num_kept = min(num_kept, self._most_ahead)
-        self._filled_at = float("-inf")
+        self._answered_at = float("-inf")
         self._ask = ask
         self._clock = clock
         self._ready: list[int] = []
@@ -43,19 +45,30 @@ class SlotStock:
         self.lent.update(taken)
         lacking, kept = num_slots - len(taken), max(self._num_kept, min(num_slots, self._most_ahead))
         self.is_short = lacking > 0
-        if lacking or 2 * len(self._ready) < kept:
+        if lacking or 2 * len(self._ready) <= kept:
             self._want(lacking + kept - len(self._ready))
         return taken
 
     def fill(self) -> None:
-        """Have as many ready as are kept; a sidecar without room is asked twice a second."""
-        if len(self._ready) < self._num_kept and not self.is_waiting and self._clock() - self._filled_at > IDLE_S:
-            self._filled_at = self._clock()
+        """Have as many ready as are kept: at once if half of them are gone, the others once no slot is used.
+
+        Only a sidecar whose last answer fell short is left alone for `RETRY_S`.
+        """
+        if self.is_waiting or len(self._ready) >= self._num_kept:
+            return
+        now = self._clock()
+        if self.has_room:
+            is_due = 2 * len(self._ready) <= self._num_kept or now - self._used_at > IDLE_S
+        else:
+            is_due = now - self._answered_at > RETRY_S
+        if is_due:
             self._want(self._num_kept - len(self._ready))
 
     def on_reserved(self, num_asked: int, slots: Sequence[int]) -> None:
         """Take in the answer to a question for *num_asked* slots."""
         self._num_asked -= num_asked
+        self.has_room = len(slots) >= num_asked
+        self._answered_at = self._clock()
         self.is_short = False
         self._ready += slots
 

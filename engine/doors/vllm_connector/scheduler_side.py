@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.doors.vllm_connector.adapters import Adapters
-from kvtier.engine.doors.vllm_connector.counts import Counts
+from kvtier.engine.doors.vllm_connector.counts import Counts, Unstored
 from kvtier.engine.doors.vllm_connector.digests import Digests
 from kvtier.engine.doors.vllm_connector.load import Load, Where
 from kvtier.engine.doors.vllm_connector.names import NO_ADAPTER, RequestNames
@@ -39,6 +39,7 @@ class Tracked:
     inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
     is_settled: bool = False  # it was told what it gets
     offered_at: float = float("-inf")
+    why_unstored: Unstored = Unstored.LATE  # of those of its blocks that found no slot in its last step
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class SchedulerSide:
         self._deadline_s = deadline_s
         self._clock = clock
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
-        self._stores = Stores(tiers, groups, memories, digests, self._on_stored)
+        self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
         self._mapped: bytes | None = None  # the segment that all workers have said they map
         self._waited_for: bytes | None = None  # one that they did not map within a deadline
         self._requests: dict[str, Tracked] = {}
@@ -166,9 +167,12 @@ class SchedulerSide:
             self.on_unloaded(self._next.unloadable)
         if not self._taint.is_empty or self._next.loaded or self._loading:
             self._follow(num_scheduled, pages_of)
-        if is_storing and self.is_mapped:
-            for request_id, num_tokens in num_scheduled.items():
+        why_unstored = self._why_unstored(is_storing)
+        for request_id, num_tokens in num_scheduled.items():
+            if why_unstored is None:
                 stores += self._offer(number, request_id, num_tokens, pages_of)
+            elif (tracked := self._requests.get(request_id)) is not None:
+                tracked.why_unstored = why_unstored
         boot = self._tiers.boot
         wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
         gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
@@ -227,7 +231,8 @@ class SchedulerSide:
             if tracked.placement is not None:
                 if tracked.offer is not None:
                     num_tokens = tracked.placement.limit(min(request.num_computed_tokens, request.num_tokens))
-                    self.counts.unstored_blocks += self._stores.num_left(tracked.offer, num_tokens)
+                    num_left = self._stores.num_left(tracked.offer, num_tokens)
+                    self.counts.unstored_blocks[tracked.why_unstored] += num_left
                 self._end_placement(tracked)
 
     def begin_anew(self) -> None:
@@ -387,7 +392,17 @@ class SchedulerSide:
         copies = self._stores.copies(number, tracked.offer, num_tokens, placement)
         if self._stores.num_left(tracked.offer, num_tokens):
             tracked.offered_at = now
+            has_room = all(map(self._tiers.has_room, range(len(self._groups))))
+            tracked.why_unstored = Unstored.LATE if has_room else Unstored.NO_ROOM
         return copies
+
+    def _why_unstored(self, is_storing: bool) -> Unstored | None:
+        """Return why no block can be stored in this step; None if blocks can be."""
+        if not is_storing:
+            return Unstored.RESTING
+        if not self._tiers.is_attached:
+            return Unstored.NO_SIDECAR
+        return None if self.is_mapped else Unstored.UNMAPPED
 
     def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
         """Take in what this step computes, and from which pages."""
@@ -420,3 +435,6 @@ class SchedulerSide:
 
     def _on_stored(self, num_blocks: int) -> None:
         self.counts.stored_blocks += num_blocks
+
+    def _on_failed(self, num_blocks: int) -> None:
+        self.counts.unstored_blocks[Unstored.FAILED] += num_blocks

@@ -66,13 +66,16 @@ class Stores:
         memories: Sequence[HostMemory],
         digests: Digests,
         on_stored: Callable[[int], None],
+        on_failed: Callable[[int], None],
     ) -> None:
-        """*on_stored* is told how many blocks have been published."""
+        """*on_stored* is told how many blocks have been published, *on_failed* of how many the bytes could not be had
+        although there were slots."""
         self._tiers = tiers
         self._groups = groups
         self._memories = memories
         self._digests = digests
         self._on_stored = on_stored
+        self._on_failed = on_failed
         self._copying: dict[int, list[_Copied]] = {}  # by the number of the step
         self._under_way: set[tuple[int, BlockName]] = set()
         self._digesting: list[Sequence[_Copied]] = []
@@ -112,8 +115,11 @@ class Stores:
     def on_step_done(self, step: int, has_stored: bool) -> None:
         """Take in that the workers have done a step, and whether its slots have the bytes."""
         done = self._copying.pop(step, [])
-        rows = [row for row in done if has_stored and not row.is_discarded]
-        self._give_back([row for row in done if not has_stored or row.is_discarded])
+        self._give_back([row for row in done if row.is_discarded])
+        rows = [row for row in done if not row.is_discarded]
+        if not has_stored:
+            self._fail(rows)
+            return
         for group_id in range(len(self._groups)):
             if of_group := [row for row in rows if row.group_id == group_id]:
                 self._take_digests(group_id, of_group)
@@ -166,8 +172,11 @@ class Stores:
         self._digests.take(self._memories[group_id], slots, on_taken)
 
     def _publish(self, group_id: int, digested: _Digested) -> None:
-        if not all(digested.digests) or any(row.is_discarded for row in digested.rows):
+        if any(row.is_discarded for row in digested.rows):
             self._give_back(digested.rows)
+            return
+        if not all(digested.digests):
+            self._fail(digested.rows)
             return
         rows, owners, start = list[Row](), list[int](), 0
         for row in digested.rows:
@@ -178,6 +187,10 @@ class Stores:
         slots = np.array(digested.slots, np.intp)
         self._tiers.publish(group_id, slots, rows, digested.digests, np.array(owners, np.uint64))
         self._on_stored(len(slots))
+
+    def _fail(self, rows: Sequence[_Copied]) -> None:
+        self._on_failed(sum(len(row.names) for row in rows))
+        self._give_back(rows)
 
     def _give_back(self, rows: Sequence[_Copied]) -> None:
         for row in rows:

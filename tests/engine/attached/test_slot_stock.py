@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.attached.slot_stock import IDLE_S, MOST_PART, SlotStock
+from kvtier.engine.attached.slot_stock import IDLE_S, MOST_PART, RETRY_S, SlotStock
 
 
 class Bed:
@@ -34,14 +34,64 @@ def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
 def test_a_sidecar_without_room_is_asked_again_after_a_while() -> None:
     bed = Bed(8 * MOST_PART, num_kept=5)
     bed.stock.fill()
+    bed.clock.now += 10.0  # the answer was long in coming
     bed.stock.on_reserved(5, [])
     bed.stock.fill()
     assert bed.asked == [5]
 
-    bed.clock.now += 2 * IDLE_S
+    bed.clock.now += 2 * RETRY_S
     bed.stock.fill()
 
     assert bed.asked == [5, 5]
+
+
+def test_what_is_kept_is_asked_for_at_once_where_there_was_room() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed.stock.fill()
+    bed.stock.on_reserved(8, range(8))
+
+    bed.stock.take_ready()  # as before a clear
+    bed.stock.fill()
+
+    assert bed.asked == [8, 8], "no time has passed"
+
+
+def test_when_half_of_what_is_kept_is_gone_it_is_asked_for() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed.stock.fill()
+    bed.stock.on_reserved(8, range(8))
+
+    assert len(bed.stock.take(3)) == 3
+    bed.stock.fill()
+    assert bed.asked == [8]
+    bed.stock.take(1)
+
+    assert bed.asked == [8, 4]
+
+
+def test_what_was_taken_and_is_less_than_half_is_asked_for_once_none_is_used() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed.stock.fill()
+    bed.stock.on_reserved(8, range(8))
+    bed.stock.take(2)
+
+    bed.clock.now += 2 * IDLE_S
+    bed.stock.fill()
+
+    assert bed.asked == [8, 2]
+
+
+def test_an_answer_says_whether_there_was_room() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=4)
+    assert bed.stock.has_room
+
+    bed.stock.fill()
+    bed.stock.on_reserved(4, [1, 2, 3])
+    assert not bed.stock.has_room
+
+    bed.stock.take(3)
+    bed.stock.on_reserved(4, [4, 5, 6, 7])
+    assert bed.stock.has_room
 
 
 def test_what_lacks_is_asked_for_once_and_lent_when_it_has_come() -> None:

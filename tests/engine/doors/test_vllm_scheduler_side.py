@@ -5,8 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from vllm_door_bed import BLOCK, DEADLINE_S, FULL, HYBRID, DoorBed, FakeAdapter, FakeRequest, blocks_aligned
+from vllm_door_bed import (
+    BLOCK,
+    DEADLINE_S,
+    FULL,
+    HYBRID,
+    PAGE_BYTES,
+    DoorBed,
+    FakeAdapter,
+    FakeRequest,
+    blocks_aligned,
+)
 
+from kvtier.engine.doors.vllm_connector.counts import COUNT_NAMES, Unstored
 from kvtier.engine.doors.vllm_connector.step_work import WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
 
@@ -245,6 +256,7 @@ def test_slots_that_the_worker_could_not_fill_are_never_found(full: DoorBed) -> 
     full.finish(request)
 
     assert full.side.counts.stored_blocks == 10
+    assert unstored(full) == {Unstored.FAILED: 10}
     assert full.leased() == 0
     assert full.run(full.request(prompt)) == 0
 
@@ -320,6 +332,7 @@ def test_what_several_requests_complete_in_a_step_is_published_in_one_message(fu
     for request in requests:
         full.match(request)
         full.allocate(request, 0)
+    full.clock.now += 1.0  # all slots that are kept lie ready again
     full.listen()
     before = full.sidecar.door.counts().operations
 
@@ -343,8 +356,106 @@ def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) 
         full.compute(request)
         full.finish_without_listening(request)
 
-    assert full.side.counts.unstored_blocks == 10
+    assert unstored(full) == {Unstored.LATE: 10}
     full.sidecar.is_stopped = False
+
+
+def unstored(bed: DoorBed) -> dict[Unstored, int]:
+    """How many blocks were not stored, less the reasons that there were not."""
+    return {why: number for why, number in bed.side.counts.unstored_blocks.items() if number}
+
+
+def run_unmatched(bed: DoorBed, request: FakeRequest) -> None:
+    """Serve a request of which nothing is looked for."""
+    bed.allocate(request, 0)
+    bed.compute(request)
+    bed.finish(request)
+
+
+def test_what_a_full_sidecar_has_no_slot_for_is_counted_as_that() -> None:
+    bed = DoorBed(FULL, num_bytes=64 * 2 * PAGE_BYTES)
+    request = bed.request(bed.prompt(100 * BLOCK))
+
+    bed.run(bed.request(bed.prompt(8)))  # its worker maps the memory
+    run_unmatched(bed, request)
+
+    assert unstored(bed).keys() == {Unstored.NO_ROOM}
+    assert bed.side.counts.unstored_blocks[Unstored.NO_ROOM] + bed.side.counts.stored_blocks == 2 + 100
+    bed.close()
+
+
+def test_what_is_computed_before_the_workers_map_the_memory_is_counted_as_that(full: DoorBed) -> None:
+    request = full.request(full.prompt(NUM_TOKENS))
+    full.allocate(request, 0)
+
+    work = full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
+    request.num_computed_tokens = NUM_TOKENS
+    full.side.on_report(WorkerReport(work.number, None))
+    full.finish(request)
+
+    assert unstored(full) == {Unstored.UNMAPPED: 10}
+
+
+def test_what_is_computed_without_a_sidecar_is_counted_as_that(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    full.sidecar.die()
+    full.listen()
+
+    run_unmatched(full, full.request(full.prompt(NUM_TOKENS)))
+
+    assert unstored(full) == {Unstored.NO_SIDECAR: 10}
+
+
+def test_what_is_computed_while_the_connector_rests_is_counted_as_that(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    request = full.request(full.prompt(NUM_TOKENS))
+    full.allocate(request, 0)
+
+    full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get, is_storing=False)
+    request.num_computed_tokens = NUM_TOKENS
+    full.finish(request)
+
+    assert unstored(full) == {Unstored.RESTING: 10}
+
+
+def test_what_found_its_slots_in_a_later_step_is_not_counted(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    request = full.request(full.prompt(30 * BLOCK))
+
+    run_unmatched(full, request)
+
+    assert full.side.counts.stored_blocks == 2 + 30
+    assert unstored(full) == {}
+
+
+def test_slots_lie_ready_at_once_after_a_reset(bed: DoorBed) -> None:
+    """A reset gives back what lay ready."""
+    bed.run(bed.request(bed.prompt(8)))
+    bed.side.begin_anew()
+    assert bed.side.clear()
+    bed.listen()
+    request = bed.request(bed.prompt(NUM_TOKENS))
+    bed.match(request)
+    bed.allocate(request, 0)
+
+    work = bed.step({request.request_id: NUM_TOKENS}, request)
+
+    assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
+
+
+def test_what_was_counted_is_handed_over_once_with_its_reasons(full: DoorBed) -> None:
+    counts = full.side.counts
+    counts.stored_blocks += 3
+    counts.unstored_blocks[Unstored.LATE] += 2
+
+    first, second = counts.take(), counts.take()
+
+    assert set(first) == set(second) == set(COUNT_NAMES)
+    assert {name: number for name, number in first.items() if number} == {
+        "stored_blocks": 3,
+        "unstored_blocks late": 2,
+    }
+    assert not any(second.values())
 
 
 def test_what_vllm_was_told_of_is_told_to_be_missing_if_a_step_fails(full: DoorBed) -> None:

@@ -172,8 +172,9 @@ class Engine:
         return {name.removeprefix(OFFLOADING): value for name, value in named.items() if value}
 
     def counts(self, prefix: str) -> dict:
-        """What is counted under names with that beginning, less what is 0."""
-        return {each.name.removeprefix(prefix): int(each.value) for each in samples(prefix) if each.value}
+        """What is counted under names with that beginning, and reasons behind them, less what is 0."""
+        named = {f"{each.name} {each.labels.get('reason', '')}".strip(): each.value for each in samples(prefix)}
+        return {name.removeprefix(prefix): int(value) for name, value in named.items() if value}
 
     def standing(self) -> dict:
         """Whether our connector has a sidecar, and how often it has attached to one."""
