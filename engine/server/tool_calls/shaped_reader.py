@@ -41,7 +41,7 @@ class ShapedReader:
     def end(self) -> list[Delta]:
         """What is left: text that might have gone on as a call, unless it had to."""
         begun = self._held.lstrip()
-        is_call = not self._trigger or begun.startswith(self._trigger)
+        is_call = begun.startswith(self._trigger)
         is_text = self._place is _In.TEXT and self._held != "" and not is_call
         return [TextDelta(self._held)] if is_text else []
 

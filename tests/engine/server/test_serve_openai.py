@@ -309,6 +309,7 @@ def test_each_chunk_may_have_the_usage_so_far(server: ServerInThread, endpoint: 
     assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
     assert (generated, generated[-1]) == (sorted(generated), 5)
+    assert set(generated) & {1, 2, 3, 4}, "it does not grow while the answer comes"
     assert "chat" not in endpoint or generated[0] == 0
     assert all("usage" not in chunk for chunk in chunks(continuous_usage_stats=True))
 
