@@ -9,8 +9,13 @@ from small_models import VOCAB, build, byte_tokenizer
 from waiting import DEADLINE_S
 
 from kvtier import LLM, SamplingParams
+from kvtier.engine.config import DiskConfig
+from kvtier.engine.disk_store import codec_of, disk_tier, store_settings, with_rounding_of
 from kvtier.engine.llm import Completion
 from kvtier.engine.metrics.collector import EngineCollector
+from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.tiers.naming.tier import Reason
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024
@@ -64,6 +69,18 @@ def test_fp8_is_found_in_a_namespace_of_its_own(tmp_path: Path) -> None:
         assert ask(llm).tokens.disk == FOUND
 
 
+def test_a_disk_that_rounds_is_refused_in_a_namespace_of_exact_blocks(tmp_path: Path) -> None:
+    exact = Namespace("m", "c", "w", "torch.float32", (), BLOCK_SIZE, "sha256", "kvtier")
+    config = DiskConfig(path=str(tmp_path / "store"), capacity=64 << 20, codec="fp8")
+    store = ReopeningStore(store_settings(config, codec_of(config, exact.dtype)), [])
+    try:
+        with pytest.raises(ValueError, match=r"codec fp8 in a namespace of 'none' KV"):
+            disk_tier(store, config, exact)
+        disk_tier(store, config, with_rounding_of(exact, config))
+    finally:
+        store.close()
+
+
 def test_encrypted_blocks_are_found_with_their_key_only(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"key{number}").write_text(f"{number}" * 64)
@@ -71,10 +88,11 @@ def test_encrypted_blocks_are_found_with_their_key_only(tmp_path: Path) -> None:
     own = {"encryption_key_file": str(tmp_path / "key1")}
     with llm_of(tmp_path, own) as llm:
         cold = ask(llm)
-    with llm_of(tmp_path, {"encryption_key_file": str(tmp_path / "key0")}) as llm:
-        assert ask(llm).tokens.disk == 0
-    with llm_of(tmp_path, {}) as llm:
-        assert ask(llm).tokens.disk == 0
+    for others in ({"encryption_key_file": str(tmp_path / "key0")}, {}):
+        with llm_of(tmp_path, others) as llm:
+            answer = ask(llm)
+            assert answer.tokens.disk == 0
+            assert set(answer.tokens.reasons) <= {Reason.NEVER_SEEN, Reason.LAST_BLOCK}, "they are not known here"
     with llm_of(tmp_path, {"encryption_key_command": f"cat {tmp_path / 'key1'}"}) as llm:
         warm = ask(llm)
     assert warm.tokens.disk == FOUND

@@ -146,6 +146,7 @@ def test_with_another_key_or_none_nothing_is_found(llama: PreTrainedModel, where
             assert request.generated == answers[0]
             assert request.tokens is not None
             assert request.tokens.remote == 0
+            assert set(request.tokens.reasons) <= {Reason.NEVER_SEEN, Reason.LAST_BLOCK}, "they are not known here"
     with engine(llama, where, encryption_key_file=str(keys[0])) as second:
         assert [ask(second, document).generated for document in DOCUMENTS] == answers
         assert remote(second).usage.read_bytes > 0

@@ -57,6 +57,7 @@ def recompute(bed: DoorBed, request: FakeRequest, num_good: int, chunk: int = 64
 
 def found_by_another_engine(bed: DoorBed, tokens: list[int]) -> int:
     """How many tokens a new engine loads of the prompt; it raises if any page is then wrong."""
+    bed.check()
     bed.tiers.close()
     bed.start_engine()
     return bed.run(bed.request([*tokens, 1, 2]))
@@ -323,6 +324,27 @@ def test_a_request_that_ends_before_its_failure_is_heard_of_stores_nothing(full:
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
+def test_a_request_that_has_ended_is_kept_in_mind_until_its_own_step_is_reported(full: DoorBed) -> None:
+    tokens = stored(full) + full.prompt(20)
+    earlier, request = full.request(full.prompt(20)), full.request(tokens)
+    full.match(earlier)
+    full.allocate(earlier, 0)
+    assert full.match(request) == NUM_DOCUMENT
+    first = full.side.step({earlier.request_id: 20}, {earlier.request_id: earlier.pages}.get)
+    full.allocate(request, NUM_DOCUMENT)
+    second = full.side.step({request.request_id: 20}, {request.request_id: request.pages}.get)
+    full.side.on_finished(request)
+
+    full.work(first, lambda: full.compute_tokens(earlier, 0, 20))
+    full.segment.fail_after(0)
+    full.work(second, lambda: full.compute_tokens(request, 40, 60))
+    full.listen()
+
+    assert second.loads
+    assert second.stores
+    assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
+
+
 def test_a_request_that_is_preempted_before_its_failure_is_heard_of_stores_nothing(full: DoorBed) -> None:
     tokens = stored(full) + full.prompt(20)
     request = promised(full, tokens)
@@ -406,6 +428,60 @@ def test_a_request_whose_step_was_not_planned_stores_nothing_behind_it(full: Doo
     full.finish(request)
 
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
+
+
+def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: DoorBed) -> None:
+    """The hook has failed after all that it did, so the pages of the load are filled, and the others are not."""
+    tokens = stored(bed) + bed.prompt(20)
+    request = promised(bed, tokens)
+    bed.side.on_not_planned(request.pages)
+
+    work = bed.step({request.request_id: 20}, request)
+    told = bed.worker.take_unloaded()
+    bed.finish(request)
+
+    assert told == {page for ids in request.pages for page in ids[10:]}
+    assert not work.stores
+    assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
+
+
+def test_what_a_step_that_failed_was_to_store_is_never_found(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    first, second = (full.request(full.prompt(40)) for _ in range(2))
+    for request in (first, second):
+        full.match(request)
+        full.allocate(request, 0)
+
+    def pages_of(request_id: str) -> list[list[int]]:
+        if request_id == second.request_id:
+            raise ZeroDivisionError
+        return first.pages
+
+    with pytest.raises(ZeroDivisionError):
+        full.side.step({first.request_id: 40, second.request_id: 40}, pages_of)
+    full.work(full.side.salvaged())
+    for request in (first, second):
+        full.finish(request)
+
+    assert full.leased() == 0
+    assert found_by_another_engine(full, list(first.tokens)) == 0
+
+
+def test_pages_of_a_load_that_was_given_up_are_told_if_the_step_fails_too(full: DoorBed) -> None:
+    tokens = stored(full) + full.prompt(20)
+    request = full.request(tokens)
+    assert full.match(request) == NUM_DOCUMENT
+    full.side.give_up()
+    full.allocate(request, NUM_DOCUMENT)
+
+    def failing(request_id: str) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        full.side.step({request.request_id: 20}, failing)
+    full.work(full.side.salvaged())
+
+    assert full.worker.take_unloaded() == set(request.pages[0][:10])
 
 
 def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(full: DoorBed) -> None:

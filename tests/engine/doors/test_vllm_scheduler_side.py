@@ -80,6 +80,9 @@ def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: DoorBed) -
             full.clock.now += 0.01
 
     assert DEADLINE_S <= full.clock.now - began_at <= DEADLINE_S + 0.1
+    full.allocate(request, 0)
+    work = full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
+    assert not work.stores, "no worker could copy it"
 
 
 def test_a_lookup_asks_the_sidecar_nothing(full: DoorBed) -> None:
@@ -106,6 +109,18 @@ def test_only_what_vllm_lacks_is_loaded(full: DoorBed) -> None:
 
     assert full.match(full.request(prompt), num_computed=16) == 24
     assert full.match(full.request(prompt), num_computed=40) == 0
+
+
+def test_what_vllm_has_lost_since_it_asked_is_loaded_too(full: DoorBed) -> None:
+    prompt = full.prompt(NUM_TOKENS)
+    full.run(full.request(prompt))
+    request = full.request(prompt)
+    assert full.side.num_matched(request, 20) is None
+
+    assert full.match(request) == 40
+    full.allocate(request, 40)
+    full.compute(request)
+    full.finish(request)
 
 
 def test_salts_are_apart(full: DoorBed) -> None:
@@ -261,13 +276,33 @@ def test_slots_that_the_worker_could_not_fill_are_never_found(full: DoorBed) -> 
     assert full.run(full.request(prompt)) == 0
 
 
-def test_a_report_of_some_workers_only_is_of_no_copy(full: DoorBed) -> None:
+def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
     one, two = WorkerReport(3, b"boot"), WorkerReport(3, b"boot", has_stored=False)
 
     both = one.aggregate(two)
 
     assert (both.num_workers, both.boot, both.has_stored) == (2, b"boot", False)
     assert one.aggregate(WorkerReport(3, None)).boot is None
+
+
+def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None:
+    bed = DoorBed(FULL, num_workers=2)
+    bed.side.on_report(WorkerReport(0, bed.tiers.boot))
+    assert not bed.side.is_mapped
+
+    request = bed.request(bed.prompt(40))
+    bed.match(request)
+    bed.allocate(request, 0)
+    work = bed.side.step({request.request_id: 40}, {request.request_id: request.pages}.get)
+    bed.side.on_report(WorkerReport(work.number, bed.tiers.boot))
+    request.num_computed_tokens = 40
+    bed.finish(request)
+
+    assert work.stores
+    assert bed.side.counts.stored_blocks == 0
+    assert bed.match(bed.request(list(request.tokens))) == 0
+    bed.check()
+    bed.close()
 
 
 def test_slots_stay_leased_until_the_workers_have_copied_them(bed: DoorBed) -> None:

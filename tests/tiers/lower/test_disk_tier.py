@@ -37,6 +37,14 @@ def name(number: int) -> BlockName:
     return BlockName(number.to_bytes(32, "big"))
 
 
+def test_a_key_is_one_namespaces_groups_and_names() -> None:
+    one, other = (DiskTier(MemoryStore(1 << 20), letter * 16) for letter in (b"a", b"b"))
+    keys = [one.key(0, name(1)), one.key(1, name(1)), one.key(0, name(2)), other.key(0, name(1))]
+
+    assert len(set(keys)) == 4
+    assert [one.block_of(key) for key in keys] == [(0, name(1)), (1, name(1)), (0, name(2)), None]
+
+
 def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

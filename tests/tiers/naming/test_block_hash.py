@@ -519,6 +519,20 @@ def test_siblings_have_the_same_parent_and_extra_keys_whatever_their_tokens(algo
     assert len(key("s1", 2)) == len(names_of(range(16), algorithm=algorithm)[0])
 
 
+@every_algorithm
+def test_a_block_that_is_not_full_is_named_by_all_that_it_continues(algorithm: HashAlgorithm) -> None:
+    def tail(num_tokens: int, *, second: int = 2, cache_salt: str | None = None, image: str = "img") -> bytes:
+        extra = ExtraKeys(None, (MultimodalItem(image, 20, 4),), cache_salt)
+        chain = BlockChain(16, extra, algorithm=algorithm)
+        chain.extend([1] * 16 + [second] * 10)
+        return chain.tail_name(num_tokens)
+
+    first = {tail(10), tail(9), tail(10, cache_salt="s1"), tail(10, cache_salt="s2")}
+    later = {tail(24), tail(24, second=3), tail(24, cache_salt="s1"), tail(24, image="other"), tail(23)}
+    assert (len(first), len(later)) == (4, 5)
+    assert not (first | later) & set(names_of([1] * 16 + [2] * 16, algorithm=algorithm))
+
+
 # --- seeds
 
 
