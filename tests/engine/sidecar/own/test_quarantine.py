@@ -362,7 +362,6 @@ def test_a_lifeline_is_cut_behind_what_was_sent() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     other = socket.create_connection(listener.getsockname())
     own, _ = listener.accept()
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     other.setblocking(False)
     lifeline = Lifeline.after_farewell(own)
     with contextlib.suppress(BlockingIOError):
