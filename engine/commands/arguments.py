@@ -98,8 +98,21 @@ def sent_text(text: str) -> str:
     return text
 
 
-def host_name(text: str) -> str:
-    """The value of `--allow-host`: the name of a host, or `*.` and what names end in, or `*`."""
+def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add `--allow-host`, whose values become `allowed_hosts`; None if it is not given."""
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        dest="allowed_hosts",
+        type=_host_name,
+        metavar="NAME",
+        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
+        "(default: IP addresses, and names that public DNS cannot have)",
+    )
+
+
+def _host_name(text: str) -> str:
+    """Return the name of a host, or `*.` and what names end in, or `*`."""
     if not re.fullmatch(HOST_NAME, text):
         raise argparse.ArgumentTypeError(f"{text!r} is no host name; give one without scheme and port, as kv.example")
     return text

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, host_name, sent_text, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, add_allowed_hosts, sent_text, some_text
 
 EXAMPLES = """examples:
   kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000
@@ -68,15 +68,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         metavar="FILE",
         help="the servers' own file of API keys, if they have one (default: none)",
     )
-    route.add_argument(
-        "--allow-host",
-        action="append",
-        dest="allowed_hosts",
-        type=host_name,
-        metavar="NAME",
-        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
-        "(default: IP addresses, and names that public DNS cannot have)",
-    )
+    add_allowed_hosts(route)
     route.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     route.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     route.set_defaults(run=run)

@@ -8,8 +8,8 @@ from typing import Any, get_args
 from kvtier.engine.commands.arguments import (
     MODELS,
     HelpFormatter,
+    add_allowed_hosts,
     folder_and_size,
-    host_name,
     remote_url,
     size,
     some_text,
@@ -107,15 +107,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         metavar="FILE",
         help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
     )
-    serve.add_argument(
-        "--allow-host",
-        action="append",
-        dest="allowed_hosts",
-        type=host_name,
-        metavar="NAME",
-        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
-        "(default: IP addresses, and names that public DNS cannot have)",
-    )
+    add_allowed_hosts(serve)
     serve.add_argument(
         "--tenant-isolation",
         choices=["off", "strict"],

@@ -3,19 +3,19 @@
 import random
 import re
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from browser import LARGE, SMALL, Browser, Seen, browsing
+from browser import LARGE, SMALL, Browser, Seen
 from served_config import configured
 from serving import DEADLINE_S, Address, ServerInThread, chat_tokenizer, come_true, serving, serving_process, tables
 from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from small_models import VOCAB, build
+from under_load import under_load
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -28,12 +28,6 @@ KEY = "sk-ops-4444"
 CUT_OFF = """() => [...document.querySelectorAll('h1, h2, .big, .legend button, .controls button')]
   .filter((each) => each.clientWidth > 0 && each.scrollWidth > each.clientWidth + 1)
   .map((each) => each.textContent)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +47,9 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(num_tokens)]
 
 
-@contextmanager
-def load(server: Address) -> Iterator[None]:
-    """Prompts come one after the other, some again."""
-    ends = threading.Event()
-
-    def ask() -> None:
-        for number in range(10**6):
-            if ends.is_set():
-                return
-            server.complete(prompt_of(number % 7, 300), max_tokens=2)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        asking.join(DEADLINE_S)
+def load(server: Address) -> AbstractContextManager[None]:
+    """Return a context in which prompts come one after the other, some again."""
+    return under_load(lambda number: server.complete(prompt_of(number % 7, 300), max_tokens=2))
 
 
 def assert_clean(seen: Seen, server_port: int) -> None:

@@ -5,17 +5,17 @@ to /stats is what the tiles, which add it up, are compared for.
 """
 
 import re
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Seen, browsing
-from serving import DEADLINE_S, ServerInThread, come_true, serving, tables
+from browser import Browser, Seen
+from serving import ServerInThread, come_true, serving, tables
 from sidecars import RunningSidecar, running_sidecar, small_config
 from small_models import VOCAB, build
+from under_load import under_load
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -46,12 +46,6 @@ COMING = (
 PAUSE = "() => { document.getElementById('pause').click(); return Number(document.documentElement.dataset.at); }"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        yield found
-
-
 def config_of(tiers: Sequence[str], folder: Path) -> dict[str, object]:
     """A server's configuration with small *tiers*."""
     config = tables(60)
@@ -68,24 +62,9 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [(seed * 7919 + 31 * i * i + i) % VOCAB for i in range(num_tokens)]
 
 
-@contextmanager
-def load(server: ServerInThread) -> Iterator[None]:
-    """Seven prompts, one after the other, again and again: more than the device holds."""
-    ends = threading.Event()
-
-    def ask() -> None:
-        for number in range(10**6):
-            if ends.is_set():
-                return
-            server.complete(prompt_of(number % 7, 300), max_tokens=2)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        asking.join(DEADLINE_S)
+def load(server: ServerInThread) -> AbstractContextManager[None]:
+    """Return a context in which seven prompts come again and again: more than the device holds."""
+    return under_load(lambda number: server.complete(prompt_of(number % 7, 300), max_tokens=2))
 
 
 def number_of(text: str) -> float | None:
