@@ -18,6 +18,7 @@ from vllm_door_bed import (
 )
 
 from kvtier.engine.doors.vllm_connector.counts import COUNT_NAMES, Unstored
+from kvtier.engine.doors.vllm_connector.scheduler_side import MOST_LOADS
 from kvtier.engine.doors.vllm_connector.step_work import WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
 
@@ -83,6 +84,45 @@ def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: DoorBed) -
     full.allocate(request, 0)
     work = full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
     assert not work.stores, "no worker could copy it"
+
+
+def test_nothing_is_promised_that_no_worker_could_copy(full: DoorBed) -> None:
+    prompt = full.prompt(NUM_TOKENS)
+    full.run(full.request(prompt))
+    full.tiers.close()
+    full.start_engine()
+
+    for _ in range(2):
+        request, matched = full.request(prompt), None
+        for _ in range(2 * round(DEADLINE_S / 0.01)):
+            if (matched := full.side.num_matched(request, 0)) is not None:
+                break
+            full.side.on_report(WorkerReport(full.side.step({}, lambda request_id: None).number, None))
+            full.listen()
+            full.clock.now += 0.01
+        assert matched == 0
+
+    assert full.side.counts.late_loads == 2
+
+
+def test_so_many_loads_are_under_way_at_a_time(full: DoorBed) -> None:
+    prompt = full.prompt(2 * BLOCK)
+    full.run(full.request(prompt))
+    full.listen()
+    before = full.sidecar.door.counts().num_asked
+    full.threads.is_held = True
+
+    requests = [full.request(prompt + full.prompt(2)) for _ in range(MOST_LOADS + 2)]
+    assert {full.side.num_matched(request, 0) for request in requests} == {None}
+    full.listen()
+
+    assert full.sidecar.door.counts().num_asked - before == 2 * MOST_LOADS
+    full.threads.is_held = False
+    full.threads.go_on()
+    assert [full.match(request) for request in requests] == [2 * BLOCK] * len(requests)
+    for request in requests:
+        full.side.on_finished(request)
+    assert full.leased() == 0
 
 
 def test_a_lookup_asks_the_sidecar_nothing(full: DoorBed) -> None:

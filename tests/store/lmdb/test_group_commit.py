@@ -19,6 +19,7 @@ class Acts:
 
     def __init__(self) -> None:
         self.stored: list[list[bytes]] = []
+        self.evicted: list[bytes] = []
         self.before: Callable[[Sequence[Blob]], None] = lambda _: None
         self.writer = threading.RLock()
         self.group = GroupCommit(self.writer, MOST_BYTES, self.act)
@@ -26,7 +27,7 @@ class Acts:
     def act(self, blobs: Sequence[Blob]) -> list[bytes]:
         self.before(blobs)
         self.stored.append([blob.key for blob in blobs])
-        return []
+        return self.evicted
 
     def put_beside(self, number: int) -> "Future[list[bytes]]":
         """Put a blob in another thread; returns once it waits or is at work."""
@@ -52,6 +53,34 @@ def test_calls_that_wait_go_together() -> None:
 
     assert [call.result(DEADLINE_S) for call in calls] == [[]] * 3
     assert acts.stored == [[key_of(0), key_of(1), key_of(2)]]
+
+
+def test_each_evicted_key_is_told_to_one_call() -> None:
+    acts = Acts()
+    acts.evicted = [key_of(7), key_of(1), key_of(8)]
+
+    with acts.writer:
+        calls = [acts.put_beside(n) for n in range(3)]
+
+    told = [call.result(DEADLINE_S) for call in calls]
+    assert told == [[key_of(7), key_of(8)], [key_of(1)], []]  # a call is told of its own, the first of all others
+
+
+@pytest.mark.parametrize("num_calls", [2, 3])
+def test_the_error_of_one_call_is_not_that_of_those_that_were_stored_with_it(num_calls: int) -> None:
+    acts = Acts()
+
+    def fail(blobs: Sequence[Blob]) -> None:
+        if any(blob.key == key_of(1) for blob in blobs):
+            raise OSError("no")
+
+    acts.before = fail
+    with acts.writer:
+        calls = [acts.put_beside(n) for n in range(num_calls)]
+
+    errors = [call.exception(DEADLINE_S) for call in calls]
+    assert [isinstance(error, OSError) for error in errors] == [n == 1 for n in range(num_calls)]
+    assert sorted(key for keys in acts.stored for key in keys) == [key_of(n) for n in range(num_calls) if n != 1]
 
 
 def test_a_call_interrupted_at_its_work_for_all_leaves_the_others_theirs() -> None:

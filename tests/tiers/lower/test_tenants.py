@@ -37,6 +37,7 @@ def push_out(w: World) -> None:
 def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
     assert tenant_of(None) == tenant_of("") == NO_TENANT
     assert len({tenant_of(salt) for salt in ("a", "b", "ab")}) == 3
+    assert tenant_of("a\0document") == tenant_of("a\0other") == tenant_of("a")
     assert all(len(tenant_of(salt)) == 8 and salt.encode() not in tenant_of(salt) for salt in ("secret", "x"))
 
 
