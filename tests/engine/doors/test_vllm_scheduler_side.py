@@ -325,6 +325,67 @@ def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
     assert one.aggregate(WorkerReport(3, None)).boot is None
 
 
+def test_blocks_whose_digests_could_not_be_taken_are_never_found(
+    full: DoorBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full.run(full.request(full.prompt(8)))
+    request = full.request(full.prompt(40))
+    full.match(request)
+    full.allocate(request, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(full.memories[0], "host_block", lambda slot: 1 / 0)
+        full.compute(request)
+    full.finish(request)
+
+    assert full.side.counts.stored_blocks == 2
+    assert unstored(full) == {Unstored.FAILED: 10}
+    assert full.leased() == 0
+    assert full.match(full.request(list(request.tokens))) == 0
+
+
+def test_what_two_requests_compute_in_one_step_is_copied_once(bed: DoorBed) -> None:
+    bed.run(bed.request(bed.prompt(8)))
+    prompt = bed.prompt(40)
+    requests = [bed.request(prompt), bed.request(prompt)]
+    for request in requests:
+        bed.match(request)
+        bed.allocate(request, 0)
+
+    work = bed.step({request.request_id: 40 for request in requests}, *requests)
+
+    assert sum(len(copies.slots) for copies in work.stores) == 10 * len(bed.groups)
+
+
+def test_a_page_that_a_window_has_passed_is_not_stored() -> None:
+    bed = DoorBed(HYBRID)
+    first = bed.request(bed.prompt(40))
+    bed.match(first)
+    bed.allocate(first, 0)
+    bed.compute(first)
+    bed.sidecar.die()
+    bed.make_well()
+    bed.run(bed.request(bed.prompt(8)))  # the workers map the next one's memory
+    request = bed.request(list(first.tokens) + bed.prompt(4))
+    bed.match(request, num_computed=40)
+    bed.allocate(request, 0, num_local=40, like=first)
+
+    work = bed.step({request.request_id: 4}, request)
+
+    of_windows = {copies.group_id: copies.pages for copies in work.stores if copies.group_id}
+    assert of_windows == {group_id: [page for page in request.pages[group_id] if page] for group_id in (1, 2)}
+    bed.check()
+    bed.close()
+
+
+def test_a_request_that_has_no_pages_yet_stores_nothing(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    request = full.request(full.prompt(40))
+    full.match(request)
+    full.side.on_allocated(request, [[]], 0)
+
+    assert not full.side.step({request.request_id: 40}, lambda request_id: [[]]).stores
+
+
 def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None:
     bed = DoorBed(FULL, num_workers=2)
     bed.side.on_report(WorkerReport(0, bed.tiers.boot))

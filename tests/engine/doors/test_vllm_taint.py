@@ -58,3 +58,23 @@ def test_pages_that_a_request_computes_anew_are_good_for_it_and_the_next_one() -
     assert not taint.is_empty
     taint.on_computed(Placement([[1]]), 0, 4)
     assert taint.is_empty
+
+
+def test_a_page_of_which_only_a_part_was_computed_anew_stays_tainted() -> None:
+    taint = Taint([FullAttention(4)])
+    failed = Placement([[1, 2, 3]])
+    taint.spread({1, 2, 3}, [failed])
+
+    taint.on_computed(failed, 0, 6)
+
+    assert taint.place([[1, 2]], 8).num_good == 4
+
+
+def test_of_layers_with_larger_blocks_the_block_that_has_the_hole_is_tainted_too() -> None:
+    taint = Taint([FullAttention(4), FullAttention(8)])
+    failed = Placement([[1, 2, 3, 4], [5, 6]])
+
+    taint.spread({4}, [failed])
+
+    assert failed.num_good == 8
+    assert taint.place([[9, 10, 11], [7, 6]], 16).num_good == 8

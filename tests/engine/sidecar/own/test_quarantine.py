@@ -5,19 +5,21 @@ import logging
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaos import FakeClock
 from engine_bed import Bed, Engine, Plain, engine_bed, names, publication
 from waiting import DEADLINE_S, wait_for
 
 from kvtier.engine.attached import wire
-from kvtier.engine.sidecar.door import LeaseUse
+from kvtier.engine.sidecar.door import AttachedClient, Lease, LeaseUse
 from kvtier.engine.sidecar.http.views import leases_view, snapshot_of, stats_view
-from kvtier.engine.sidecar.quarantine import PIECE_BYTES, Lifeline
+from kvtier.engine.sidecar.quarantine import PIECE_BYTES, Lifeline, Quarantine
 from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
 from kvtier.transfer.transfer_engine import Route
@@ -356,6 +358,33 @@ def test_a_lifeline_is_cut_when_the_last_copy_of_the_other_end_is_closed() -> No
 
     assert lifeline.is_cut
     assert own.fileno() == -1
+
+
+def test_a_lifeline_is_cut_by_a_reset() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    other = socket.create_connection(listener.getsockname())
+    own, _ = listener.accept()
+    lifeline = Lifeline(own)
+    assert not lifeline.is_cut
+
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()  # with a reset
+
+    wait_for(lambda: lifeline.is_cut)
+    assert own.fileno() == -1
+    listener.close()
+
+
+@pytest.mark.parametrize(("num_slots", "holders"), [(0, ["process 7"]), (3, [])], ids=["no leases", "no process"])
+def test_where_nothing_can_be_copied_leases_end_at_once(num_slots: int, holders: list[str]) -> None:
+    quarantine = Quarantine(FakeClock())
+    leases = tuple(Lease(LeaseUse.READ, 0, num_slots, 0.0) for _ in range(num_slots))
+    ended: list[str] = []
+
+    quarantine.hold("engine", AttachedClient("a", 0.0, None, leases), lambda: holders, lambda: ended.append("a"))
+
+    assert ended == ["a"]
+    assert len(quarantine) == 0
 
 
 def test_a_lifeline_is_cut_behind_what_was_sent() -> None:
