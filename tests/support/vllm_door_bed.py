@@ -245,7 +245,8 @@ class DoorBed:
                 worker.load(work)
         compute()
         for worker in self.workers:
-            worker.store(work)
+            with suppress(MemoryError):
+                worker.store(work)
         reports = [report for worker in self.workers if (report := worker.report(work)) is not None]
         return reduce(WorkerReport.aggregate, reports) if reports else None
 

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from foreign.running import HERE, ROOT, make_model
 
 from kvtier.engine.doors.judged_options import JudgedOptions
@@ -155,6 +156,37 @@ def test_what_stands_beside_the_options_is_in_the_namespace(vllm: Any, monkeypat
     assert len(seen) == 9
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [(torch.backends.cpu, "get_cpu_capability", "AVX2"), (torch.cpu, "_is_amx_tile_supported", None)],
+    ids=["instructions", "matrices"],
+)
+def test_what_a_processor_can_do_is_in_the_namespace(
+    module: ModuleType, name: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    for value in (said or True, "another" if said else False):
+        monkeypatch.setattr(module, name, lambda value=value: value, raising=False)
+        seen.add(namespace(config()))
+
+    assert len(seen) == 2
+
+
+def test_weights_of_an_id_are_those_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, *, revision: str, local_files_only: bool) -> str:
+        assert local_files_only
+        folder = tmp_path / name.replace("/", "-") / revision
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").write_bytes(revision.encode())
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    seen = {namespace(config(model_config__model="a/b", model_config__revision=each), weights=None) for each in "12"}
+
+    assert len(seen) == 2
+
+
 def test_weights_are_their_files_unless_they_are_named(tmp_path: Path) -> None:
     seen = set()
     for content in (b"one", b"two"):
@@ -188,7 +220,11 @@ def test_the_longest_prompt_counts_only_where_a_model_computes_otherwise(model: 
     tuned = config(model_config__hf_config=model, model_config__max_model_len=4096)
     tuned.model_config.override_generation_config = {"attn_temperature_tuning": True}
 
+    sampled = config(model_config__hf_config=model, model_config__max_model_len=4096)
+    sampled.model_config.generation_config = "a folder"
+
     assert (short != long) == depends
+    assert (short != namespace(sampled)) == depends
     assert (short != namespace(tuned)) == depends
 
 
@@ -202,6 +238,15 @@ def test_what_nobody_has_judged_is_named() -> None:
 
     assert judged.unjudged(["model", "kernels.moe.backend", "log.level", "cache.size"]) == []
     assert judged.unjudged(["cache.dtype", "logs.level", "modelling"]) == ["cache.dtype", "logs.level", "modelling"]
+
+
+def test_an_object_is_the_same_text_wherever_it_is_in_memory() -> None:
+    judged = JudgedOptions({"hook": "why"}, {}, {})
+
+    one, other = (judged.values(lambda _, hook=hook: hook) for hook in ([lambda: 1], [lambda: 2]))  # type: ignore[misc]
+
+    assert one == other
+    assert "<lambda>" in one["hook"]
 
 
 def test_a_set_is_the_same_text_in_every_process() -> None:

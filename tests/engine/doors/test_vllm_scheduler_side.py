@@ -16,10 +16,11 @@ from vllm_door_bed import (
     FakeRequest,
     blocks_aligned,
 )
+from waiting import wait_for
 
 from kvtier.engine.doors.vllm_connector.counts import COUNT_NAMES, Unstored
 from kvtier.engine.doors.vllm_connector.scheduler_side import MOST_LOADS
-from kvtier.engine.doors.vllm_connector.step_work import WorkerReport
+from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
 
 NUM_TOKENS = 42  # ten blocks and two tokens
@@ -323,6 +324,37 @@ def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
 
     assert (both.num_workers, both.boot, both.has_stored) == (2, b"boot", False)
     assert one.aggregate(WorkerReport(3, None)).boot is None
+
+
+def test_slots_that_a_worker_has_filled_in_part_are_never_found() -> None:
+    bed = DoorBed(HYBRID, num_workers=2)
+    bed.run(bed.request(bed.prompt(8)))
+    request = bed.request(bed.prompt(40))
+    bed.match(request)
+    bed.allocate(request, 0)
+    bed.segments[1].fail_after(1)
+    work = bed.step({request.request_id: 40}, request)
+    request.num_computed_tokens = 40
+    bed.finish(request)
+
+    assert len(work.stores) == 3
+    assert bed.side.counts.stored_blocks == 6
+    assert bed.match(bed.request(list(request.tokens))) == 0
+    bed.check()
+    bed.close()
+
+
+def test_a_worker_tells_at_once_that_it_maps_what_it_was_to_map(full: DoorBed) -> None:
+    segment = full.side.step({}, lambda request_id: None).wanted
+    assert segment is not None
+    work = StepWork(1, segment)
+    full.clock.now += 10.0
+    full.worker.begin(work)
+    wait_for(lambda: not full.segment.is_mapping)
+
+    report = full.worker.report(work)
+
+    assert report == WorkerReport(1, segment.boot)
 
 
 def test_blocks_whose_digests_could_not_be_taken_are_never_found(

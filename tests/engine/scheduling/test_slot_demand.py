@@ -1,11 +1,35 @@
 """SlotDemand: the number of slots that a request needs, found without walking through its prompt."""
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from kvtier.engine.scheduling.slot_demand import most_blocks
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.up.promotion import Hit
+
+
+def request(num_tokens: int, num_leased: int, *, is_decoding: bool = False) -> Request:
+    """As much of a request as is looked at."""
+    made = SimpleNamespace(
+        token_ids=range(num_tokens), tables=[[7] * num_leased], loading=None, is_decoding=is_decoding
+    )
+    return cast(Request, made)
+
+
+def test_a_request_fits_beside_what_others_will_need_for_their_prompts() -> None:
+    cache = SimpleNamespace(groups=(FullAttention(16),), num_leased=lambda hit: [2], free_slots=lambda: [9])
+    demand, hit = SlotDemand(cast(TieredCache, cache), 64), cast(Hit, None)
+    new = request(16 * 8 - 1, 0)  # eight slots, two of which have its prefix and are leased
+
+    assert demand.fits(new, hit, [request(16 * 5 - 1, 2)])  # three more
+    assert not demand.fits(new, hit, [request(16 * 6 - 1, 2)])  # four
+    assert demand.fits(new, hit, [request(16 * 6 - 1, 2, is_decoding=True)])
+    assert demand.fits(request(16 * 99, 0), hit, [])
 
 
 def test_the_most_blocks_are_those_of_the_worst_start() -> None:

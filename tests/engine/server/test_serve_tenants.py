@@ -173,6 +173,7 @@ def test_keys_come_from_toml_or_json(tmp_path: Path, name: str, content: str, ca
         '[keys]\n"sk-secret-1" = 3\n',
         '[keys]\n"short" = "ann"\n',
         '[keys]\n"sk-secret-1" = ""\n',
+        '[keys]\n"sk-secret-1" = "ann\\u0000bob"\n',
         '[keys]\n"sha256:12" = "ann"\n',
         '"sk-secret-1" = "ann"\n',
         '[keys\n"sk-secret-1" = "ann"\n',

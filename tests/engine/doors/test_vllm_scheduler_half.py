@@ -1,0 +1,57 @@
+"""The scheduler's half of the vLLM connector: it stores nothing while it rests, and a reset begins anew."""
+
+from collections.abc import Iterator
+
+import pytest
+from vllm_door_bed import DoorBed
+
+from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
+from kvtier.transfer.lane import Finished
+from kvtier.transfer.transfer_engine import TransferEngine
+
+
+@pytest.fixture
+def bed() -> Iterator[DoorBed]:
+    bed = DoorBed()
+    yield bed
+    bed.check()
+    bed.close()
+
+
+@pytest.fixture
+def half(bed: DoorBed) -> Iterator[SchedulerHalf]:
+    half = SchedulerHalf()
+    half.attach(bed.side, bed.tiers, TransferEngine({}, Finished()), lambda: None)
+    with half.guard.lock:  # which the thread that listens needs: the test has the bed to itself
+        yield half
+    half.close()
+
+
+def test_what_is_computed_while_it_rests_is_not_stored(bed: DoorBed, half: SchedulerHalf) -> None:
+    bed.run(bed.request(bed.prompt(8)))
+    request = bed.request(bed.prompt(40))
+    bed.match(request)
+    bed.allocate(request, 0)
+    pages = {request.request_id: request.pages}.get
+
+    half.guard.run_always(lambda: 1 / 0, None)
+
+    assert half.guard.is_resting
+    assert not half.step({request.request_id: 40}, pages).stores
+
+
+def test_what_is_computed_after_a_reset_is_apart_from_what_other_engines_share(
+    bed: DoorBed, half: SchedulerHalf
+) -> None:
+    prompt = bed.prompt(40)
+    assert half.reset()
+    bed.listen()
+    assert bed.run(bed.request([*prompt, 1])) == 0
+    assert bed.run(bed.request([*prompt, 2])) == 40
+    bed.listen()
+
+    other = bed.tiers
+    bed.start_engine()
+
+    assert bed.run(bed.request([*prompt, 3])) == 0
+    other.close()
