@@ -133,9 +133,11 @@ planted-bugs: .venv/installed
 bench: .venv/installed
 	for question in miss_cost demo_ttft exactness; do $(BIN)/python -m bench.engine.$$question || exit 1; done
 
-# Every result of bench/results/ that can be measured here, at a clean commit; what is of this commit already is kept.
+# Every result of bench/results/ that can be measured here, at a clean commit; those of the same files are kept. With
+# TRACE=FILE, prompts in Mooncake's format, some have rows of a trace too.
+TRACE ?=
 results: .venv/installed
-	$(BIN)/python -m bench.measure_all
+	$(BIN)/python -m bench.measure_all $(if $(TRACE),--trace $(TRACE))
 
 # On a machine with a CUDA device, in under nine minutes; without a .venv by its own Python, whose torch fits its GPU.
 gpu-bench:

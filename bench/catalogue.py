@@ -1,6 +1,7 @@
-"""Every result in `bench/results/`: the command that measures it, what the command needs, and its quick form."""
+"""Every result in `bench/results/`: the command that measures it, and what the command needs."""
 
 import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ class Need(StrEnum):
     ENGINES = "the real vLLM and LMCache: make .venv/foreign/installed"
     REDIS = "redis-server or valkey-server on the path"
     HISTORY = "a clone with its history: it measures an earlier commit too"
+    CUDA = "a CUDA device"
 
     @property
     def is_met(self) -> bool:
@@ -27,7 +29,9 @@ class Need(StrEnum):
             case Need.REDIS:
                 return shutil.which("valkey-server") is not None or shutil.which("redis-server") is not None
             case Need.HISTORY:
-                return (ROOT / ".git").exists()
+                return _git("rev-parse", "--is-shallow-repository") == "false"
+            case Need.CUDA:
+                return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,18 @@ class Result:
     Args:
         name: The file's name without its ending.
         module: Run as `python -m module`.
-        arguments: Those of the measurement.
-        quick: Arguments in place of *arguments* for a run of seconds, which shows that the benchmark still works; None
-            if it has no such form.
+        arguments: Those of the measurement; with --quick besides it takes seconds.
         needs: What must be there.
+        is_sampled: Whether a quick run measures some of the rows only, since all of them take minutes at any size.
+        reads_trace: Whether it replays a trace too, given with --trace.
     """
 
     name: str
     module: str
     arguments: Sequence[str] = ()
-    quick: Sequence[str] | None = None
     needs: Sequence[Need] = ()
+    is_sampled: bool = False
+    reads_trace: bool = False
 
     @property
     def missing(self) -> list[Need]:
@@ -55,57 +60,60 @@ class Result:
         return [need for need in self.needs if not need.is_met]
 
 
-def _with_engines(name: str, module: str, *questions: str) -> Result:
-    return Result(name, module, (*_OF_ENGINES, *questions), needs=[Need.ENGINES])
+def _git(*command: str) -> str:
+    """Return what git says of this repository; nothing where there is none, or no git."""
+    if shutil.which("git") is None:
+        return ""
+    done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _with_engines(name: str, module: str, *questions: str, is_sampled: bool = False) -> Result:
+    return Result(name, module, (*_OF_ENGINES, *questions), [Need.ENGINES], is_sampled)
 
 
 RESULTS = [
     Result("exactness", "bench.engine.exactness"),
-    Result("demo_ttft", "bench.engine.demo_ttft", quick=["--runs", "1"]),
-    Result("miss_cost", "bench.engine.miss_cost", quick=["--rounds", "1"]),
-    Result("decoding", "bench.engine.decoding", quick=["--rounds", "1", "--steps", "1"], needs=[Need.HISTORY]),
-    Result("sampling", "bench.engine.sampling", quick=["--rounds", "1"], needs=[Need.HISTORY]),
-    Result("structured_output", "bench.engine.structured_output", quick=["--rounds", "1"]),
-    Result("lora", "bench.engine.lora", quick=["--rounds", "1"]),
-    Result("paged_attention", "bench.engine.paged_attention"),
-    Result("load_or_recompute", "bench.engine.load_or_recompute", quick=["--prompts", "60"]),
-    Result("slow_disk", "bench.engine.slow_disk", quick=["--rounds", "1"]),
-    Result("routing", "bench.engine.routing", quick=["--indexed", "10000"]),
+    Result("demo_ttft", "bench.engine.demo_ttft"),
+    Result("miss_cost", "bench.engine.miss_cost"),
+    Result("decoding", "bench.engine.decoding", needs=[Need.HISTORY]),
+    Result("sampling", "bench.engine.sampling", needs=[Need.HISTORY]),
+    Result("structured_output", "bench.engine.structured_output"),
+    Result("lora", "bench.engine.lora"),
+    Result("paged_attention", "bench.engine.paged_attention", needs=[Need.CUDA]),
+    Result("load_or_recompute", "bench.engine.load_or_recompute", reads_trace=True),
+    Result("slow_disk", "bench.engine.slow_disk"),
+    Result("routing", "bench.engine.routing", reads_trace=True),
     Result("cache_control", "bench.engine.cache_control"),
-    Result("serving", "bench.engine.serving", ("--vllm", str(ENGINES)), needs=[Need.ENGINES]),
-    Result("strangers", "bench.engine.strangers", _OF_ENGINES, needs=[Need.ENGINES]),
-    Result("last_copies", "bench.tiers.last_copies", quick=["--prompts", "300"]),
-    Result(
-        "owner_thread",
-        "bench.tiers.owner_thread",
-        quick=["--slots", "20000", "--on-disk", "20000", "--rounds", "1"],
-    ),
+    Result("serving", "bench.engine.serving", ("--vllm", str(ENGINES)), [Need.ENGINES], is_sampled=True),
+    Result("strangers", "bench.engine.strangers", _OF_ENGINES, [Need.ENGINES], is_sampled=True),
+    Result("last_copies", "bench.tiers.last_copies", reads_trace=True),
+    Result("owner_thread", "bench.tiers.owner_thread"),
     Result("prefix_core", "bench.tiers.prefix_core"),
-    Result("purge", "bench.tiers.purge", quick=["--blocks", "4096", "--disk-blocks", "512"]),
-    Result("what_if", "bench.tiers.what_if"),
+    Result("purge", "bench.tiers.purge"),
+    Result("what_if", "bench.tiers.what_if", reads_trace=True),
     Result("store", "bench.store.store"),
     Result("store_peers", "bench.store.store_peers"),
-    Result("store_bit_flips", "bench.store.store_bit_flips", quick=["--flips", "20"]),
-    Result("object_requests", "bench.store.object_requests", quick=["--chains", "1"]),
-    Result("remote_faults", "bench.store.remote_faults", needs=[Need.REDIS]),
-    Result(
-        "remote_speed", "bench.store.remote_speed", _OF_ENGINES, quick=["--quick"], needs=[Need.REDIS, Need.ENGINES]
-    ),
+    Result("store_bit_flips", "bench.store.store_bit_flips"),
+    Result("object_requests", "bench.store.object_requests"),
+    Result("remote_faults", "bench.store.remote_faults", needs=[Need.REDIS], is_sampled=True),
+    Result("remote_speed", "bench.store.remote_speed", _OF_ENGINES, needs=[Need.REDIS, Need.ENGINES]),
     Result("attached", "bench.attached"),
     Result("observability_tokens", "bench.observability", ["balance", "explain"]),
     Result("observability_cardinality", "bench.observability", ["cardinality"]),
-    Result("observability_remembering", "bench.observability", ["remembering"], quick=["remembering"]),
+    Result("observability_remembering", "bench.observability", ["remembering"]),
     Result("observability_page", "bench.observability", ["page"]),
     Result("observability_cost", "bench.observability", ["cost"]),
     Result("cluster", "bench.cluster", _OF_ENGINES, needs=[Need.REDIS, Need.ENGINES]),
     _with_engines("doors_cost", "bench.doors", "hits", "cost"),
-    _with_engines("doors_faults", "bench.doors", "faults"),
+    _with_engines("doors_cold", "bench.doors", "cold"),
+    _with_engines("doors_faults", "bench.doors", "faults", is_sampled=True),
     _with_engines("doors_tiers", "bench.doors", "tiers", "tier_cost", "tier_capacity"),
-    _with_engines("doors_peers", "bench.doors", "lmcache_l2", "corruption_peers", "generate"),
+    _with_engines("doors_peers", "bench.doors", "lmcache_l2", "corruption_peers", "generate", is_sampled=True),
     _with_engines("sidecar", "bench.sidecar", "reuse"),
-    _with_engines("sidecar_faults", "bench.sidecar", "faults"),
+    _with_engines("sidecar_faults", "bench.sidecar", "faults", is_sampled=True),
     _with_engines("sidecar_speed", "bench.sidecar", "speed"),
     _with_engines("sidecar_crowd", "bench.sidecar", "crowd"),
     _with_engines("sidecar_killed_clients", "bench.sidecar", "killed_clients"),
-    _with_engines("sidecar_foul_clients", "bench.sidecar", "foul_clients"),
+    _with_engines("sidecar_foul_clients", "bench.sidecar", "foul_clients", is_sampled=True),
 ]

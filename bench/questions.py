@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.report import Row
 
 Ask = Callable[..., list[Row]]
-"""Answers a question: given the values that all questions get, and an empty folder, last."""
+"""Answers a question: given how much to do, the values that all questions get, and an empty folder, last."""
 
 
 def parsed(parser: argparse.ArgumentParser, questions: Mapping[str, Ask]) -> argparse.Namespace:
@@ -27,5 +27,5 @@ def answers(options: argparse.Namespace, questions: Mapping[str, Ask], *given: o
     for name, question in questions.items():
         if not options.questions or name in options.questions:
             with tempfile.TemporaryDirectory() as folder:
-                rows += question(*given, Path(folder))
+                rows += question(options.effort, *given, Path(folder))
     return rows

@@ -7,7 +7,9 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -19,21 +21,52 @@ DIRTY = "-dirty"
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sha_ni", "vaes", "sve")
 
 
+_Size = TypeVar("_Size")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One figure. *target* is the promised value in words, *ok* whether it was kept; "" and None without a promise."""
+    """One figure. *target* is the promised value in words, *ok* whether it was kept; "" and None without a promise.
+
+    Args:
+        varies: Whether the figure varies with the machine's speed or with how much is measured. A quick run need not
+            keep the promise of such a figure; it keeps every other promise.
+    """
 
     name: str
     value: float
     unit: str
     target: str = ""
     ok: bool | None = None
+    varies: bool = False
+
+
+class Effort(Enum):
+    """How much a benchmark does: a measurement, or with --quick so little that it takes seconds."""
+
+    FULL = "full"
+    QUICK = "quick"
+
+    def of(self, full: _Size, quick: _Size) -> _Size:
+        """Return the size to use: *full* in a measurement, *quick* in a quick run."""
+        return full if self is Effort.FULL else quick
 
 
 def arguments(question: str) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark; the *question* is its description."""
+    """Return a parser with the options of every benchmark; the *question* is its description.
+
+    The parsed options have `json`, and `effort`, an `Effort`.
+    """
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--quick",
+        dest="effort",
+        action="store_const",
+        const=Effort.QUICK,
+        default=Effort.FULL,
+        help="run for seconds, to show that the benchmark works; its figures mean nothing",
+    )
     return parser
 
 
@@ -78,6 +111,17 @@ def _becomes_a_result() -> bool:
     """Whether what is printed goes to a file in the folder of results."""
     target = Path("/proc/self/fd/1")
     return target.exists() and target.resolve().is_relative_to(FOLDER.resolve())
+
+
+def is_measured_here(measured: str) -> bool:
+    """Return whether the files of the commit *measured* are those of the tree, `bench/results/` aside.
+
+    A commit that adds results only leaves the results that were measured before it valid.
+    """
+    if not measured or DIRTY in commit():
+        return False
+    known = _git("rev-parse", "--verify", "--quiet", f"{measured}^{{commit}}")
+    return bool(known) and not _git("diff", "--name-only", known, "HEAD", "--", ":/", ":(top,exclude)bench/results")
 
 
 def commit() -> str:

@@ -89,14 +89,27 @@ def gb_per_s(num_bytes: int, times: Sequence[float]) -> float:
     return num_bytes / statistics.median(times) / 1e9
 
 
-def at_least(name: str, ratio: float, least: float | None) -> Row:
-    """The row of a ratio that was promised to be at least *least*, or of one without a promise (None)."""
-    return Row(name, ratio, "") if least is None else Row(name, ratio, "", f">= {least:g}", ratio >= least)
+def at_least(name: str, ratio: float, least: float | None, varies: bool = True) -> Row:
+    """The row of a ratio that was promised to be at least *least*, or of one without a promise (None).
+
+    It is a ratio of speeds unless *varies* is false; see `Row`.
+    """
+    if least is None:
+        return Row(name, ratio, "")
+    return Row(name, ratio, "", f">= {least:g}", ratio >= least, varies)
 
 
-def at_most(name: str, value: float, unit: str, most: float) -> Row:
-    """The row of a value that was promised to be at most *most*."""
-    return Row(name, value, unit, f"<= {most:g}", value <= most)
+def at_most(name: str, value: float, unit: str, most: float, varies: bool = True) -> Row:
+    """The row of a value that was promised to be at most *most*.
+
+    It is a time, or a ratio of times, unless *varies* is false; see `Row`.
+    """
+    return Row(name, value, unit, f"<= {most:g}", value <= most, varies)
+
+
+def never(name: str, count: int, unit: str = "") -> Row:
+    """The row of the count of a fault that may not happen on any machine."""
+    return Row(name, count, unit, "0", count == 0)
 
 
 def spread(values: Sequence[float]) -> float:

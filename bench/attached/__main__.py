@@ -12,9 +12,9 @@ from bench.attached.kills import engine_kill_rows, sidecar_kill_rows
 from bench.attached.lookup import lookup_rows
 from bench.attached.reuse import reuse_rows
 from bench.questions import answers, parsed
-from bench.report import Row, arguments, publish
+from bench.report import Effort, Row, arguments, publish
 
-QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[Effort, Path], list[Row]]] = {
     "lookup": lookup_rows,
     "reuse": reuse_rows,
     "crowd": crowd_rows,

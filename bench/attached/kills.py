@@ -12,26 +12,26 @@ from typing import Any
 from bench.attached.client import Client
 from bench.attached.engine_process import EngineProcess
 from bench.attached.sidecar_process import SidecarProcess, sidecar_process
-from bench.report import Row
+from bench.report import Effort, Row
+from bench.rounds import at_most, never
 
-NUM_ENGINE_KILLS = 100
-NUM_SIDECAR_KILLS = 50
-NUM_ENGINES = 4
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 64
 DOCUMENT_TOKENS = 600
 NUM_DOCUMENTS = 6  # of each engine, and two that all have
 LONGEST_S = 2.0
 BETWEEN_S = (0.5, 2.5)  # kills of the sidecar
+WARM_UP_S = 10.0  # until the first
 
 
-def engine_kill_rows(folder: Path) -> list[Row]:
-    """A client is killed 100 times while it writes and reads; another one is served meanwhile, and checks all."""
+def engine_kill_rows(effort: Effort, folder: Path) -> list[Row]:
+    """A client is killed again and again while it writes and reads; another one is served meanwhile, and checks all."""
+    num_kills = effort.of(100, quick=6)
     with sidecar_process(folder, host="256MiB", disk=None) as sidecar:
         witness = Client(sidecar.socket, BLOCK_BYTES)
         num_slots = witness.memory.blocks.shape[0]
         rng, took, num_wrong = random.Random(1), list[float](), 0
-        for number in range(NUM_ENGINE_KILLS):
+        for number in range(num_kills):
             _kill_one(sidecar.socket, number, rng.uniform(0.0, 0.05))
             killed_at = time.monotonic()
             # All slots can be had again only once those of the killed one are back.
@@ -43,13 +43,12 @@ def engine_kill_rows(folder: Path) -> list[Row]:
             witness.give_back(slots)
             witness.write(10_000 + number, 8)
             num_wrong += witness.read(10_000 + number, 8) != 8
-        for number in range(NUM_ENGINE_KILLS):
+        for number in range(num_kills):
             witness.read(number, NUM_BLOCKS)  # checks every block that is there
         witness.close()
-    worst = max(took)
     return [
-        Row("engine killed 100 times: slots back after, at most", worst, "s", "<= 1", worst <= 1),
-        Row("engine killed 100 times: another one's blocks missing", num_wrong, "", "0", not num_wrong),
+        at_most(f"engine killed {num_kills} times: slots back after, at most", max(took), "s", 1),
+        never(f"engine killed {num_kills} times: another one's blocks missing", num_wrong),
     ]
 
 
@@ -73,8 +72,9 @@ def _kill_one(socket: Path, number: int, after_s: float) -> None:
     os.waitpid(pid, 0)
 
 
-def sidecar_kill_rows(folder: Path) -> list[Row]:
-    """The sidecar is killed 50 times while four engines answer questions all the time."""
+def sidecar_kill_rows(effort: Effort, folder: Path) -> list[Row]:
+    """The sidecar is killed again and again while engines answer questions all the time."""
+    num_kills, num_engines = effort.of((50, 4), quick=(2, 2))
     with sidecar_process(folder) as sidecar:
         config = {
             "threads": 1,
@@ -82,7 +82,7 @@ def sidecar_kill_rows(folder: Path) -> list[Row]:
             "sidecar": sidecar.url,
             "scheduler": {"load": "always"},
         }
-        engines = [EngineProcess(config) for _ in range(NUM_ENGINES)]
+        engines = [EngineProcess(config) for _ in range(num_engines)]
         ending = threading.Event()
         seen: list[list[dict[str, Any]]] = [[] for _ in engines]
         threads = [
@@ -91,27 +91,28 @@ def sidecar_kill_rows(folder: Path) -> list[Row]:
         ]
         for thread in threads:
             thread.start()
-        warm = _kill_again_and_again(sidecar, seen, ending)
+        warm = _kill_again_and_again(sidecar, seen, num_kills, effort.of(WARM_UP_S, quick=2.0))
         ending.set()
         for thread in threads:
             thread.join(60)
-        failed = NUM_ENGINES - sum(engine.process.poll() is None for engine in engines)
+        failed = num_engines - sum(engine.process.poll() is None for engine in engines)
         for engine in engines:
             engine.kill()
         sidecar.stop()
         left = SidecarProcess.left_in_shared_memory()
     answers = [each for own in seen for each in own]
     worst, wrong = max(each["took_s"] for each in answers), sum(not each["is_right"] for each in answers)
+    name = f"sidecar killed {num_kills} times"
     below = sum(each["host"] + each["disk"] for each in answers) / sum(each["num_tokens"] for each in answers)
     return [
-        Row("sidecar killed 50 times: engines that failed", failed, "", "0", not failed),
-        Row("sidecar killed 50 times: wrong answers", wrong, f"of {len(answers)}", "0", not wrong),
-        Row("sidecar killed 50 times: longest request", worst, "s", "<= 2", worst <= LONGEST_S),
-        Row("sidecar killed 50 times: median request", statistics.median(each["took_s"] for each in answers), "s"),
-        Row("sidecar killed 50 times: tokens from below", 100 * below, "%"),
+        never(f"{name}: engines that failed", failed),
+        never(f"{name}: wrong answers", wrong, f"of {len(answers)}"),
+        at_most(f"{name}: longest request", worst, "s", LONGEST_S),
+        Row(f"{name}: median request", statistics.median(each["took_s"] for each in answers), "s"),
+        Row(f"{name}: tokens from below", 100 * below, "%"),
         Row("first hit below after a restart, median", statistics.median(warm), "s"),
-        Row("first hit below after a restart, at most", max(warm), "s", "<= 2", max(warm) <= LONGEST_S),
-        Row("left in shared memory", len(left), "files", "0", not left),
+        at_most("first hit below after a restart, at most", max(warm), "s", LONGEST_S),
+        never("left in shared memory", len(left), "files"),
     ]
 
 
@@ -124,12 +125,12 @@ def _ask_on(number: int, engine: EngineProcess, seen: list[dict[str, Any]], endi
 
 
 def _kill_again_and_again(
-    sidecar: SidecarProcess, seen: list[list[dict[str, Any]]], ending: threading.Event
+    sidecar: SidecarProcess, seen: list[list[dict[str, Any]]], num_kills: int, warm_up_s: float
 ) -> list[float]:
     """How long after each start of the sidecar an engine had tokens from it."""
     rng, warm = random.Random(1), []
-    time.sleep(10)
-    for _ in range(NUM_SIDECAR_KILLS):
+    time.sleep(warm_up_s)
+    for _ in range(num_kills):
         time.sleep(rng.uniform(*BETWEEN_S))
         sidecar.kill()
         sidecar.start()

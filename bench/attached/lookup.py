@@ -3,13 +3,15 @@
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from bench.attached.client import BLOCK_TOKENS, GROUPS, Client
 from bench.attached.sidecar_process import sidecar_process
-from bench.report import Row
+from bench.report import Effort, Row
+from bench.rounds import at_most
 from kvtier.store.record import digest
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.device.runs import Row as BlockRow
@@ -20,53 +22,62 @@ from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-NUM_BLOCKS = 8192
-NUM_DOCUMENTS = 4
 BLOCK_BYTES = 4096
-NUM_ROUNDS = 400
 PART = 128  # blocks that a device pool copies down at a time
 
 
-def lookup_rows(folder: Path) -> list[Row]:
+@dataclass(frozen=True)
+class Size:
+    """How many blocks each document has, how many documents there are, and how many look-ups are timed."""
+
+    num_blocks: int
+    num_documents: int
+    num_rounds: int
+
+
+def lookup_rows(effort: Effort, folder: Path) -> list[Row]:
     """Alternately, of documents that are in host memory, and of prompts of which nothing is anywhere."""
     with sidecar_process(folder, host="512MiB", disk=None) as sidecar:
         client = Client(sidecar.socket, BLOCK_BYTES)
         try:
-            return _rows(client)
+            size = effort.of(Size(8192, 4, 400), quick=Size(1024, 2, 20))
+            return _rows(client, size)
         finally:
             client.close()
 
 
-def _rows(client: Client) -> list[Row]:
-    chains = [client.chain(document, NUM_BLOCKS) for document in range(NUM_DOCUMENTS)]
-    for document in range(NUM_DOCUMENTS):
-        client.write(document, NUM_BLOCKS)
-    client.wait(lambda: all(client.lookup(chain) == NUM_BLOCKS for chain in chains))
+def _rows(client: Client, size: Size) -> list[Row]:
+    chains = [client.chain(document, size.num_blocks) for document in range(size.num_documents)]
+    for document in range(size.num_documents):
+        client.write(document, size.num_blocks)
+    client.wait(lambda: all(client.lookup(chain) == size.num_blocks for chain in chains))
     caches = {"sidecar": _cache(client.tiers), "in this process": _cache(_local(client, chains))}
     rows = []
-    for kind, asked in (("hits", chains), ("misses", [client.chain(100 + i, NUM_BLOCKS) for i in range(4)])):
-        took = _alternate(caches, asked, NUM_BLOCKS if kind == "hits" else 0)
+    for kind, asked in (("hits", chains), ("misses", [client.chain(100 + i, size.num_blocks) for i in range(4)])):
+        took = _alternate(caches, asked, size, size.num_blocks if kind == "hits" else 0)
         there, here = took["sidecar"], took["in this process"]
         p50, p99 = statistics.median(there), statistics.quantiles(there, n=100)[-1]
         ratio = p50 / statistics.median(here)
-        name = f"look-up of 8,192 names, {kind}"
+        name = f"look-up of {size.num_blocks:,} names, {kind}"
         rows += [
-            Row(f"{name}: p50", 1e3 * p50, "ms", "<= 4", p50 <= 0.004),
-            Row(f"{name}: p99", 1e3 * p99, "ms", "<= 8", p99 <= 0.008),
-            Row(f"{name}: of the same in this process", ratio, "", "<= 2", ratio <= 2)
+            at_most(f"{name}: p50", 1e3 * p50, "ms", 4),
+            at_most(f"{name}: p99", 1e3 * p99, "ms", 8),
+            at_most(f"{name}: of the same in this process", ratio, "", 2)
             if kind == "hits"
             else Row(f"{name}: of the same in this process", ratio, ""),
         ]
     return rows
 
 
-def _alternate(caches: dict[str, TieredCache], chains: list[BlockChain], expected: int) -> dict[str, list[float]]:
+def _alternate(
+    caches: dict[str, TieredCache], chains: list[BlockChain], size: Size, expected: int
+) -> dict[str, list[float]]:
     rng, took = random.Random(1), {name: list[float]() for name in caches}
-    for _ in range(NUM_ROUNDS):
+    for _ in range(size.num_rounds):
         chain = rng.choice(chains)
         for name in rng.sample(list(caches), len(caches)):
             began_at = time.perf_counter()
-            hit = caches[name].lookup(chain, NUM_BLOCKS * BLOCK_TOKENS + 1)
+            hit = caches[name].lookup(chain, size.num_blocks * BLOCK_TOKENS + 1)
             took[name].append(time.perf_counter() - began_at)
             assert hit.num_tokens == expected * BLOCK_TOKENS, f"{hit.num_tokens} tokens were found"
     return took
@@ -84,7 +95,7 @@ def _transfers() -> TransferEngine:
 
 def _local(client: Client, chains: list[BlockChain]) -> LowerTiers:
     """The same documents in host memory of this process, copied down as a device pool does."""
-    memory = CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), NUM_DOCUMENTS * NUM_BLOCKS)
+    memory = CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), sum(len(chain.names) for chain in chains))
     tiers = lower_tiers(GROUPS, [memory], _transfers())
     for chain in chains:
         names = chain.names[::-1]

@@ -13,9 +13,9 @@ from bench.cluster.engines import engine_rows
 from bench.cluster.faults import fault_rows
 from bench.cluster.vllm import vllm_rows
 from bench.questions import answers, parsed
-from bench.report import Row, arguments, publish
+from bench.report import Effort, Row, arguments, publish
 
-QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[Effort, str, Path], list[Row]]] = {
     "engines": engine_rows,
     "vllm": vllm_rows,
     "faults": fault_rows,

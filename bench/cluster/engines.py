@@ -6,25 +6,28 @@ from redis_servers import running_server
 
 from bench.cluster.replicas import Replicas, asked, documents, median_ttft
 from bench.engine.cache_control import NUM_TOKENS
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_least, at_most
 
-NUM_DOCUMENTS = 20
 LONG_TOKENS = 8192
 NUM_ROUNDS = 2  # of questions to the first: what is used a second time is shared
 
 
-def engine_rows(python: str, folder: Path) -> list[Row]:
+def engine_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """Documents of 8,000 tokens, and short ones: of these an answer's own time, 12 ms, is a large part, since the model
     computes 27,000 tokens a second."""
-    return [*length_rows(folder / "long", LONG_TOKENS, 0.25), *length_rows(folder / "short", NUM_TOKENS)]
+    num_documents = effort.of(20, quick=2)
+    return [
+        *length_rows(folder / "long", num_documents, LONG_TOKENS, 0.25),
+        *length_rows(folder / "short", num_documents, NUM_TOKENS),
+    ]
 
 
-def length_rows(folder: Path, num_tokens: int, most_of_cold: float | None = None) -> list[Row]:
+def length_rows(folder: Path, num_documents: int, num_tokens: int, most_of_cold: float | None = None) -> list[Row]:
     """Two servers without a disk, which share a Redis only. The second is asked about each document once. None: the
     TTFT is no promise."""
-    replicas = Replicas(folder, device_documents=2.2, host_documents=22, document_tokens=num_tokens)
-    about = documents(NUM_DOCUMENTS, num_tokens)
+    replicas = Replicas(folder, device_documents=2.2, host_documents=num_documents + 2, document_tokens=num_tokens)
+    about = documents(num_documents, num_tokens)
     with running_server(folder / "redis", "--maxmemory", "4gb") as redis:
         where = f"redis://{redis.address}"
         with replicas.started(where) as first, replicas.started(where) as second:

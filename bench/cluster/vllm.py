@@ -10,19 +10,18 @@ from foreign.running import Sidecar, Vllm, connector_config, free_endpoint, make
 from redis_servers import RedisServer, running_server
 
 from bench.doors.connector_bed import Prompts
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_most
 
 PROMPT_TOKENS = 2050
 CHUNK_TOKENS = 256
-ROUNDS = 3
 PUT_S = 60.0
 QUIET_S = 1.0  # without another block in the store: all are there
 
 Start = Callable[[str, Path, Path, str, int], tuple[Sidecar, Vllm]]
 
 
-def vllm_rows(python: str, folder: Path) -> list[Row]:
+def vllm_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """By LMCache's client, by configuration alone; and by our own connector."""
     model, rows = make_model(python, folder), list[Row]()
     doors: dict[str, Start] = {"vLLM by LMCache's client": by_lmcache, "vLLM by our connector": by_connector}
@@ -30,14 +29,18 @@ def vllm_rows(python: str, folder: Path) -> list[Row]:
         own = folder / start.__name__
         with running_server(own / "redis") as redis:
             where = f"redis://{redis.address}"
-            rows += door_rows(name, [partial(start, python, model, own, where, number) for number in (1, 2)], redis)
+            rows += door_rows(
+                name, [partial(start, python, model, own, where, number) for number in (1, 2)], redis, effort
+            )
     return rows
 
 
-def door_rows(name: str, starts: Sequence[Callable[[], tuple[Sidecar, Vllm]]], redis: RedisServer) -> list[Row]:
+def door_rows(
+    name: str, starts: Sequence[Callable[[], tuple[Sidecar, Vllm]]], redis: RedisServer, effort: Effort
+) -> list[Row]:
     """Prompts that the first engine was asked twice, asked of the second for the first time."""
     prompts = Prompts(PROMPT_TOKENS)
-    asked = [prompts.next() for _ in range(ROUNDS)]
+    asked = [prompts.next() for _ in range(effort.of(3, quick=1))]
     sidecar, engine = starts[0]()
     with sidecar, engine:
         engine.generate([prompts.next()])  # what comes first takes longer
@@ -56,7 +59,9 @@ def door_rows(name: str, starts: Sequence[Callable[[], tuple[Sidecar, Vllm]]], r
     return [
         Row(f"{name}: blocks in the store", num_put, "blocks"),
         Row(f"{name}: outputs equal", is_equal, "", "1", is_equal),
-        at_most(f"{name}: tokens computed by the second", max(t["scheduled"] for t in there), "tokens", most),
+        at_most(
+            f"{name}: tokens computed by the second", max(t["scheduled"] for t in there), "tokens", most, varies=False
+        ),
         Row(f"{name}: TTFT of the second / cold", ratio, ""),
     ]
 

@@ -19,9 +19,9 @@ from bench.doors.tier_capacity import tier_capacity_rows
 from bench.doors.tier_cost import tier_cost_rows
 from bench.doors.tier_hits import tier_rows
 from bench.questions import answers, parsed
-from bench.report import Row, arguments, publish
+from bench.report import Effort, Row, arguments, publish
 
-QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[Effort, str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
     "cold": cold_rows,

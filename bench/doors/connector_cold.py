@@ -8,14 +8,13 @@ from typing import Any
 from foreign.running import Vllm, make_model
 
 from bench.doors.connector_bed import Prompts, started_sidecar, started_vllm
-from bench.report import Row
+from bench.report import Effort, Row
 
 PROMPT_TOKENS = 3074
-NUM_ROUNDS = 12
 KV_BYTES = 24 << 20  # less than two prompts
 
 
-def cold_rows(python: str, folder: Path) -> list[Row]:
+def cold_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """The same engine with and without the connector, in turns; medians of pairs. vLLM has its default threads."""
     model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
     sidecar, socket = started_sidecar(folder)
@@ -23,7 +22,7 @@ def cold_rows(python: str, folder: Path) -> list[Row]:
     with ExitStack() as stack:
         stack.enter_context(sidecar)
         engines = {name: stack.enter_context(_started(python, model, socket, name)) for name in asked}
-        for number in range(NUM_ROUNDS + 1):
+        for number in range(effort.of(12, quick=2) + 1):
             prompt = prompts.next()
             for name in sorted(engines, reverse=bool(number % 2)):
                 answer = engines[name].generate([prompt], 1)

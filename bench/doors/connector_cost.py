@@ -3,14 +3,14 @@
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foreign.running import Vllm, make_model
 
 from bench.doors.connector_bed import Prompts, started_sidecar, started_vllm
 from bench.doors.tier_bed import KV_BYTES
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_least
 
 
@@ -30,6 +30,10 @@ class Load:
         answer = engine.generate([prompts.next() for _ in range(self.num_prompts)], self.num_tokens)
         return float(self.num_prompts * (self.prompt_tokens + self.num_tokens) / answer["took_s"])
 
+    def sized(self, effort: Effort) -> "Load":
+        """Return the load itself for a measurement, or a small one of the same prompts for a quick run."""
+        return effort.of(self, quick=replace(self, num_prompts=1, num_tokens=2, num_starts=1, num_rounds=1))
+
 
 SERVED = Load("smol", 514, 4, 16, num_starts=3, num_rounds=3)  # the shape of the smallest model that people serve
 TINY = Load("llama", 1026, 8, 32, num_starts=3, num_rounds=6)  # steps of 15 ms, in which little is computed
@@ -40,7 +44,7 @@ Started = Callable[[ExitStack, Path, str], Mapping[str, Vllm]]
 """Engines by name, one of them `without`, for the model in that folder; the stack ends them; the text: which start."""
 
 
-def cost_rows(python: str, folder: Path) -> list[Row]:
+def cost_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """Throughput with and without the connector, in turns on one machine; the median of pairs."""
 
     def started(stack: ExitStack, model: Path, start: str) -> Mapping[str, Vllm]:
@@ -58,7 +62,7 @@ def cost_rows(python: str, folder: Path) -> list[Row]:
 
     rows = []
     for load, what in ((SERVED, ""), (TINY, ", a model of 4 layers")):
-        speeds = speeds_of(load, make_model(python, folder, load.kind), started)
+        speeds = speeds_of(load.sized(effort), make_model(python, folder, load.kind), started)
         name = f"nothing reused{what}: throughput of that without a connector"
         ratio = median_ratio(speeds, "connector")
         rows.append(at_least(name, ratio, 0.98) if load is SERVED else Row(name, ratio, ""))

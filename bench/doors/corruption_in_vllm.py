@@ -12,9 +12,9 @@ from foreign.offloading import fs_tier, kvtier_tier, offloading_vllm
 from foreign.running import Vllm, make_model
 
 from bench.doors.connector_bed import Prompts
-from bench.doors.damaged_stores import FAULTS, FilePerBlock, OurStore, Store
-from bench.report import Row
-from bench.rounds import at_least, at_most
+from bench.doors.damaged_stores import FAULTS, QUICK_FAULTS, FilePerBlock, OurStore, Store
+from bench.report import Effort, Row
+from bench.rounds import at_least, never
 
 BLOCK = 128  # tokens; 512 KiB
 PROMPT_TOKENS = 8 * BLOCK + 2
@@ -44,11 +44,11 @@ class Answered:
         return self.computed == PROMPT_TOKENS % BLOCK
 
 
-def vllm_rows(python: str, folder: Path) -> list[Row]:
+def vllm_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """The same prompt after each fault: theirs as seen; ours computed again and right, and the fault counted."""
     rows: list[Row] = []
-    for name in TIERS:
-        for fault, seen in _answers(python, name, folder / f"vLLM {name}").items():
+    for name in effort.of(tuple(TIERS), quick=(OURS,)):
+        for fault, seen in _answers(effort, python, name, folder / f"vLLM {name}").items():
             print(f"vLLM on {name}, {fault}: {seen}", file=sys.stderr)
             rows += _rows(f"{fault}: vLLM on {name}", seen, name == OURS)
     return rows
@@ -59,11 +59,11 @@ def _rows(name: str, seen: Answered, is_ours: bool) -> list[Row]:
     bad = {"damaged bytes used": seen.has_used_damage, "wrong answers": seen.is_wrong}
     if not is_ours:
         return rows + [Row(f"{name}: {what}", num, "") for what, num in bad.items()]
-    rows += [at_most(f"{name}: {what}", num, "", 0) for what, num in bad.items()]
-    return [*rows, at_least(f"{name}: faults counted", seen.counted, 1)]
+    rows += [never(f"{name}: {what}", num) for what, num in bad.items()]
+    return [*rows, at_least(f"{name}: faults counted", seen.counted, 1, varies=False)]
 
 
-def _answers(python: str, name: str, folder: Path) -> dict[str, Answered]:
+def _answers(effort: Effort, python: str, name: str, folder: Path) -> dict[str, Answered]:
     """What vLLM answers after each fault, each time from the same store in the same place."""
     folder.mkdir()
     model, prompts, place = make_model(python, folder), Prompts(PROMPT_TOKENS), folder / "store"
@@ -78,7 +78,7 @@ def _answers(python: str, name: str, folder: Path) -> dict[str, Answered]:
         engine.settle()
     copytree(place, folder / "as stored")
     answers = {}
-    for fault, damage in FAULTS.items():
+    for fault, damage in effort.of(FAULTS, quick=QUICK_FAULTS).items():
         rmtree(place)
         copytree(folder / "as stored", place)
         if damage == "put_index_back":

@@ -12,6 +12,8 @@ FAULTS: Mapping[str, str] = {
     "an index of before": "put_index_back",
 }
 """What happens, and the method of `Store` that does it."""
+QUICK_FAULTS = {"a flipped bit": "flip"}
+"""The faults of a quick run."""
 
 
 class Store(ABC):

@@ -10,11 +10,11 @@ from foreign.running import Vllm, make_model
 from bench.doors.connector_bed import started_vllm
 from bench.doors.connector_cost import MOST_TOKENS, SERVED, TINY, median_ratio, speeds_of
 from bench.doors.tier_bed import KV_BYTES, started
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_least
 
 
-def tier_cost_rows(python: str, folder: Path) -> list[Row]:
+def tier_cost_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """Throughput without a connector, with kvtier's tier and with vLLM's `fs`, in turns; medians of pairs."""
 
     def started_all(stack: ExitStack, model: Path, start: str) -> Mapping[str, Vllm]:
@@ -29,7 +29,7 @@ def tier_cost_rows(python: str, folder: Path) -> list[Row]:
 
     rows = []
     for load, what in ((SERVED, ""), (TINY, ", a model of 4 layers")):
-        speeds = speeds_of(load, make_model(python, folder, load.kind), started_all)
+        speeds = speeds_of(load.sized(effort), make_model(python, folder, load.kind), started_all)
         for name in ("kvtier", "fs"):
             row, ratio = (
                 f"nothing reused{what}, {name}: throughput of that without a connector",

@@ -10,29 +10,26 @@ from foreign.running import Vllm, make_model
 
 from bench.doors.connector_bed import Prompts
 from bench.doors.tier_bed import TIERS, forget_pages, started
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_least, at_most
-
-PROMPT_TOKENS = 8194
-NUM_PROMPTS = 5
-ROUNDS = 3
 
 Asked = dict[str, list[Any]]
 
 
-def tier_rows(python: str, folder: Path) -> list[Row]:
+def tier_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """Prompts cold, then from disk in turns, with files that are still in the page cache and with such that are not,
     which those after a restart are not either. Medians of pairs."""
-    model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
-    asked = [prompts.next() for _ in range(NUM_PROMPTS)]
+    prompt_tokens, num_prompts, num_rounds = effort.of((8194, 5, 3), quick=(2050, 2, 1))
+    model, prompts = make_model(python, folder), Prompts(prompt_tokens)
+    asked = [prompts.next() for _ in range(num_prompts)]
     with ExitStack() as stack:
         engines = {name: stack.enter_context(started(python, model, name, folder)) for name in TIERS}
         for engine in engines.values():
             engine.generate([prompts.next()])  # what comes first takes longer
         cold = _ask(engines, asked, None)
         _ask(engines, asked, None)  # as does what is read first
-        cached = _ask_often(engines, asked, None)
-        disk = _ask_often(engines, asked, folder)
+        cached = _ask_often(engines, asked, None, num_rounds)
+        disk = _ask_often(engines, asked, folder, num_rounds)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(started(python, model, name, folder)) for name in TIERS}
         for engine in engines.values():
@@ -42,14 +39,15 @@ def tier_rows(python: str, folder: Path) -> list[Row]:
         *_disk_rows("disk", disk),
         *_disk_rows("page cache", cached),
         *_new_rows(cold),
+        Row(f"cold, {prompt_tokens} tokens: TTFT", 1e3 * statistics.median(_ttft(cold["kvtier"])), "ms"),
         *_restart_rows(cold, restarted),
     ]
 
 
-def _ask_often(engines: dict[str, Vllm], asked: list[list[int]], folder: Path | None) -> Asked:
+def _ask_often(engines: dict[str, Vllm], asked: list[list[int]], folder: Path | None, num_rounds: int) -> Asked:
     """All answers of several rounds. Without *folder* files stay in the page cache, where writing has left them."""
     seen: Asked = {name: [] for name in engines}
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for name, answers in _ask(engines, asked, folder).items():
             seen[name] += answers
     return seen
@@ -81,7 +79,7 @@ def _disk_rows(where: str, disk: Asked) -> list[Row]:
     steps = _steps(disk)
     rows += [Row(f"{where}, {name}: steps until it is computed", number, "steps") for name, number in steps.items()]
     is_fewer = steps["kvtier"] < steps["fs"]
-    return [*rows, Row(f"{where}: fewer steps than fs", is_fewer, "", "1", is_fewer)]
+    return [*rows, Row(f"{where}: fewer steps than fs", is_fewer, "", "1", is_fewer, varies=True)]
 
 
 def _new_rows(cold: Asked) -> list[Row]:
@@ -97,10 +95,16 @@ def _restart_rows(cold: Asked, restarted: Asked) -> list[Row]:
         rows += [
             Row(f"restart, {name}: TTFT", 1e3 * statistics.median(_ttft(seen)), "ms"),
             at_most(of_cold, ratio, "", 0.1) if name == "kvtier" else Row(of_cold, ratio, ""),
-            at_most(f"restart, {name}: tokens computed, at most", max(s["scheduled"] for s in seen), "tokens", 2),
+            at_most(
+                f"restart, {name}: tokens computed, at most",
+                max(s["scheduled"] for s in seen),
+                "tokens",
+                2,
+                varies=False,
+            ),
             Row(f"restart, {name}: outputs equal", is_equal, "", "1", is_equal),
         ]
-    return [Row(f"cold, {PROMPT_TOKENS} tokens: TTFT", 1e3 * statistics.median(_ttft(cold["kvtier"])), "ms"), *rows]
+    return rows
 
 
 def _read(name: str, engine: Vllm) -> tuple[float, float]:

@@ -21,7 +21,6 @@ from bench.rounds import at_most, ratio_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("decoding_worker.py")
-NUM_REQUESTS = 32
 MOST = 0.6  # of the time before
 NOW, BEFORE, PLAIN = "kvtier", "kvtier before", "transformers, static cache"
 
@@ -30,6 +29,7 @@ NOW, BEFORE, PLAIN = "kvtier", "kvtier before", "transformers, static cache"
 class Case:
     """Requests of *shortest* to *longest* tokens."""
 
+    num_requests: int
     shortest: int
     longest: int
     is_promised: bool
@@ -37,11 +37,12 @@ class Case:
     @property
     def lengths(self) -> list[int]:
         """The tokens of each request, spread evenly."""
-        step = (self.longest - self.shortest) / (NUM_REQUESTS - 1)
-        return [round(self.shortest + step * i) for i in range(NUM_REQUESTS)]
+        step = (self.longest - self.shortest) / (self.num_requests - 1)
+        return [round(self.shortest + step * i) for i in range(self.num_requests)]
 
 
-CASES = (Case(256, 1024, is_promised=True), Case(128, 128, is_promised=False))
+CASES = (Case(32, 256, 1024, is_promised=True), Case(32, 128, 128, is_promised=False))
+QUICK_CASES = (Case(2, 16, 32, is_promised=True), Case(2, 16, 16, is_promised=False))
 
 
 class Worker:
@@ -97,7 +98,7 @@ def rows_of(case: Case, before: Path, num_rounds: int, num_steps: int, num_threa
         }
         rounds = [{name: side.step_ms(num_steps) for name, side in sides.items()} for _ in range(1 + num_rounds)]
     times = {name: [one[name] for one in rounds[1:]] for name in sides}  # the first round warms up
-    prefix = f"{NUM_REQUESTS} requests of {case.shortest} to {case.longest} tokens"
+    prefix = f"{case.num_requests} requests of {case.shortest} to {case.longest} tokens"
     rows = [Row(f"{prefix}: {name}", statistics.median(took), "ms a step") for name, took in times.items()]
     ratio = ratio_of(times[NOW], times[BEFORE])
     name = f"{prefix}: {NOW} / before"
@@ -108,13 +109,18 @@ def rows_of(case: Case, before: Path, num_rounds: int, num_steps: int, num_threa
 def main() -> None:
     """Measure both cases."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each side (7)")
-    parser.add_argument("--steps", type=int, default=3, help="of each turn (3)")
+    parser.add_argument("--rounds", type=int, help="turns of each side (7)")
+    parser.add_argument("--steps", type=int, help="of each turn (3)")
     parser.add_argument("--threads", type=int, default=1, help="of each side (1)")
     parser.add_argument("--before", default="fda9f4a", metavar="COMMIT", help="what is compared (fda9f4a)")
     options = parser.parse_args()
     with checked_out(options.before) as before:
-        rows = [row for case in CASES for row in rows_of(case, before, options.rounds, options.steps, options.threads)]
+        num_rounds, num_steps = (
+            options.rounds or options.effort.of(7, quick=1),
+            options.steps or options.effort.of(3, quick=1),
+        )
+        cases = options.effort.of(CASES, quick=QUICK_CASES)
+        rows = [row for case in cases for row in rows_of(case, before, num_rounds, num_steps, options.threads)]
     publish("decoding", rows, options.json)
 
 

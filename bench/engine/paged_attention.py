@@ -9,6 +9,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -22,20 +23,32 @@ from kvtier.tiers.naming.groups import FullAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 BLOCK_SIZES = (16, 64)
-SUFFIXES, PREFIXES = (128, 1024, 4096), (4096, 32768, 131072)
-BATCHES, CONTEXTS = (1, 8, 64), (4096, 32768)
 NUM_LAYERS, LAYER = 2, 1  # the layers of a block are beside each other; two are enough to show that
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-NUM_ROUNDS, CALLS_PER_ROUND = 9, 4  # calls in a row, as layers follow each other
+CALLS_PER_ROUND = 4  # calls in a row, as layers follow each other
 COPY_BYTES = 1 << 30
 LEEWAY = 1.1  # how much slower the chosen way may be in another measurement
 KIB = 1024
 
 
-def seconds(calls: list[Callable[[], None]]) -> list[float]:
+@dataclass(frozen=True)
+class Size:
+    """The shapes that are compared, and how often."""
+
+    suffixes: tuple[int, ...] = (128, 1024, 4096)
+    prefixes: tuple[int, ...] = (4096, 32768, 131072)
+    batches: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (4096, 32768)
+    num_rounds: int = 9
+
+
+QUICK = Size((128,), (4096,), (1, 8), (4096,), 2)
+
+
+def seconds(calls: list[Callable[[], None]], num_rounds: int) -> list[float]:
     """Median seconds of each of *calls*, which take turns. Time to launch shows where it is the longest part."""
     rounds: list[list[float]] = [[] for _ in calls]
-    for _ in range(NUM_ROUNDS + 1):
+    for _ in range(num_rounds + 1):
         for call, times in zip(calls, rounds, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
@@ -48,7 +61,7 @@ def seconds(calls: list[Callable[[], None]]) -> list[float]:
     return [statistics.median(times[1:]) for times in rounds]
 
 
-def copy_speed(device: torch.device) -> float:
+def copy_speed(device: torch.device, num_rounds: int) -> float:
     """GB/s of a copy on the device, read and written: the roof of attention that is bound by memory."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -56,7 +69,7 @@ def copy_speed(device: torch.device) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    (took,) = seconds([copy])
+    (took,) = seconds([copy], num_rounds)
     return 2 * COPY_BYTES / took / 1e9
 
 
@@ -67,7 +80,9 @@ def new_slab(block_size: int, num_tokens: int, device: torch.device) -> torch.Te
     return torch.randn(num_slots, NUM_LAYERS, 2, block_size, NUM_KV_HEADS, HEAD_DIM, device=device, dtype=DTYPE)
 
 
-def compare(name: str, slab: torch.Tensor, count: int, start: int, num_tokens: int, roof: float) -> list[Row]:
+def compare(
+    name: str, slab: torch.Tensor, count: int, start: int, num_tokens: int, roof: float, num_rounds: int
+) -> list[Row]:
     """Rows of *count* requests that compute *num_tokens* from *start* on, both ways. *roof* is the speed of a copy."""
     group, device = FullAttention(slab.shape[3]), slab.device
     shape = Shape(device, DTYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, group, has_softcap=False, has_sinks=False)
@@ -87,7 +102,8 @@ def compare(name: str, slab: torch.Tensor, count: int, start: int, num_tokens: i
         [
             lambda: attend_gathered(query, slab, LAYER, segments, scoring, output, scratch),
             lambda: attend_in_place(query, slab, LAYER, packed, group, scoring, output),
-        ]
+        ],
+        num_rounds,
     )
     is_in_place = choose(shape, slab).in_place(segments[0])
     chosen, other = (in_place, gathered) if is_in_place else (gathered, in_place)
@@ -95,7 +111,7 @@ def compare(name: str, slab: torch.Tensor, count: int, start: int, num_tokens: i
         Row(f"{name}: gathered", gathered * 1e3, "ms"),
         Row(f"{name}: in place", in_place * 1e3, "ms"),
         Row(f"  chosen: {'in place' if is_in_place else 'gathered'}, faster by", other / chosen, "x",
-            f">= {1 / LEEWAY:.2f}", chosen <= LEEWAY * other),
+            f">= {1 / LEEWAY:.2f}", chosen <= LEEWAY * other, varies=True),
     ]  # fmt: skip
     if num_tokens == 1:
         speed = count * end * TOKEN_BYTES / in_place / 1e9
@@ -116,15 +132,17 @@ def main() -> None:
         print("paged_attention: needs a CUDA device, and torch sees none", file=sys.stderr)
         sys.exit(2)
     device = torch.device("cuda", torch.cuda.current_device())
-    roof = copy_speed(device)
+    size: Size = options.effort.of(Size(), QUICK)
+    roof = copy_speed(device, size.num_rounds)
     rows = [Row(f"copy on {torch.cuda.get_device_name(device)}, read and written", roof, "GB/s")]
     for block_size in BLOCK_SIZES:
-        slab = new_slab(block_size, max(BATCHES) * max(CONTEXTS), device)
-        for prefix, suffix in product(PREFIXES, SUFFIXES):
-            rows += compare(f"{suffix} on {prefix // KIB}k, block {block_size}", slab, 1, prefix, suffix, roof)
-        for context, batch in product(CONTEXTS, BATCHES):
+        slab = new_slab(block_size, max(size.batches) * max(size.contexts), device)
+        for prefix, suffix in product(size.prefixes, size.suffixes):
+            name = f"{suffix} on {prefix // KIB}k, block {block_size}"
+            rows += compare(name, slab, 1, prefix, suffix, roof, size.num_rounds)
+        for context, batch in product(size.contexts, size.batches):
             name = f"decode {batch} at {context // KIB}k, block {block_size}"
-            rows += compare(name, slab, batch, context - 1, 1, roof)
+            rows += compare(name, slab, batch, context - 1, 1, roof, size.num_rounds)
         del slab
         torch.cuda.empty_cache()
     publish("paged_attention", rows, options.json)

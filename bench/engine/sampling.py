@@ -18,6 +18,7 @@ from kvtier.engine.model.sampling import SamplingParams
 
 NUM_ROWS = 32
 VOCAB = 152_064  # Qwen's
+QUICK_VOCAB = 2_000
 MODULE = "engine/model/sampling.py"  # where the sampler of one row was
 MOST = 0.2  # of the time before
 # Spread of random logits: of flat ones top-p 0.95 keeps 30,000 tokens, of peaked ones 80, as of a trained model's.
@@ -84,7 +85,7 @@ def one_by_one(
 def in_one_pass(params: Sequence[dict[str, float]], logits: torch.Tensor) -> Callable[[], list[int]]:
     """Draw a token of each row in one pass."""
     source = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(VOCAB, (2000,), generator=source).tolist() for _ in params]
+    prompts = [torch.randint(logits.shape[1], (2000,), generator=source).tolist() for _ in params]
     samplers = [
         Sampler(SamplingParams(**p, seed=i), prompt)  # type: ignore[arg-type]  # counts are whole
         for i, (p, prompt) in enumerate(zip(params, prompts, strict=True))
@@ -92,10 +93,10 @@ def in_one_pass(params: Sequence[dict[str, float]], logits: torch.Tensor) -> Cal
     return lambda: draw_tokens(logits, samplers)
 
 
-def rows_of(case: Case, before: types.ModuleType, num_rounds: int) -> list[Row]:
+def rows_of(case: Case, before: types.ModuleType, num_rounds: int, vocab_size: int) -> list[Row]:
     """Time both ways in turn; the rows of one case."""
     source = torch.Generator().manual_seed(0)
-    logits = SPREADS[case.spread] * torch.randn(NUM_ROWS, VOCAB, generator=source)
+    logits = SPREADS[case.spread] * torch.randn(NUM_ROWS, vocab_size, generator=source)
     params = [case.kinds[i % len(case.kinds)] for i in range(NUM_ROWS)]
     sides = [Side("one pass", ready(in_one_pass(params, logits)))]
     if case.has_baseline:
@@ -112,12 +113,14 @@ def rows_of(case: Case, before: types.ModuleType, num_rounds: int) -> list[Row]:
 def main() -> None:
     """Time each case on one thread, as an engine beside a full machine has it."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each way (9)")
+    parser.add_argument("--rounds", type=int, help="steps of each way (9)")
     parser.add_argument("--before", default="f5621a3", metavar="COMMIT", help="whose sampler is compared (f5621a3)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = sampler_before(options.before)
-    publish("sampling", [row for case in CASES for row in rows_of(case, before, options.rounds)], options.json)
+    num_rounds, vocab_size = options.rounds or options.effort.of(9, quick=1), options.effort.of(VOCAB, QUICK_VOCAB)
+    rows = [row for case in CASES for row in rows_of(case, before, num_rounds, vocab_size)]
+    publish("sampling", rows, options.json)
 
 
 if __name__ == "__main__":

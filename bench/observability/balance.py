@@ -31,13 +31,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from bench.report import Row
+from bench.report import Effort, Row
+from bench.rounds import never
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.tier import Reason
 
-NUM_REQUESTS = 2000  # of engines
-NUM_LOOKUPS = 1000  # at the sidecar's door
 SLOW_COPY_S = 0.001
 ENGINE_STEPS = 1000  # things that happen to one engine
 DOOR_STEPS = 500
@@ -53,6 +53,7 @@ MODELS = {
 # What the requests must have met, for the sums to show anything.
 MET = ("aborted", "preempted", "split", "corrupt", "cost", "deadline", "failed", "scored", "skipped")
 MET_AT_DOOR = ("capacity", "corrupt")
+REASONS = tuple(reason.value for reason in Reason)  # of which each has a row, met or not
 
 
 @dataclass
@@ -81,14 +82,17 @@ class Sums:
             self.met["preempted"] += 1
 
 
-def balance_rows(folder: Path) -> list[Row]:
+def balance_rows(effort: Effort, folder: Path) -> list[Row]:
     """The sums of engines' requests, and of lookups at a sidecar's door."""
     logging.getLogger("kvtier").setLevel(logging.ERROR)  # mishaps are what this is about
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of models so small that threads only wait for each other
-    engines = _of_engines(folder)
+    engines = _of_engines(folder, effort.of(2000, quick=40))
     torch.set_num_threads(num_threads)
-    return [*_rows("engine", engines, MET), *_rows("LMCache's door", _of_door(folder), MET_AT_DOOR)]
+    return [
+        *_rows("engine", engines, MET),
+        *_rows("LMCache's door", _of_door(folder, effort.of(1000, quick=40)), MET_AT_DOOR),
+    ]
 
 
 def _rows(where: str, sums: Sums, must_meet: tuple[str, ...]) -> list[Row]:
@@ -96,28 +100,34 @@ def _rows(where: str, sums: Sums, must_meet: tuple[str, ...]) -> list[Row]:
     num_met = sum(sums.met[what] > 0 for what in must_meet)
     rows = [
         Row(f"{where}: requests", sums.num_requests, ""),
-        Row(f"{where}: requests whose tokens are not their prompt", sums.num_unequal, "", "0", sums.num_unequal == 0),
+        never(f"{where}: requests whose tokens are not their prompt", sums.num_unequal),
         Row(f"{where}: prompt tokens in all", sums.num_prompt_tokens, "tokens"),
         Row(f"{where}: device + host + disk + recomputed", whole, "tokens", "=", whole == sums.num_prompt_tokens),
-        Row(f"{where}: tokens without a reason", sums.num_unexplained, "tokens", "0", sums.num_unexplained == 0),
+        never(f"{where}: tokens without a reason", sums.num_unexplained, "tokens"),
     ]
     rows += [
         Row(f"{where}: {tier} tokens", getattr(sums.tokens, tier), "tokens") for tier in ("device", "host", "disk")
     ]
-    rows += [Row(f"{where}: requests that met {what}", sums.met[what], "") for what in sorted({*sums.met, *must_meet})]
-    return [*rows, Row(f"{where}: mishaps met", num_met, "", f"{len(must_meet)}", num_met == len(must_meet))]
+    rows += [
+        Row(f"{where}: requests that met {what}", sums.met[what], "")
+        for what in sorted({*REASONS, *sums.met, *must_meet})
+    ]
+    return [
+        *rows,
+        Row(f"{where}: mishaps met", num_met, "", f"{len(must_meet)}", num_met == len(must_meet), varies=True),
+    ]
 
 
-def _of_engines(folder: Path) -> Sums:
+def _of_engines(folder: Path, num_requests: int) -> Sums:
     sums = Sums()
     models = {name: _built(name) for name in MODELS}
     adapters = {name: save_adapter(_built(name), folder / name, **ADAPTERS["all"]) for name in MODELS}
-    for seed in range(NUM_REQUESTS):
+    for seed in range(num_requests):
         name = list(MODELS)[seed % len(MODELS)]
         own = {"all": adapters[name]} if seed % 5 == 0 else {}
         for record, num_prompt_tokens in _lived(models[name], seed, own, sums.met):
             sums.add(record, num_prompt_tokens)
-        if sums.num_requests >= NUM_REQUESTS:
+        if sums.num_requests >= num_requests:
             return sums
     raise AssertionError("engines that serve no request")
 
@@ -152,9 +162,9 @@ def _lived(
     assert not prompts, "a request without a record of its own"
 
 
-def _of_door(folder: Path) -> Sums:
+def _of_door(folder: Path, num_lookups: int) -> Sums:
     sums = Sums()
-    for seed in range(NUM_LOOKUPS):
+    for seed in range(num_lookups):
         store = MemoryStore(40 * DOOR_RECORD_BYTES) if seed % 2 else None
         with lmcache_bed(folder, num_extents=2, store=store) as bed:
             looked_up: dict[str, int] = {}
@@ -168,6 +178,6 @@ def _of_door(folder: Path) -> Sums:
         for record in records:
             sums.add(record, looked_up[record.request_id])
         assert sums.tokens == before.plus(counted), "the door has counted other tokens than its records have"
-        if sums.num_requests >= NUM_LOOKUPS:
+        if sums.num_requests >= num_lookups:
             return sums
     raise AssertionError("doors at which nobody looks anything up")

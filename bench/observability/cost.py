@@ -16,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from bench.engine.serving import Bed
+from bench.engine.serving import QUICK, Bed, Size
 from bench.engine.serving_bed import kvtier_server
 from bench.engine.serving_load import tokens_per_s
-from bench.report import Row
+from bench.report import Effort, Row
+from bench.rounds import at_least, at_most
 from kvtier.engine import build
 from kvtier.engine.config import as_config
 from kvtier.engine.llm import load_model
@@ -31,48 +32,45 @@ from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Tier
 
-NUM_ROUNDS = 2
-TURNS = 10  # of each server in a round, and one to warm up: short ones, as the machine's speed changes with the minutes
 SEEN, BLIND, CONTROL = "seen", "blind", "control"
-NUM_NEW, NEW_TOKENS = 6, 512
-NUM_QUESTIONS = 6
-ANSWER_TOKENS = 32
+NEW_TOKENS = 512
 NUM_CLIENTS = 8
 LEAST_KEPT = 0.98
 MOST_OF_A_STEP = 0.01
 TRACING = {"endpoint": "http://127.0.0.1:9/v1/traces", "sample": 0.01}  # where no collector is
 
 
-def cost_rows(folder: Path) -> list[Row]:
+def cost_rows(effort: Effort, folder: Path) -> list[Row]:
     """Throughput that is kept, and the share of a step that the books take."""
-    bed = Bed(folder)
-    return [*_throughput_rows(bed), *_step_rows(bed)]
+    bed = Bed(folder, effort.of(Size(), QUICK))
+    return [*_throughput_rows(bed, effort), *_step_rows(bed, effort)]
 
 
-def _throughput_rows(bed: Bed) -> list[Row]:
+def _throughput_rows(bed: Bed, effort: Effort) -> list[Row]:
+    # Many short turns of each server in a round, and one to warm up, as the machine's speed changes with the minutes.
+    num_rounds, num_turns, num_each, answer_tokens = effort.of((2, 10, 6, 32), quick=(1, 2, 1, 2))
     rng = random.Random(7)
     speeds: dict[str, list[float]] = {SEEN: [], BLIND: [], CONTROL: []}
-    for number in range(NUM_ROUNDS):
+    for number in range(num_rounds):
         with ExitStack() as servers:
             order = rng.sample(sorted(speeds), k=len(speeds))
             urls = {kind: servers.enter_context(_server(bed, kind, number)) for kind in order}
-            for turn in range(1 + TURNS):
-                prompts = _prompts(bed, rng)
+            for turn in range(1 + num_turns):
+                prompts = _prompts(bed, num_each, rng)
                 for kind in rng.sample(order, k=len(order)):
                     with _watched(urls[kind]) if kind == SEEN else ExitStack():
-                        speed = tokens_per_s(urls[kind], prompts, ANSWER_TOKENS, NUM_CLIENTS)
+                        speed = tokens_per_s(urls[kind], prompts, answer_tokens, NUM_CLIENTS)
                     if turn:
                         speeds[kind].append(speed)
     unseen = list(map(statistics.mean, zip(speeds[BLIND], speeds[CONTROL], strict=True)))
     kept, same = _ratios(speeds[SEEN], unseen), _ratios(speeds[CONTROL], speeds[BLIND])
-    median = statistics.median(kept)
     return [
         Row("tokens a second, all is seen", statistics.median(speeds[SEEN]), "tokens/s"),
         Row("tokens a second, nothing is", statistics.median(unseen), "tokens/s"),
         *_quartile_rows("nothing seen / nothing seen", same),
         *_quartile_rows("all seen / nothing seen", kept),
         Row("nothing seen / nothing seen, median of turns", statistics.median(same), "x"),
-        Row("all seen / nothing seen, median of turns", median, "x", f">= {LEAST_KEPT}", median >= LEAST_KEPT),
+        at_least("all seen / nothing seen, median of turns", statistics.median(kept), LEAST_KEPT),
     ]
 
 
@@ -99,9 +97,10 @@ def _server(bed: Bed, kind: str, number: int) -> Iterator[str]:
         yield url
 
 
-def _prompts(bed: Bed, rng: random.Random) -> list[list[int]]:
-    documents = rng.choices(range(len(bed.texts.documents)), k=NUM_QUESTIONS)
-    prompts = [bed.texts.new(NEW_TOKENS) for _ in range(NUM_NEW)] + [bed.texts.question(each) for each in documents]
+def _prompts(bed: Bed, num_each: int, rng: random.Random) -> list[list[int]]:
+    """So many new prompts, and so many questions about documents."""
+    documents = rng.choices(range(len(bed.texts.documents)), k=num_each)
+    prompts = [bed.texts.new(NEW_TOKENS) for _ in range(num_each)] + [bed.texts.question(each) for each in documents]
     rng.shuffle(prompts)
     return prompts
 
@@ -169,21 +168,22 @@ class TimedAccounts(RequestAccounts):
         return found
 
 
-def _step_rows(bed: Bed) -> list[Row]:
+def _step_rows(bed: Bed, effort: Effort) -> list[Row]:
     """The books' seconds in those of the steps."""
+    num_each, answer_tokens = effort.of((6, 32), quick=(2, 8))
     tables = bed.tables(with_tiers=True)
     tables["disk"]["path"] = str(bed.folder / "store-step")
     tables["tracing"] = TRACING
     config, rng = as_config(tables), random.Random(8)
     model, tokenizer = load_model(bed.model, config.model, None)
-    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
     with (
         patch.object(build, "RequestAccounts", TimedAccounts),
         build.build_core(model, tokenizer, config) as core,
     ):
         seconds, num_steps = 0.0, 0
         for turn in range(3):
-            prompts = _prompts(bed, rng)
+            prompts = _prompts(bed, num_each, rng)
             if turn == 1:  # the first warms up
                 TimedAccounts.seconds, seconds, num_steps = 0.0, 0.0, 0
             while prompts or core.has_work:
@@ -196,11 +196,5 @@ def _step_rows(bed: Bed) -> list[Row]:
     share = TimedAccounts.seconds / seconds
     return [
         Row("an engine's step, mean", 1000 * seconds / num_steps, "ms"),
-        Row(
-            "of it the books, what-if lines among them",
-            share,
-            "x",
-            f"<= {MOST_OF_A_STEP}",
-            share <= MOST_OF_A_STEP,
-        ),
+        at_most("of it the books, what-if lines among them", share, "x", MOST_OF_A_STEP),
     ]

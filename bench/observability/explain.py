@@ -8,6 +8,7 @@ that differs, and if the tokens before them are those that were found.
 """
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from lora_adapters import ADAPTERS, save_adapter
 from serving import MODEL, TEMPLATE, chat_tokenizer, serving
 from small_models import build, byte_tokenizer
 
+from bench.report import Effort
 from bench.report import Row as Figure
 from kvtier import LLM, SamplingParams
 from kvtier.engine import disk_store
@@ -37,7 +39,6 @@ from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 
-PER_KIND = 14
 LEAST_REQUESTS = 200
 LEAST_KINDS = 12
 BLOCK_SIZE = 16
@@ -100,6 +101,7 @@ class Bed:
 
     llm: LLM
     name: str
+    per_kind: int  # how many requests each cause is planted for
     rng: random.Random
     planted: list[Planted] = field(default_factory=list)
     num_asked: int = 0
@@ -162,31 +164,31 @@ class Bed:
         ]
 
 
-def explain_rows(folder: Path) -> list[Figure]:
+def explain_rows(effort: Effort, folder: Path) -> list[Figure]:
     """Requests by kind, and how many of them are explained otherwise than was planted."""
-    beds: list[Bed] = []
+    beds, per_kind = list[Bed](), effort.of(14, quick=1)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(disk_store, "ReopeningStore", PlantedStore)
         beds_of = (_memory, _device, _host, _small_disk, _bad_disk, _slow_disk, _seeds)
-        missed = [each for plant in beds_of for each in plant(folder, beds)]
+        missed = [each for plant in beds_of for each in plant(folder, beds, per_kind)]
     planted = [each for bed in beds for each in bed.planted]
-    template, wrong_template = _templates()
+    template, wrong_template = _templates(per_kind)
     kinds = {each.kind: sum(other.kind == each.kind for other in planted) for each in planted} | {"template": template}
     num_requests, num_wrong = sum(kinds.values()), len(missed) + wrong_template
     for each in missed:
-        print(f"not named: {each}")
+        print(f"not named: {each}", file=sys.stderr)
     rows = [Figure(f"requests: {kind}", number, "") for kind, number in sorted(kinds.items())]
     return [
         *rows,
         Figure("kinds of causes", len(kinds), "", f">= {LEAST_KINDS}", len(kinds) >= LEAST_KINDS),
-        Figure("requests", num_requests, "", f">= {LEAST_REQUESTS}", num_requests >= LEAST_REQUESTS),
+        Figure("requests", num_requests, "", f">= {LEAST_REQUESTS}", num_requests >= LEAST_REQUESTS, varies=True),
         Figure("requests whose planted cause is not named", num_wrong, "", "0", num_wrong == 0),
     ]
 
 
 @contextmanager
-def _bed(name: str, beds: list[Bed], **tables: object) -> Iterator[Bed]:
+def _bed(name: str, beds: list[Bed], per_kind: int, **tables: object) -> Iterator[Bed]:
     config = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE, "partial_blocks": False},
         "host": {"capacity": MANY_SLOTS * BLOCK_BYTES},
@@ -194,15 +196,15 @@ def _bed(name: str, beds: list[Bed], **tables: object) -> Iterator[Bed]:
         **tables,
     }
     with LLM(build("llama"), config, byte_tokenizer()) as llm:
-        beds.append(Bed(llm, name, random.Random(name)))
+        beds.append(Bed(llm, name, per_kind, random.Random(name)))
         yield beds[-1]
 
 
-def _memory(folder: Path, beds: list[Bed]) -> list[Planted]:
+def _memory(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
     """What can happen with a device and host memory, in any order."""
     adapter = save_adapter(build("llama"), folder / "adapter", **ADAPTERS["all"])
     quota = {"bounded": {"host": QUOTA_BLOCKS * BLOCK_BYTES}}
-    with _bed("memory", beds, lora={"legal": {"path": str(adapter)}}, tenants=quota) as bed:
+    with _bed("memory", beds, per_kind, lora={"legal": {"path": str(adapter)}}, tenants=quota) as bed:
         kinds: Mapping[str, Callable[[], None]] = {
             "never seen": partial(_never_seen, bed),
             "quota": partial(_quota, bed),
@@ -215,7 +217,7 @@ def _memory(folder: Path, beds: list[Bed]) -> list[Planted]:
             "skipped": partial(_skipped, bed),
             "last block": partial(_last_block, bed),
         }
-        order = [kind for kind in kinds for _ in range(PER_KIND)]
+        order = [kind for kind in kinds for _ in range(per_kind)]
         bed.rng.shuffle(order)
         for kind in order:
             kinds[kind]()
@@ -236,7 +238,7 @@ def _known(bed: Bed, num_prompts: int) -> list[list[int]]:
 
 
 def _evicted(bed: Bed, tier: Tier, num_blocks: int) -> None:
-    prompts = _known(bed, PER_KIND)
+    prompts = _known(bed, bed.per_kind)
     bed.push_out(num_blocks)
     for prompt in prompts:
         bed.plant(f"evicted from {tier}", bed.ask(prompt), Reason.evicted_from(tier), EvictionCause.ROOM)
@@ -310,21 +312,21 @@ def _last_block(bed: Bed) -> None:
     bed.plant("last block", bed.ask(prompt), Reason.LAST_BLOCK)
 
 
-def _device(folder: Path, beds: list[Bed]) -> list[Planted]:
-    with _bed("device", beds, host={"capacity": 0}) as bed:
+def _device(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
+    with _bed("device", beds, per_kind, host={"capacity": 0}) as bed:
         _evicted(bed, Tier.DEVICE, 2 * NUM_SLOTS)
         return bed.not_named()
 
 
-def _host(folder: Path, beds: list[Bed]) -> list[Planted]:
-    with _bed("host", beds) as bed:
+def _host(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
+    with _bed("host", beds, per_kind) as bed:
         _evicted(bed, Tier.HOST, 2 * (NUM_SLOTS + MANY_SLOTS))
         return bed.not_named()
 
 
-def _small_disk(folder: Path, beds: list[Bed]) -> list[Planted]:
+def _small_disk(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
     disk = {"path": str(folder / "small"), "capacity": SMALL_DISK}
-    with _bed("small disk", beds, host={"capacity": 2 * NUM_SLOTS * BLOCK_BYTES}, disk=disk) as bed:
+    with _bed("small disk", beds, per_kind, host={"capacity": 2 * NUM_SLOTS * BLOCK_BYTES}, disk=disk) as bed:
         _evicted(bed, Tier.DISK, 5 * NUM_SLOTS + SMALL_DISK // BLOCK_BYTES)
         return bed.not_named()
 
@@ -339,15 +341,15 @@ def _on_disk_only(bed: Bed, num_prompts: int) -> list[list[int]]:
     return prompts
 
 
-def _bad_disk(folder: Path, beds: list[Bed]) -> list[Planted]:
+def _bad_disk(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
     """A disk that fails, and one that hangs beyond a read's time."""
     disk = {"path": str(folder / "bad"), "capacity": "256MiB", "read_timeout_s": READ_TIMEOUT_S}
-    with _bed("bad disk", beds, host={"capacity": 2 * NUM_SLOTS * BLOCK_BYTES}, disk=disk) as bed:
-        for prompt in _on_disk_only(bed, PER_KIND):
+    with _bed("bad disk", beds, per_kind, host={"capacity": 2 * NUM_SLOTS * BLOCK_BYTES}, disk=disk) as bed:
+        for prompt in _on_disk_only(bed, per_kind):
             with _reads_do(_fail):
                 bed.plant("failed", bed.ask(prompt), Reason.FAILED)
             bed.settle()
-        for prompt in _on_disk_only(bed, PER_KIND):
+        for prompt in _on_disk_only(bed, per_kind):
             gate = threading.Event()
             with _reads_do(partial(_wait_for, gate)):
                 bed.plant("deadline", bed.ask(prompt), Reason.DEADLINE)
@@ -364,12 +366,12 @@ def _wait_for(gate: threading.Event) -> None:
     gate.wait()
 
 
-def _slow_disk(folder: Path, beds: list[Bed]) -> list[Planted]:
+def _slow_disk(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
     """A disk that is slower than computing."""
     disk = {"path": str(folder / "slow"), "capacity": "256MiB"}
     tables = {"host": {"capacity": 2 * NUM_SLOTS * BLOCK_BYTES}, "disk": disk, "scheduler": {"load": "cost"}}
-    with _bed("slow disk", beds, **tables) as bed, _reads_do(partial(time.sleep, SLOW_READ_S)):
-        prompts = _on_disk_only(bed, NUM_MEASURED + PER_KIND)
+    with _bed("slow disk", beds, per_kind, **tables) as bed, _reads_do(partial(time.sleep, SLOW_READ_S)):
+        prompts = _on_disk_only(bed, NUM_MEASURED + per_kind)
         for prompt in prompts[:NUM_MEASURED]:
             bed.ask(prompt)
         for prompt in prompts[NUM_MEASURED:]:
@@ -378,20 +380,20 @@ def _slow_disk(folder: Path, beds: list[Bed]) -> list[Planted]:
         return bed.not_named()
 
 
-def _seeds(folder: Path, beds: list[Bed]) -> list[Planted]:
+def _seeds(folder: Path, beds: list[Bed], per_kind: int) -> list[Planted]:
     """A store that was written under another seed of names."""
     disk = {"path": str(folder / "seeds"), "capacity": "64MiB"}
-    with _bed("seed a", beds, disk=disk, names={"seed": "a"}) as bed:
-        prompts = [bed.prompt() for _ in range(PER_KIND)]
+    with _bed("seed a", beds, per_kind, disk=disk, names={"seed": "a"}) as bed:
+        prompts = [bed.prompt() for _ in range(per_kind)]
         for prompt in prompts:
             bed.ask(prompt)
-    with _bed("seed b", beds, disk=disk, names={"seed": "b"}) as bed:
+    with _bed("seed b", beds, per_kind, disk=disk, names={"seed": "b"}) as bed:
         for prompt in prompts:
             bed.plant("other namespace", bed.ask(prompt), Why.OTHER, None, ("namespace: hash_seed",))
         return bed.not_named()
 
 
-def _templates() -> tuple[int, int]:
+def _templates(per_kind: int) -> tuple[int, int]:
     """Chats whose template makes other text of the same messages, over HTTP: how many, and of how many that is not
     said."""
     tokenizer = chat_tokenizer()
@@ -399,7 +401,7 @@ def _templates() -> tuple[int, int]:
     tables = {"device": {"capacity": "8MiB", "block_size": BLOCK_SIZE}}
     num_wrong = 0
     with serving(build("llama"), tables, tokenizer=tokenizer) as server:
-        for number in range(PER_KIND):
+        for number in range(per_kind):
             messages = [{"role": "user", "content": f"{number}: where did all of these tokens come from, please?"}]
             for request_id, kwargs in ((f"usual-{number}", {}), (f"dated-{number}", {"today": "a Monday in May"})):
                 body = {"model": MODEL, "messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs}
@@ -407,7 +409,7 @@ def _templates() -> tuple[int, int]:
             rows = _told(server.url, f"dated-{number}")
             missed = next(row for row in rows if row["missed"])
             num_wrong += (missed["missed"], missed["differs"]) != ("other_template", ["template"])
-    return PER_KIND, num_wrong
+    return per_kind, num_wrong
 
 
 def _told(url: str, request_id: str) -> list[dict[str, object]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.questions import answers, parsed
-from bench.report import Row, arguments, publish
+from bench.report import Effort, Row, arguments, publish
 from bench.sidecar.crowd import crowd_rows
 from bench.sidecar.faults import fault_rows
 from bench.sidecar.foul_clients import foul_rows
@@ -16,7 +16,7 @@ from bench.sidecar.killed_clients import killed_rows
 from bench.sidecar.reuse import vllm_rows
 from bench.sidecar.speed import lmcache_rows
 
-QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
+QUESTIONS: Mapping[str, Callable[[Effort, str, Path], list[Row]]] = {
     "reuse": vllm_rows,
     "faults": fault_rows,
     "speed": lmcache_rows,

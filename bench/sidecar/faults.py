@@ -13,7 +13,7 @@ from typing import Any
 from foreign.frame_proxy import FrameProxy
 from foreign.running import EngineEnded, Vllm, make_model
 
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.rounds import at_most
 from bench.sidecar.vllm_bed import PROMPT_TOKENS, Bed, started_sidecar
 
@@ -28,6 +28,7 @@ MOMENTS: Mapping[str, int | None] = {
     "before the answer to commit_store": 17,
 }
 STORES, LOADS = (16, 17), (18, 19)
+SOME = ("while idle", "before the answer to commit_store")
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,20 @@ def rows_of(fault: Fault, outcome: Outcome) -> Iterator[Row]:
         yield Row(f"{name}: attaches again", outcome.attaches_again, "", "1", outcome.attaches_again)
 
 
-def fault_rows(python: str, folder: Path) -> list[Row]:
-    """Every fault at every moment with both policies. Where an engine ends is said on standard error."""
+def fault_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
+    """Every fault at every moment with both policies; in a quick run a few moments with one policy.
+
+    Where an engine ends is said on standard error.
+    """
     rows: list[Row] = []
     model = make_model(python, folder)
     with Vllm(python, model, {}) as control:
-        for policy in ("recompute", "fail"):
+        for policy in effort.of(("recompute", "fail"), quick=("recompute",)):
             with ExitStack() as stack:
                 bed = FaultBed(python, model, folder / f"store-{policy}", policy, control, stack)
-                for deed, moment in product(("killed", "stopped"), MOMENTS):
+                for deed, moment in product(
+                    effort.of(("killed", "stopped"), quick=("killed",)), effort.of(tuple(MOMENTS), SOME)
+                ):
                     fault = Fault(deed, moment, policy)
                     outcome = bed.meet(fault)
                     if outcome.ended:

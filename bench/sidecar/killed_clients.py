@@ -8,11 +8,10 @@ from typing import Any
 import httpx
 from foreign.running import LmcacheClients, Sidecar, free_endpoint, free_port
 
-from bench.report import Row
-from bench.rounds import at_most
+from bench.report import Effort, Row
+from bench.rounds import at_most, never
 from bench.sidecar.crowd import percentile
 
-NUM_KILLED = 100
 BYSTANDER = 0
 ALONE_S = 4.0
 GONE_WITHIN_S = 30.0  # else it is not waited for any longer
@@ -21,9 +20,10 @@ HOW = ("stop_in_store", "stop_in_load", "go_on_forever")
 BUSY_S = 0.1  # that a client stores and loads before it is killed anywhere
 
 
-def killed_rows(python: str, folder: Path) -> list[Row]:
+def killed_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """LMCache's own clients, killed by SIGKILL: with half of a store's chunks written, with half of a load's chunks
     read, and anywhere between; beside one that stores, loads and compares."""
+    num_killed = effort.of(100, quick=3)
     freed_s: list[float] = []
     num_leased = 0
     port = free_port()
@@ -33,7 +33,7 @@ def killed_rows(python: str, folder: Path) -> list[Row]:
         clients.start(BYSTANDER)
         alone = clients.ask(BYSTANDER, "mixed", ALONE_S)
         clients.tell(BYSTANDER, "mixed_until_told")
-        for number in range(1, NUM_KILLED + 1):
+        for number in range(1, num_killed + 1):
             how = HOW[number % len(HOW)]
             clients.start(number)
             if how == "go_on_forever":
@@ -49,18 +49,18 @@ def killed_rows(python: str, folder: Path) -> list[Row]:
         left = sum(lease["num_chunks"] for lease in http.get("/leases").json()["leases"])
         is_good = http.post("/check").status_code == 200
         again = clients.ask(BYSTANDER, "read_all")
-        killed_in_store = [number for number in range(1, NUM_KILLED + 1) if HOW[number % len(HOW)] == "stop_in_store"]
+        killed_in_store = [number for number in range(1, num_killed + 1) if HOW[number % len(HOW)] == "stop_in_store"]
         num_found = sum(clients.ask(BYSTANDER, "find", number, 0) for number in killed_in_store)
-    least = DOCUMENT_CHUNKS * sum(HOW[number % len(HOW)] != "go_on_forever" for number in range(1, NUM_KILLED + 1))
+    least = DOCUMENT_CHUNKS * sum(HOW[number % len(HOW)] != "go_on_forever" for number in range(1, num_killed + 1))
     num_bad = sum(beside[what] + alone[what] for what in ("num_wrong", "num_refused"))
-    name = f"{NUM_KILLED} engines killed"
+    name = f"{num_killed} engines killed"
     return [
         Row(f"{name}: chunks that they had leased", num_leased, "", f">= {least}", num_leased >= least),
         at_most(f"{name}: until their leases are gone, longest", max(freed_s), "s", 1),
         Row(f"{name}: until their leases are gone, median", 1e3 * statistics.median(freed_s), "ms"),
-        Row(f"{name}: leases left", left, "", "0", left == 0),
-        Row(f"{name}: chunks found that were never committed", num_found, "", "0", num_found == 0),
-        Row(f"{name}: another's loads that were wrong, stores refused", num_bad, "", "0", num_bad == 0),
+        never(f"{name}: leases left", left),
+        never(f"{name}: chunks found that were never committed", num_found),
+        never(f"{name}: another's loads that were wrong, stores refused", num_bad),
         Row(f"{name}: another's lookups beside them, p99", 1e3 * percentile(beside["lookup_s"], 99), "ms"),
         Row(f"{name}: another's lookups alone, p99", 1e3 * percentile(alone["lookup_s"], 99), "ms"),
         Row(

@@ -11,10 +11,8 @@ from typing import Any
 from foreign.running import make_model
 from foreign.unchecked import UNCHECKED
 
-from bench.report import Row
+from bench.report import Effort, Row
 from bench.sidecar.vllm_bed import CHUNK_TOKENS, PROMPT_TOKENS, Bed, started_sidecar
-
-ROUNDS = 3
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Seen:
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
             Row(f"{name}: tokens scheduled", max(self.scheduled), "tokens", f"<= {most}", max(self.scheduled) <= most),
-            Row(f"{name}: TTFT of cold", ratio, "", "<= 0.25", ratio <= 0.25),
+            Row(f"{name}: TTFT of cold", ratio, "", "<= 0.25", ratio <= 0.25, varies=True),
             Row(f"{name}: TTFT", 1e3 * statistics.median(self.again_s), "ms"),
         ]
 
@@ -46,9 +44,9 @@ class Seen:
         ]
 
 
-def ask_twice(bed: Bed, between: Callable[[], None]) -> Seen:
+def ask_twice(bed: Bed, num_prompts: int, between: Callable[[], None]) -> Seen:
     """Ask prompts cold, and again after *between*, which comes once for all of them."""
-    prompts, seen = [bed.prompt() for _ in range(ROUNDS)], Seen()
+    prompts, seen = [bed.prompt() for _ in range(num_prompts)], Seen()
     cold = [bed.engine.generate([prompt]) for prompt in prompts]
     between()
     for prompt, first in zip(prompts, cold, strict=True):
@@ -70,28 +68,28 @@ def one_after_the_other(*deeds: Callable[[], object]) -> Callable[[], None]:
     return do
 
 
-def vllm_rows(python: str, folder: Path) -> list[Row]:
+def vllm_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """The real vLLM, attached by configuration."""
-    rows: list[Row] = []
+    rows, num_prompts = list[Row](), effort.of(3, quick=1)
     model = make_model(python, folder)
     with ExitStack() as stack:
         store = folder / "store"
         bed = Bed(python, model, started_sidecar(store))
         stack.callback(bed.close)
         forget, restart = bed.reset_engine, bed.restart_engine
-        rows += ask_twice(bed, forget).rows("reset")
-        rows += ask_twice(bed, restart).rows("engine restarted")
-        rows += ask_twice(bed, one_after_the_other(bed.restart_sidecar, forget)).rows("sidecar restarted")
+        rows += ask_twice(bed, num_prompts, forget).rows("reset")
+        rows += ask_twice(bed, num_prompts, restart).rows("engine restarted")
+        rows += ask_twice(bed, num_prompts, one_after_the_other(bed.restart_sidecar, forget)).rows("sidecar restarted")
         both = one_after_the_other(bed.sidecar.stop, bed.sidecar.start, restart)
-        rows += ask_twice(bed, both).rows("both restarted")
+        rows += ask_twice(bed, num_prompts, both).rows("both restarted")
         flipped = one_after_the_other(forget, bed.flip_host_memory)
-        rows += ask_twice(bed, flipped).damaged_rows("bytes flipped in host memory")
+        rows += ask_twice(bed, num_prompts, flipped).damaged_rows("bytes flipped in host memory")
         flipped = one_after_the_other(forget, lambda: bed.flip_disk(store), forget)
-        rows += ask_twice(bed, flipped).damaged_rows("bytes flipped on disk")
+        rows += ask_twice(bed, num_prompts, flipped).damaged_rows("bytes flipped on disk")
     with ExitStack() as stack:
         bed = Bed(python, model, started_sidecar(folder / "unchecked", UNCHECKED))
         stack.callback(bed.close)
-        seen = ask_twice(bed, one_after_the_other(bed.reset_engine, bed.flip_host_memory))
+        seen = ask_twice(bed, num_prompts, one_after_the_other(bed.reset_engine, bed.flip_host_memory))
         differ = not any(seen.equal)
         rows.append(Row("control, no check of digests: outputs differ", differ, "", "1", differ))
     return rows

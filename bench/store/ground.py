@@ -45,7 +45,6 @@ QUICK = Scale(64 * MIB, 32 * MIB, 16 * MIB, 16 * MIB, 3, 2, 20_000, 10_000, 5, B
 def store_arguments(question: str) -> ArgumentParser:
     """A parser with the options of both benchmarks of the store."""
     parser = arguments(question)
-    parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
     parser.add_argument("--only", default="", metavar="BEGINNING", help="only the rows whose names begin like this")
     parser.add_argument(
         "--folder", type=Path, help="where to work, on the disk to be measured; keeps the stores to open"
@@ -56,8 +55,8 @@ def store_arguments(question: str) -> ArgumentParser:
 
 def scale_of(options: Namespace) -> Scale:
     """The scale that the options ask for."""
-    scale = QUICK if options.quick else Scale()
-    return scale if options.rounds is None else replace(scale, rounds=max(3 if options.quick else 7, options.rounds))
+    scale: Scale = options.effort.of(Scale(), QUICK)
+    return scale if options.rounds is None else replace(scale, rounds=max(options.effort.of(7, 2), options.rounds))
 
 
 class RawFile:

@@ -234,7 +234,6 @@ def parsed() -> argparse.Namespace:
         "--url", help="of a server that has room for half a GiB; one of its own otherwise, which it starts"
     )
     parser.add_argument("--python", help="of an environment with lmcache: make .venv/foreign/installed")
-    parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
     parser.add_argument("--rounds", type=int, help=f"of each measurement ({Scale.rounds})")
     options = parser.parse_args()
     if options.url is None and SERVER is None:
@@ -245,7 +244,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure, and print."""
     options = parsed()
-    scale = QUICK if options.quick else Scale()
+    scale: Scale = options.effort.of(Scale(), QUICK)
     scale = Scale(scale.num_bytes, options.rounds or scale.rounds)
     with ExitStack() as stack:
         url = options.url

@@ -29,7 +29,7 @@ def rows_of(tables: dict[str, Table]) -> list[Row]:
             Row(f"{kind}: flips that cost the store", table.num_emptied, ""),
             *(
                 Row(f"{kind}: works again after {restarts} restarts", count, "flips")
-                for restarts, count in sorted(table.restarts.items())
+                for restarts, count in sorted({**dict.fromkeys(range(MOST_RESTARTS + 1), 0), **table.restarts}.items())
             ),
         ]
     for name, num in (
@@ -43,19 +43,19 @@ def rows_of(tables: dict[str, Table]) -> list[Row]:
 
 def main() -> None:
     parser = arguments(__doc__.partition("\n")[0])
-    parser.add_argument("--flips", type=int, default=10_000)
+    parser.add_argument("--flips", type=int, help="how many, of all stores (10,000)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where the stores are made; a memory file system is fastest")
     chosen = parser.parse_args()
+    num_flips = chosen.flips or chosen.effort.of(10_000, quick=20)
     logging.disable(logging.CRITICAL)
     memory = Path("/dev/shm")
     where = chosen.folder or (memory if os.access(memory, os.W_OK) else None)
     with tempfile.TemporaryDirectory(dir=where, prefix="kvtier-flips-") as folder, silent_children():
-        tables = flip_all(templates(Path(folder)), chosen.flips, chosen.seed, say=True)
+        tables = flip_all(templates(Path(folder)), num_flips, chosen.seed, say=True)
     for table in tables.values():
         print(*table.remarkable, sep="\n", end="\n" if table.remarkable else "", file=sys.stderr)
     publish(f"store_bit_flips, seed {chosen.seed}", rows_of(tables), chosen.json)
-    sys.exit(any(row.ok is False for row in rows_of(tables)))
 
 
 @contextlib.contextmanager

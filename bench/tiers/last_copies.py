@@ -128,9 +128,9 @@ def replayed(name: str, prompts: Sequence[Blocks]) -> list[Row]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--trace", type=Path, help="a file of prompts in Mooncake's format")
-    parser.add_argument("--prompts", type=int, default=6000, help="of the made-up ones (6000)")
+    parser.add_argument("--prompts", type=int, help="of the made-up ones (6000)")
     options = parser.parse_args()
-    rows = replayed("made up", list(made_up(options.prompts)))
+    rows = replayed("made up", list(made_up(options.prompts or options.effort.of(6000, quick=300))))
     if options.trace:
         rows += replayed(options.trace.stem, list(traced(options.trace)))
     publish("last_copies", rows, options.json)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from vllm_core import VllmCore, vllm_naming, vllm_small_calls, vllm_version
 
 from bench.report import Row, arguments, publish
+from bench.rounds import at_most, spread
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Request
@@ -42,7 +43,6 @@ NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
 SUFFIX_TOKENS = 5  # of the prompt, behind its last full block: left to compute after a hit
 VOCAB = 128_256
 NUM_SLOTS = 10_000  # of a pool: one long prompt fits, another evicts it
-MANY_SLOTS = 1_000_000
 WINDOWS = (None, 4096, 4096)  # of the hybrid model's three groups
 BLOCK_BYTES = 64  # copied by a spill only
 LOAD_TIMEOUT_S = 10.0  # any value: nothing is loaded here
@@ -351,21 +351,15 @@ def compare(all_of_them: Sequence[Comparison], num_rounds: int, version: str | N
         rows += [
             Row(f"{it.name}: {SOURCE if version is None else f'vLLM {version}'}", statistics.median(other), it.unit),
             Row(f"{it.name}: kvtier", statistics.median(ours[it.name]), it.unit),
-            Row(f"{it.name}: kvtier is faster", factor, "times", target, kept),
+            Row(f"{it.name}: kvtier is faster", factor, "times", target, kept, varies=True),
             Row(f"{it.name}: spread of that", spread(factors), "%"),
         ]
     return rows
 
 
-def spread(values: Sequence[float]) -> float:
-    """Distance from the first quartile to the third, in per cent of the median."""
-    quartiles = statistics.quantiles(values, n=4)
-    return 100 * (quartiles[2] - quartiles[0]) / quartiles[1]
-
-
-def scale(num_rounds: int) -> list[Row]:
-    """Rows of hit and cold, per block, in a full pool of a million slots and in one of ten thousand."""
-    pools = {num_slots: ManyPrompts(num_slots) for num_slots in (NUM_SLOTS, MANY_SLOTS)}
+def scale(num_rounds: int, many_slots: int) -> list[Row]:
+    """Rows of hit and cold, per block, in a full pool of *many_slots* and in one of ten thousand."""
+    pools = {num_slots: ManyPrompts(num_slots) for num_slots in (NUM_SLOTS, many_slots)}
     gc.freeze()  # as engines do, lest each collection walks through a million slots
     times: dict[tuple[str, int], list[float]] = {}
     rng = random.Random(0)
@@ -376,13 +370,13 @@ def scale(num_rounds: int) -> list[Row]:
     gc.unfreeze()
     rows = []
     for name in ("hit", "cold"):
-        few, many = times[name, NUM_SLOTS], times[name, MANY_SLOTS]
+        few, many = times[name, NUM_SLOTS], times[name, many_slots]
         factors = [large / small for small, large in zip(few, many, strict=True)]
         factor = statistics.median(factors)
         rows += [
             Row(f"{name}, {NUM_SLOTS:,} slots: kvtier", statistics.median(few), "ns/block"),
-            Row(f"{name}, {MANY_SLOTS:,} slots: kvtier", statistics.median(many), "ns/block"),
-            Row(f"{name}, the large pool / the small one", factor, "", "<= 1.5", factor <= 1.5),
+            Row(f"{name}, {many_slots:,} slots: kvtier", statistics.median(many), "ns/block"),
+            at_most(f"{name}, the large pool / the small one", factor, "", 1.5),
             Row(f"{name}, spread of that", spread(factors), "%"),
         ]
     return rows
@@ -411,26 +405,26 @@ class ManyPrompts:
         return self._core.prompt(random_tokens(number))
 
 
-def memory() -> list[Row]:
-    """Rows of the memory of a million named slots, after filling them once and three times."""
+def memory(many_slots: int) -> list[Row]:
+    """Rows of the memory of *many_slots* named slots, after filling them once and three times."""
     rows = []
     for what, target, make in (
-        ("a BlockPool", 200, PoolAlone),
-        ("all of the device tier", None, partial(KvtierCore, MANY_SLOTS)),
+        ("a BlockPool", 200, partial(PoolAlone, many_slots)),
+        ("all of the device tier", None, partial(KvtierCore, many_slots)),
     ):
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         core = make()
-        apart = 0 if isinstance(core, PoolAlone) else MANY_SLOTS * BLOCK_BYTES  # bytes of the blocks themselves
+        apart = 0 if isinstance(core, PoolAlone) else many_slots * BLOCK_BYTES  # bytes of the blocks themselves
         numbers = count()
         for when, num_contents in (("full", 1), ("after two turnovers", 2)):
-            for _ in range(num_contents * -(-MANY_SLOTS // NUM_BLOCKS)):
+            for _ in range(num_contents * -(-many_slots // NUM_BLOCKS)):
                 core.serve(KvtierCore.prompt(random_tokens(next(numbers))))
             gc.collect()
-            num_bytes = (tracemalloc.get_traced_memory()[0] - before - apart) / MANY_SLOTS
+            num_bytes = (tracemalloc.get_traced_memory()[0] - before - apart) / many_slots
             kept = None if target is None else num_bytes <= target
             promised = "" if target is None else f"<= {target}"
-            rows.append(Row(f"memory of {what}, {when}", num_bytes, "bytes/slot", promised, kept))
+            rows.append(Row(f"memory of {what}, {when}", num_bytes, "bytes/slot", promised, kept, varies=True))
         tracemalloc.stop()
     return rows
 
@@ -438,8 +432,8 @@ def memory() -> list[Row]:
 class PoolAlone:
     """One `BlockPool` without the rest of a tier."""
 
-    def __init__(self) -> None:
-        self._pool = BlockPool(MANY_SLOTS)
+    def __init__(self, num_slots: int) -> None:
+        self._pool = BlockPool(num_slots)
 
     def serve(self, prompt: BlockChain) -> None:
         """Commit the prompt's blocks and release them."""
@@ -526,7 +520,7 @@ def whole_step(num_rounds: int) -> list[Row]:
     median = statistics.median(admitted)
     what = f"step, {NUM_RUNNING} running, 1 admitted with a 128k hit"
     return [
-        Row(f"{what}: in tiers/, naming apart", median, "ms", "<= 2", median <= 2),
+        at_most(f"{what}: in tiers/, naming apart", median, "ms", 2),
         Row(f"{what}: spread of that", spread(admitted), "%"),
         Row("retiring that request: in tiers/", 1000 * statistics.median(end for _, end in times), "ms"),
     ]
@@ -535,10 +529,11 @@ def whole_step(num_rounds: int) -> list[Row]:
 def main() -> None:
     """Compare kvtier with vLLM, then measure kvtier alone."""
     parser = arguments((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=11, help="of each measurement (11); 7 at least")
+    parser.add_argument("--rounds", type=int, help="of each measurement (11); 7 at least")
     parser.add_argument("--events", action="store_true", help="hit and cold of both with KV events recorded and taken")
     options = parser.parse_args()
-    num_rounds = max(7, options.rounds)
+    num_rounds = options.effort.of(max(7, options.rounds or 11), quick=2)
+    many_slots = options.effort.of(1_000_000, quick=50_000)
     version = vllm_version()
     if options.events and version is None:
         parser.error("--events: nothing to compare with; vLLM was not measured with events earlier, install it")
@@ -547,7 +542,7 @@ def main() -> None:
     rows = compare(compared, num_rounds, version)
     gc.unfreeze()
     del compared
-    rows += keyed_naming(num_rounds) + whole_step(num_rounds) + scale(num_rounds) + memory()
+    rows += keyed_naming(num_rounds) + whole_step(num_rounds) + scale(num_rounds, many_slots) + memory(many_slots)
     publish("prefix_core", rows, options.json)
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,28 +22,35 @@ NO_RESULT = {
     "bench.attached.crowd",
     "bench.attached.engine_process",
 }
-# Benchmarks without a form of seconds; a new one must have it.
-NOT_QUICK = {
-    *("exactness", "paged_attention", "cache_control", "prefix_core", "what_if", "store", "store_peers"),
-    *("remote_faults", "attached", "observability_tokens", "observability_cardinality", "observability_page"),
-    *("observability_cost",),
-}
-# Those whose quick form takes seconds wherever the tests run, and is compared here; make results has the others.
-QUICK_IN_TESTS = ["last_copies"]
+# Results whose rows have other names than the benchmark's by now, until `make results` measures them anew: those of
+# owner_thread were renamed, those of prefix_core were measured beside an installed vLLM, those of routing of a trace
+# alone, and those of doors and observability_tokens are of other questions.
+OLD_RESULTS = {"owner_thread", "prefix_core", "routing", "observability_tokens", "doors_faults", "doors_tiers"}
 LIST = """import json; from bench.catalogue import RESULTS
 print(json.dumps([
-    [each.name, each.module, each.quick is not None, [need.name for need in each.needs], len(each.missing)]
+    [each.name, each.module, [need.name for need in each.needs], [str(need) for need in each.missing]]
     for each in RESULTS
 ]))
 """
+# Each question of the benchmarks that have several, and those that the catalogue asks.
+QUESTIONS = """import importlib, json; from bench.catalogue import RESULTS
+rooms = ["bench.attached", "bench.cluster", "bench.doors", "bench.observability", "bench.sidecar"]
+there = [[room, name] for room in rooms for name in importlib.import_module(room + ".__main__").QUESTIONS]
+asked = [
+    [room, name] for each in RESULTS if (room := each.module) in rooms
+    for name in [word for word in each.arguments if word.isidentifier()] or
+    [name for place, name in there if place == room]
+]
+print(json.dumps([there, asked]))
+"""
 
 
-def results() -> list[list[object]]:
-    done = subprocess.run([sys.executable, "-c", LIST], cwd=ROOT, capture_output=True, text=True, check=True)
+def told_by(program: str) -> list[Any]:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-RESULTS = results()
+RESULTS = told_by(LIST)
 
 
 def is_command(path: Path) -> bool:
@@ -68,17 +76,38 @@ def test_each_result_is_in_the_catalogue_once() -> None:
     assert {path.stem for path in (ROOT / "bench" / "results").glob("*.json")} <= set(names)
 
 
-def test_each_benchmark_without_foreign_engines_has_a_quick_form() -> None:
-    slow = {name for name, _, is_quick, needs, _ in RESULTS if not is_quick and "ENGINES" not in needs}
+@pytest.mark.long
+def test_each_question_is_asked_by_one_result() -> None:
+    there, asked = told_by(QUESTIONS)
 
-    assert slow == NOT_QUICK
+    assert sorted(asked) == sorted(there)
+
+
+def quick_runs(with_engines: bool) -> list[Any]:
+    """A parameter for each result that needs foreign engines, or for each that needs none."""
+    marks = {name: [pytest.mark.xfail(reason="to be measured anew", strict=False)] for name in OLD_RESULTS}
+    return [
+        pytest.param(name, missing, id=name, marks=marks.get(name, []))
+        for name, _, needs, missing in RESULTS
+        if ("ENGINES" in needs) is with_engines
+    ]
+
+
+def compare(name: str, missing: list[str]) -> None:
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    command = [sys.executable, "-m", "bench.measure_all", "--quick", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", QUICK_IN_TESTS)
-def test_a_quick_run_has_the_rows_and_promises_of_the_committed_result(name: str) -> None:
-    command = [sys.executable, "-m", "bench.measure_all", "--quick", name]
+@pytest.mark.parametrize(("name", "missing"), quick_runs(with_engines=False))
+def test_a_quick_run_has_the_rows_and_promises_of_the_committed_result(name: str, missing: list[str]) -> None:
+    compare(name, missing)
 
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.engines
+@pytest.mark.parametrize(("name", "missing"), quick_runs(with_engines=True))
+def test_a_quick_run_with_real_engines_has_the_rows_of_the_committed_result(name: str, missing: list[str]) -> None:
+    compare(name, missing)

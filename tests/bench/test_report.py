@@ -46,6 +46,38 @@ def test_a_commit_is_marked_when_anything_but_results_was_changed(tree: Path, ch
     assert told == output_of(tree, ["git", "rev-parse", "--short", "HEAD"]) + mark
 
 
+MEASURED_HERE = "import sys; from bench.report import is_measured_here; print(is_measured_here(sys.argv[1]))"
+
+
+def commit_all(tree: Path) -> None:
+    author = ("-c", "user.name=A", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
+    output_of(tree, ["git", "add", "."])
+    output_of(tree, ["git", *author, "commit", "-q", "-m", "another"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_valid"),
+    [([], True), ([RESULT], True), ([NEW], True), ([MEASURED], False), ([RESULT, MEASURED], False)],
+    ids=["nothing", "a result", "a new result", "what is measured", "both"],
+)
+@pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "uncommitted"])
+def test_a_result_stays_valid_while_nothing_but_results_changes(
+    tree: Path, changed: list[str], is_valid: bool, is_committed: bool
+) -> None:
+    measured = output_of(tree, ["git", "rev-parse", "--short", "HEAD"])
+    for name in changed:
+        (tree / name).write_text("2\n")
+    if changed and is_committed:
+        commit_all(tree)
+
+    assert output_of(tree, [sys.executable, "-c", MEASURED_HERE, measured]) == str(is_valid)
+
+
+@pytest.mark.parametrize("measured", ["", "unknown", "0123456", "HEAD-dirty"])
+def test_a_result_of_a_commit_that_is_not_known_is_not_valid(tree: Path, measured: str) -> None:
+    assert output_of(tree, [sys.executable, "-c", MEASURED_HERE, measured]) == "False"
+
+
 def test_without_a_repository_the_commit_is_unknown(tree: Path) -> None:
     shutil.rmtree(tree / ".git")
 

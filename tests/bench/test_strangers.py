@@ -24,7 +24,7 @@ def test_they_run_against_our_server() -> None:
     questions = ("long-doc-qa", "vllm-bench-serve")
 
     done = run_benchmark(
-        "bench.engine.strangers", "--python", PYTHON, "--short", "--without-vllm", "--json", *questions
+        "bench.engine.strangers", "--python", PYTHON, "--quick", "--without-vllm", "--json", *questions
     )
 
     assert done.returncode == 0, done.stderr
