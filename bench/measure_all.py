@@ -21,7 +21,7 @@ from bench.catalogue import RESULTS, ROOT, Result
 from bench.report import DIRTY, FOLDER, commit, is_measured_here, machine
 
 _TRACES = "mooncake"
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"\d[\d,.]*(?: [KMG]iB)?")
 _Content = Mapping[str, Any]
 
 
@@ -65,8 +65,8 @@ def run(result: Result, arguments: Sequence[str], environment: Mapping[str, str]
 def differences(quick: _Content, committed: _Content, is_sampled: bool) -> list[str]:
     """Return what a *quick* run lacks of the *committed* result: rows, promises, and promises that are kept.
 
-    Names are compared without their numbers, as sizes are smaller in a quick run. Rows of traces are there with
-    --trace only, and not compared; those that a run lacks are not told of if *is_sampled*.
+    Names are compared without their numbers and units of bytes, as sizes are smaller in a quick run. Rows of traces
+    are there with --trace only, and not compared; those that a run lacks are not told of if *is_sampled*.
     """
     names, known = ({_numberless(row) for row in _rows(content)} for content in (quick, committed))
     promises, known_promises = (

@@ -99,7 +99,7 @@ def sidecar_kill_rows(effort: Effort, folder: Path) -> list[Row]:
         for engine in engines:
             engine.kill()
         sidecar.stop()
-        left = SidecarProcess.left_in_shared_memory()
+        left = sidecar.left_in_shared_memory()
     answers = [each for own in seen for each in own]
     worst, wrong = max(each["took_s"] for each in answers), sum(not each["is_right"] for each in answers)
     name = f"sidecar killed {num_kills} times"

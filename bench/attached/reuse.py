@@ -16,7 +16,7 @@ HOST = "1GiB"
 
 def reuse_rows(effort: Effort, folder: Path) -> list[Row]:
     """Two engines that answer alternately, one with its host memory in its own process; then two on one sidecar."""
-    num_documents, num_tokens = effort.of((4, 8000), quick=(2, 1000))
+    num_documents, num_tokens = effort.of((4, 8000), quick=(4, 1000))
     with sidecar_process(folder, host=HOST, disk=None) as sidecar:
         common = {
             "device": {"capacity": num_tokens * DEVICE_BYTES, "block_size": BLOCK_SIZE},

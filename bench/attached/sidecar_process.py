@@ -19,6 +19,7 @@ class SidecarProcess:
         arguments = ["sidecar", "--socket", str(self.socket), "--listen", f"ipc://{folder / 'lmcache.sock'}"]
         arguments += ["--http-port", "none", "--host", host]
         arguments += [] if disk is None else ["--disk", f"{folder / 'store'}:{disk}"]
+        self._pids: set[str] = set()  # of all starts
         self._command = [sys.executable, "-m", "kvtier.engine.commands.cli", *arguments]
         self.start()
 
@@ -35,6 +36,7 @@ class SidecarProcess:
     def start(self) -> None:
         """Start it, and return once engines may attach."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._pids.add(str(self._process.pid))
         assert self._process.stderr is not None
         said = []
         for line in self._process.stderr:
@@ -58,10 +60,9 @@ class SidecarProcess:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon:")))
 
-    @staticmethod
-    def left_in_shared_memory() -> list[Path]:
-        """Segments under a name: of sidecars that run, or were killed."""
-        return list(Path("/dev/shm").glob("kvtier-*"))
+    def left_in_shared_memory(self) -> list[Path]:
+        """Segments under a name that has the process id of this sidecar, or of one of its earlier starts."""
+        return [path for path in Path("/dev/shm").glob("kvtier-*") if path.name.split("-")[-2] in self._pids]
 
 
 @contextmanager

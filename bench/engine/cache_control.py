@@ -49,7 +49,7 @@ class Seen:
 def main() -> None:
     """Start both servers on the same model, and ask them in turn."""
     options = arguments(__doc__ or "").parse_args()
-    num_documents, num_rounds, num_tokens = options.effort.of((20, 10, NUM_TOKENS), quick=(4, 2, 256))
+    num_documents, num_rounds, num_tokens = options.effort.of((20, 10, NUM_TOKENS), quick=(4, 2, 1024))
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
         folder = Path(name)
         token_bytes = save_model(folder / "model")

@@ -42,7 +42,7 @@ class Case:
 
 
 CASES = (Case(32, 256, 1024, is_promised=True), Case(32, 128, 128, is_promised=False))
-QUICK_CASES = (Case(2, 16, 32, is_promised=True), Case(2, 16, 16, is_promised=False))
+QUICK_CASES = (Case(2, 16, 32, is_promised=True),)  # each case takes the starts of three processes
 
 
 class Worker:

@@ -15,9 +15,9 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--runs", type=int, help="how often (5)")
     options = parser.parse_args()
-    runs = []
+    runs, shorter = [], options.effort.of((), quick=("--tokens", "1500"))
     for _ in range(options.runs or options.effort.of(5, quick=1)):
-        command = [sys.executable, "-m", "kvtier.engine.commands.cli", "demo", "--json"]
+        command = [sys.executable, "-m", "kvtier.engine.commands.cli", "demo", "--json", *shorter]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         runs.append({step["name"]: step for step in json.loads(done.stdout)["steps"]})
     rows = []

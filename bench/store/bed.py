@@ -119,7 +119,7 @@ class Bed:
 
         def prepare_cold() -> Work:
             self.close_store()
-            drop_caches(self._folder)
+            drop_caches(self._folder, self.scale)
             return prepare()
 
         return Side("kvtier", prepare_cold)

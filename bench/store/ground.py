@@ -37,9 +37,11 @@ class Scale:
     few_records: int = 10_000
     turnovers: int = 20
     block_sizes: tuple[int, ...] = BLOCK_SIZES
+    opening_rounds: int = 9  # or `rounds`, if these are more
+    is_alone: bool = True  # on the machine: all of its page cache may be dropped
 
 
-QUICK = Scale(64 * MIB, 32 * MIB, 16 * MIB, 16 * MIB, 3, 2, 20_000, 10_000, 5, BLOCK_SIZES[::2])
+QUICK = Scale(64 * MIB, 32 * MIB, 16 * MIB, 16 * MIB, 2, 2, 20_000, 10_000, 3, (MIB,), 2, is_alone=False)
 
 
 def store_arguments(question: str) -> ArgumentParser:
@@ -171,19 +173,26 @@ class DeviceMeter:
         return int(fields[2]) * 512, int(fields[6]) * 512  # Documentation/block/stat.rst: sectors, always of 512
 
 
-def drop_caches(folder: Path) -> str:
-    """Drop the files in *folder*, which no process has mapped, from memory; returns how that was done."""
+def drop_caches(folder: Path, scale: Scale) -> str:
+    """Drop the files in *folder*, which no process has mapped, from memory; return how that was done."""
+    if not scale.is_alone:
+        return _drop_files(folder)
     os.sync()
     try:
         _DROP_CACHES.write_text("3")
     except OSError:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                file = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(file)
-        return "posix_fadvise DONTNEED (drop_caches is not permitted)"
+        return f"{_drop_files(folder)} (drop_caches is not permitted)"
     return "drop_caches"
+
+
+def _drop_files(folder: Path) -> str:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fdatasync(file)  # pages that are to be written stay in memory
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+    return "posix_fadvise DONTNEED"
 
 
 @contextmanager

@@ -20,7 +20,6 @@ CHAIN_BLOCKS = 8192  # that a prompt has
 VALUE_BYTES = 64
 PUT_BLOCKS = 6 * CHAIN_BLOCKS
 RECORD_BYTES = 8 * KIB  # more than a record with such a value is charged
-LEAST_ROUNDS = 9
 
 ASKING = "asking then"
 
@@ -33,7 +32,7 @@ def opening(folder: Path, scale: Scale, slots: Slots, choice: Choice) -> list[Ro
     found: dict[tuple[int, str], list[float]] = {}
     rng = random.Random(0)
     note("opening")
-    for round_id in range(max(LEAST_ROUNDS, scale.rounds) + 1):
+    for round_id in range(max(scale.opening_rounds, scale.rounds) + 1):
         for num in rng.sample(counts, 2):
             stores: list[BlobStore] = []
             took = seconds(lambda num=num, stores=stores: stores.append(_open(folders[num], num, slots)))  # type: ignore[misc]

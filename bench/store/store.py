@@ -220,7 +220,7 @@ def main() -> None:
     note(f"kinds: {', '.join(kinds)}")
     gc.freeze()
     with working_folder(options.folder) as folder:
-        note(f"cold reads: {drop_caches(folder)}")
+        note(f"cold reads: {drop_caches(folder, scale)}")
         slots = Slots(scale.source_bytes, max(scale.cold_bytes, scale.hot_bytes))
         rows: list[Row] = []
         if choice.has("open") or choice.has("prefix"):

@@ -189,7 +189,7 @@ def main() -> None:
     scale, choice = scale_of(options), Choice(options.only)
     gc.freeze()
     with working_folder(options.folder) as folder:
-        note(f"cold reads: {drop_caches(folder)}")
+        note(f"cold reads: {drop_caches(folder, scale)}")
         slots = Slots(scale.source_bytes, max(scale.cold_bytes, scale.hot_bytes))
         rows = by_block_size(folder, options.kind, scale, slots, choice)
     publish("store_peers", choice.of(rows), options.json)

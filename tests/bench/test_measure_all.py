@@ -34,7 +34,7 @@ def told(quick: list[dict[str, Any]], committed: list[dict[str, Any]], is_sample
     ("quick", "committed"),
     [
         (quick_row("wrong bytes", ok=True), row("wrong bytes", ok=True)),
-        (quick_row("slots: 4 KiB", ok=True), row("slots: 1,024 KiB", ok=True)),
+        (quick_row("slots: 4 KiB, 2 times", ok=True), row("slots: 1 MiB, 1,024 times", ok=True)),
         (quick_row("TTFT", ok=False, varies=True), row("TTFT", ok=True)),
         (quick_row("TTFT", ok=True), row("TTFT", ok=False)),
         (quick_row("TTFT", ok=True), row("TTFT")),
