@@ -39,6 +39,17 @@ def test_what_is_written_is_read(tmp_path: Path, cipher: Cipher | None) -> None:
     assert stat.S_IMODE((folder.path / file_name("ann", "report")).stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("field", ["form", "text", "system", "lora", "cache_salt", "token_ids"])
+def test_content_is_another_if_any_part_of_it_is(field: str) -> None:
+    document, other = document_of(), document_of()
+    assert document.has_content_of(other)
+
+    setattr(other, field, np.arange(21, dtype=np.int32) if field == "token_ids" else "another")
+
+    assert not document.has_content_of(other)
+    assert not other.has_content_of(document)
+
+
 @pytest.mark.parametrize("cipher", CIPHERS)
 def test_every_changed_byte_and_every_cut_is_noticed(tmp_path: Path, cipher: Cipher | None) -> None:
     folder, name = DocumentFolder(tmp_path, cipher, TOKENIZER), file_name("ann", "report")

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from kvtier.engine.doors.sglang_storage import identity
-from kvtier.engine.doors.sglang_storage.identity import names_of, namespace_of, weights_of
+from kvtier.engine.doors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.engine.doors.sglang_storage.known_sglang import NotServed
 from kvtier.engine.doors.sglang_storage.options import JUDGED
 from kvtier.engine.doors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 from kvtier.engine.doors.sglang_storage.storage_threads import StorageThreads
 
 HARMLESS = [option for options in JUDGED.harmless.values() for option in options]
+RANKS = ("tp", "pp", "attn_cp")
 HAS_SGLANG = "sglang" in sys.modules or importlib.util.find_spec("sglang") is not None
 needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="there is no sglang here: make .venv/sglang/installed")
 
@@ -182,6 +183,39 @@ def test_an_adapter_that_is_replaced_in_its_folder_is_another_namespace(
 
     assert len({first, second, namespace()}) == 3
     assert moved == second
+
+
+def test_adapters_are_known_by_their_names_too(tmp_path: Path) -> None:
+    path = str(adapter(tmp_path / "a", b"one"))
+    said = [
+        [f"legal={path}"],
+        [f"medical={path}"],
+        [path],
+        [{"lora_name": "fiscal", "lora_path": path}],
+        [f"legal={path}", f"medical={path}"],
+    ]
+
+    assert len({namespace(), *(namespace({"lora_paths": each}) for each in said)}) == 6
+
+
+def test_weights_of_an_id_are_those_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, *, revision: str | None, local_files_only: bool) -> str:
+        assert local_files_only
+        return str(adapter(tmp_path / str(revision), str(revision).encode()))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    assert weights_of("a/b", "1") != weights_of("a/b", "2")
+
+
+@pytest.mark.parametrize(
+    "name", ["dp_rank", "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size"]
+)
+def test_each_rank_has_a_folder_of_its_own(name: str) -> None:
+    one, other = (SimpleNamespace(**{**CONFIG, "dp_rank": 0, **change}) for change in ({}, {name: 3}))
+
+    assert folder_of("/disk", one) != folder_of("/disk", other)
+    assert folder_of("/disk", one).parent == Path("/disk")
 
 
 def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.disk_below.finished import TakenAtOnce
 from kvtier.engine.disk_below.open import open_disk_below
-from kvtier.engine.doors.vllm_offloading.holes import MOST_AT_ONCE, PAUSE_S
+from kvtier.engine.doors.vllm_offloading.holes import MOST_AT_ONCE, PAUSE_S, Holes
 from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain
 from kvtier.engine.doors.vllm_offloading.row_jobs import EndedRows
 from kvtier.engine.doors.vllm_offloading.tier_side import TierSide
@@ -141,8 +141,10 @@ def test_blocks_come_back_right_also_in_the_next_process_and_groups_are_apart(tm
     tier = tier_at(tmp_path / "store")
     wanted = [prompt.keys[3], prompt.keys[13], prompt.keys[7]]
     loaded = tier.load(wanted)
+    right = tier.loaded(wanted)
     tier.side.close()
 
+    assert right == wanted
     assert (loaded.is_load, sorted(loaded.good)) == (True, sorted(wanted))
 
 
@@ -173,8 +175,11 @@ def test_a_block_that_is_damaged_is_not_good_is_counted_and_not_found_again(tmp_
     tier = tier_at(tmp_path / "store")
     loaded = tier.load(prompt.keys)
     held, counts = tier.held(prompt.keys), tier.side.counts.take()
+    tier.load(prompt.keys[5:6])
+    again = tier.side.counts.take()
     tier.side.close()
 
+    assert again == {"failed_loads": 1}, "it is counted as damaged once"
     expected = [key for place, key in enumerate(prompt.keys) if place != 5]
     assert list(loaded.good) == expected
     assert held == [place != 5 for place in range(8)]
@@ -310,6 +315,30 @@ def test_holes_that_were_filled_meanwhile_or_stay_are_offered_as_such() -> None:
 
     assert list(holes) == prompt.keys[2:]
     assert side.take_holes() == holes
+
+
+def test_holes_of_a_group_are_filled_by_blocks_of_that_group_alone() -> None:
+    refusing, prompt = Refusing(), Prompt(range(3), groups=[0, 1])
+    tier, side = refusing.tier, refusing.tier.side
+    refusing.is_full = True
+    tier.store(prompt)
+    refusing.is_full = False
+    tier.store(prompt, [prompt.keys[0], prompt.keys[4], prompt.keys[5]])  # one of the first group, two of the second
+    refusing.clock.now += PAUSE_S
+
+    assert set(side.take_holes()) == {prompt.keys[1], prompt.keys[2], prompt.keys[3]}
+
+
+def test_the_holes_that_were_noted_first_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.engine.doors.vllm_offloading.holes.MOST_HOLES", 3)
+    clock = FakeClock()
+    holes = Holes(clock)
+    for number in range(5):
+        holes.add(key_of(number), None)
+    clock.now += PAUSE_S
+
+    assert len(holes) == 3
+    assert list(holes.take()) == [key_of(number) for number in (2, 3, 4)]
 
 
 def test_holes_are_offered_a_few_at_a_time() -> None:

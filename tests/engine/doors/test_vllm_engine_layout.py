@@ -117,6 +117,7 @@ def test_all_that_decides_a_blocks_bytes_is_in_the_namespace() -> None:
         namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (512,), 1)], [spec]),
         namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (1024,), 2)], [spec]),
         namespace_of(facts, [GroupLayout(SlidingWindow(16, 64), ("a",), (1024,), 1)], [spec]),
+        namespace_of(facts, [GroupLayout(SlidingWindow(16, 128), ("a",), (1024,), 1)], [spec]),
         namespace_of(facts, [LAYOUT], [FullAttentionSpec(page_size_bytes=1)]),
         namespace_of(facts, [LAYOUT], [spec]),
     ]

@@ -19,6 +19,7 @@ from waiting import DEADLINE_S, wait_for
 from kvtier.engine.attached import wire
 from kvtier.engine.sidecar.door import AttachedClient, Lease, LeaseUse
 from kvtier.engine.sidecar.http.views import leases_view, snapshot_of, stats_view
+from kvtier.engine.sidecar.own.mappers import Mappers
 from kvtier.engine.sidecar.quarantine import PIECE_BYTES, Lifeline, Quarantine
 from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
@@ -385,6 +386,44 @@ def test_where_nothing_can_be_copied_leases_end_at_once(num_slots: int, holders:
 
     assert ended == ["a"]
     assert len(quarantine) == 0
+
+
+def test_a_session_is_in_quarantine_since_its_end() -> None:
+    clock = FakeClock()
+    quarantine, clock.now = Quarantine(clock), 100.0
+    client = AttachedClient("a", 3.0, None, (Lease(LeaseUse.READ, 0, 2, 5.0),))
+
+    quarantine.hold("engine", client, lambda: ["process 7"], lambda: None)
+
+    (held,) = quarantine.clients()
+    assert held == AttachedClient("a", 100.0, None, (Lease(LeaseUse.QUARANTINED, 0, 2, 5.0),))
+    quarantine.close()
+
+
+class Connected:
+    """A client whose other end this process has."""
+
+    def __init__(self) -> None:
+        self.connection, self.other = socket.socketpair()
+
+
+def test_mappers_are_their_engines_alone_and_gone_when_they_have_closed_their_end() -> None:
+    mappers = Mappers()
+    clients = [Connected() for _ in range(4)]
+    for client, engine in zip(clients, (A, A, B, B), strict=True):
+        mappers.add(client, engine)  # type: ignore[arg-type]  # as much of a client as is looked at
+    for client in clients[1:3]:
+        mappers.on_gone(client)  # type: ignore[arg-type]
+
+    assert [len(mappers.names(engine)) for engine in (A, B)] == [2, 2]
+    for client in clients[:3]:
+        client.other.close()
+    assert [len(mappers.names(engine)) for engine in (A, B)] == [1, 1]
+
+    mappers.close()
+    for client in clients:
+        client.connection.close()
+        client.other.close()
 
 
 def test_a_lifeline_is_cut_behind_what_was_sent() -> None:
