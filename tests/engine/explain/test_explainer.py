@@ -124,3 +124,17 @@ def test_requests_that_ran_when_blocks_were_evicted_are_named_and_without_any_th
     found = bed.explainer.evidence(past).explanation()
 
     assert set(found.rows[0].during) == {"request 3", "request 4", "request 6"}
+
+
+def test_requests_of_other_tenants_are_not_named_with_an_eviction() -> None:
+    bed = Bed()
+    bed.end("anns", prompt_of(1), tenant="ann")
+    bed.end("eves", prompt_of(2), tenant="eve")
+    bed.end("asked", prompt_of(9), tenant="ann")
+    (past,) = bed.explainer.find("asked", "ann")
+    bed.ghosts.remember([past.trail.names[0]], Tier.HOST, EvictionCause.ROOM, 2.25)  # while eve's request ran
+
+    found = bed.explainer.evidence(past).explanation()
+
+    assert found.rows[0].why is Reason.EVICTED_FROM_HOST
+    assert found.rows[0].during == ("anns",)

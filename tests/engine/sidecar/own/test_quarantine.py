@@ -370,8 +370,9 @@ def test_a_lifeline_is_cut_by_a_reset() -> None:
 
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()  # with a reset
+    assert select.select([own], [], [], DEADLINE_S)[0]
 
-    wait_for(lambda: lifeline.is_cut)
+    assert lifeline.is_cut, "at the first look"
     assert own.fileno() == -1
     listener.close()
 
