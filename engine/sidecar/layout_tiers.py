@@ -87,7 +87,11 @@ class LayoutTiers:
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> int:
         """How many of the first chunks are below and have room in host memory side by side. What is read of them takes
         the slots of others, of chunks of the same prompt that come later too."""
-        places = self.tiers.find_run(group_id, names)
+        return self.room_for(group_id, self.tiers.find_run(group_id, names))
+
+    def room_for(self, group_id: int, places: Places) -> int:
+        """Get room in host memory for these blocks, side by side, and return how many of the first ones have it. For
+        blocks that have just been found at *places*."""
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))
         pool = self.tiers.index.host[group_id].pool

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from kvtier.engine.sidecar.door import AttachedClient, Lease, LeaseUse
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.shared_fetch import SharedFetch, within_share
+from kvtier.engine.sidecar.shared_fetch import SharedFetch
+from kvtier.engine.sidecar.shared_hit import SharedHit, longest_of, needed
 from kvtier.engine.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
 PART = 0.25  # of host memory, for all pins together: engines need the rest
@@ -23,7 +26,7 @@ class TooManyPins(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayout:
-    """What a pin keeps of one layout, by value. Chunks are those of one rank."""
+    """What a pin keeps of one layout, by value. Chunks are those of one group of one rank."""
 
     layout: Layout
     num_chunks: int
@@ -42,17 +45,21 @@ class PinStatistics:
 
 
 class PinnedChunks:
-    """The chunks of a prefix that one layout's ranks have, leased, or on their way from disk."""
+    """What one layout's groups need of the longest prefix that they have, leased, or on its way from disk."""
 
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
+        """*tiers* are of a layout whose groups are of attention."""
         self.tiers = tiers
         self._num_clears = tiers.num_clears
-        ranks = range(len(tiers.memories))
-        within = within_share(tiers, ranks, blocks.names, share)
-        num_there = min(tiers.find_run(rank, within.names) for rank in ranks)
-        own = NamedBlocks(blocks.names[:num_there], blocks.parents[:num_there], blocks.tenant)
-        self._num_beyond = within.num_beyond
-        self._fetches = [SharedFetch(tiers, rank, own, share, lambda place, failure: None) for rank in ranks]
+        self._groups = cast("Sequence[AttentionGroup]", tiers.layout.groups)
+        hit = SharedHit(tiers, dict(enumerate(self._groups)), blocks.names, share)
+        self._num_beyond = hit.num_there - hit.num_chunks
+        num_chunks = hit.within_room()
+        self._needed = [needed(group, num_chunks) for group in self._groups]
+        self._fetches = [
+            SharedFetch(tiers, group_id, blocks.of(group, own), share, lambda place, failure: None)
+            for group_id, (group, own) in enumerate(zip(self._groups, self._needed, strict=True))
+        ]
 
     @property
     def is_cleared(self) -> bool:
@@ -60,18 +67,21 @@ class PinnedChunks:
         return self.tiers.num_clears != self._num_clears
 
     def leases(self, since: float) -> Iterator[Lease]:
-        """What is leased now, of each rank."""
-        for rank, fetch in enumerate(self._fetches):
-            yield Lease(LeaseUse.PINNED, rank, int((fetch.slots != ABSENT).sum()), since)
+        """What is leased now, of each group."""
+        for group_id, fetch in enumerate(self._fetches):
+            yield Lease(LeaseUse.PINNED, group_id, int((fetch.slots != ABSENT).sum()), since)
 
     def view(self) -> PinnedLayout:
         """How it is now."""
-        are_there = [fetch.slots != ABSENT for fetch in self._fetches]
-        first_missing = [int(np.argmin(np.append(are, False))) for are in are_there]
+        are_there = [
+            np.append(np.zeros(own.start, np.bool_), fetch.slots != ABSENT)
+            for own, fetch in zip(self._needed, self._fetches, strict=True)
+        ]
+        num_chunks = longest_of(self._groups, are_there, self._needed[0].stop)
         return PinnedLayout(
             self.tiers.layout,
             sum(int(are.sum()) for are in are_there),
-            min(first_missing) * self.tiers.layout.groups[0].block_size,
+            num_chunks * self._groups[0].block_size,
             sum(fetch.num_coming for fetch in self._fetches),
             self._num_beyond,
         )

@@ -1,15 +1,13 @@
-"""SharedFetch: chunks of one rank on their way into a client's leases, and within its share."""
+"""SharedFetch: chunks of one group on their way into a client's leases, which count in its share."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.shares import Share, Wanted
+from kvtier.engine.sidecar.shares import Share
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import Fetch, Places, are_cold
-from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.lower.lower_tiers import Fetch, Places
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason, Tier
 
@@ -20,17 +18,17 @@ class SharedFetch:
     def __init__(
         self,
         tiers: LayoutTiers,
-        rank: int,
+        group_id: int,
         blocks: NamedBlocks,
         share: Share,
         on_fetched: Callable[[int, Reason | None], None],
     ) -> None:
         """*on_fetched* is told of each chunk's place as `OnFetched` is."""
-        self._memory = tiers.memories[rank]
+        self._memory = tiers.memories[group_id]
         self._names = blocks.names
         self._share = share
         self._tell = on_fetched
-        self._fetch = tiers.fetch(rank, blocks, self._on_fetched)
+        self._fetch = tiers.fetch(group_id, blocks, self._on_fetched)
         self._is_coming = self._fetch.slots == ABSENT
         share.lease(self._memory, self._leased(np.flatnonzero(~self._is_coming)))
         share.expect(self._memory, [self._names[place] for place in np.flatnonzero(self._is_coming).tolist()])
@@ -75,27 +73,3 @@ class SharedFetch:
         if failure is None:
             self._share.lease(self._memory, np.array([fetch.slots.item(place)]))
         self._tell(place, failure)
-
-
-@dataclass(frozen=True, slots=True)
-class WithinShare:
-    """The chunks that a client wants without those that are there and beyond its share, and all that follow them."""
-
-    names: Sequence[BlockName]
-    num_beyond: int  # chunks that are there and beyond the share
-    is_read: bool  # whether some of the chunks are read from disk
-
-
-def within_share(tiers: LayoutTiers, ranks: Sequence[int], names: Sequence[BlockName], share: Share) -> WithinShare:
-    """What the client may have of these chunks of one prefix, of all the ranks."""
-    places = [tiers.tiers.find_run(rank, names) for rank in ranks]
-    num_there = min(map(len, places))
-    places = [own[:num_there] for own in places]
-    num_affordable = share.num_affordable(
-        [Wanted(tiers.memories[rank], own, names) for rank, own in zip(ranks, places, strict=True)]
-    )
-    return WithinShare(
-        names if num_affordable == num_there else names[:num_affordable],
-        num_there - num_affordable,
-        any(bool(are_cold(own[:num_affordable]).any()) for own in places),
-    )

@@ -87,20 +87,22 @@ class Share:
         return self._leased.num_bytes + self.num_coming_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """How many of the first chunks the client may have leased beside what it has: in each of the memories, of which
-        all have equally many. What it has leased already costs nothing; a client without anything may have one."""
-        own, of_all = np.zeros((2, len(wanted[0].places)), np.int64)  # bytes that each chunk costs
+        """How many of the first chunks the client may have leased beside what it has: in each of the memories. One that
+        has fewer chunks than others has the first ones. What the client has leased already costs nothing; a client
+        without anything may have one."""
+        most = max(len(each.places) for each in wanted)
+        own, of_all = np.zeros((2, most), np.int64)  # bytes that each chunk costs
         for each in wanted:
-            are_new = self._are_new(each)
-            own += are_new * each.memory.slot_bytes
-            of_all += (are_new & self._shares.leased.are_new(each.memory, each.places)) * each.memory.slot_bytes
+            are_new, num = self._are_new(each), len(each.places)
+            own[:num] += are_new * each.memory.slot_bytes
+            of_all[:num] += (are_new & self._shares.leased.are_new(each.memory, each.places)) * each.memory.slot_bytes
         of_free = TIMES_FREE * self._shares.num_free_bytes - self.num_bytes
         of_part = int(self._part * self._shares.total_bytes) - self.num_bytes
         num_chunks = min(
             int(np.searchsorted(np.cumsum(own + TIMES_FREE * of_all), max(0, of_free), "right")),
             int(np.searchsorted(np.cumsum(own), max(0, of_part), "right")),
         )
-        return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, len(wanted[0].places))
+        return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, most)
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased, once more each."""

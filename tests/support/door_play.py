@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from lmcache_bed import CHUNK, FORMS, Bed, RawClient, content, key
+from lmcache_bed import CHUNK, FORMS, Bed, RawClient, key
 
 DOCUMENTS = [[document, *range(1000, 1000 + CHUNK * num - 1)] for document, num in enumerate((3, 5, 8, 8, 12, 12))]
 
@@ -20,9 +20,9 @@ class Engine:
     writing: dict[str, tuple[list[int], object]] = field(default_factory=dict)  # tokens, and where to
 
 
-def attach(bed: Bed, instance: int) -> Engine:
+def attach(bed: Bed, instance: int, kind: type[RawClient]) -> Engine:
     form = FORMS[instance % len(FORMS)]
-    engine = Engine(RawClient(bed, form), RawClient(bed, form), instance)
+    engine = Engine(RawClient(bed, form), kind(bed, form), instance)
     engine.worker.register(instance_id=instance)
     return engine
 
@@ -64,8 +64,7 @@ def step(bed: Bed, rng: random.Random, engine: Engine, request: str, looked_up: 
         case 5 if engine.writing:
             request = rng.choice(list(engine.writing))
             tokens, context = engine.writing.pop(request)
-            for slot, index in zip(context["slots"], context["chunk_indices"], strict=True):
-                bed.bytes_of(slot)[:] = content(tokens, index)
+            engine.worker.write(context, key(tokens, request))
             if context["slots"]:
                 assert engine.worker.ask("commit_store", key(tokens, request), engine.instance, b"") is True
 
@@ -73,17 +72,21 @@ def step(bed: Bed, rng: random.Random, engine: Engine, request: str, looked_up: 
 def flip_somewhere(bed: Bed, rng: random.Random) -> None:
     """Damage a byte of a chunk that no engine was promised."""
     for tiers in bed.layouts:
-        pool = tiers.tiers.index.host[0].pool
-        slots = [slot for slot in tiers.tiers.index.host_blocks[0].slots().tolist() if pool.is_free(slot)]
+        group = rng.randrange(len(tiers.memories))
+        pool = tiers.tiers.index.host[group].pool
+        slots = [slot for slot in tiers.tiers.index.host_blocks[group].slots().tolist() if pool.is_free(slot)]
         if slots:
-            tiers.memories[0].host_block(rng.choice(slots))[rng.randrange(1024)] ^= 1 << rng.randrange(8)
+            tiers.memories[group].host_block(rng.choice(slots))[rng.randrange(512)] ^= 1 << rng.randrange(8)
 
 
-def play(bed: Bed, seed: int, num_steps: int, looked_up: dict[str, int]) -> list[Engine]:
-    """Let so many things happen to three engines; those that are there at the end. See `step`."""
+def play(
+    bed: Bed, seed: int, num_steps: int, looked_up: dict[str, int], kind: type[RawClient] = RawClient
+) -> list[Engine]:
+    """Let so many things happen to three engines, whose workers are of the *kind*; those that are there at the end. See
+    `step`."""
     rng = random.Random(seed)
     bed.turn_s = 0.003
-    engines = [attach(bed, number) for number in range(3)]
+    engines = [attach(bed, number, kind) for number in range(3)]
     for number in range(num_steps):
         place = rng.randrange(len(engines))
         step(bed, rng, engines[place], f"r{number}", looked_up)
@@ -94,7 +97,7 @@ def play(bed: Bed, seed: int, num_steps: int, looked_up: dict[str, int]) -> list
         if rng.random() < 0.02:
             engines[place].scheduler.close()
             engines[place].worker.close()
-            engines[place] = attach(bed, 100 + number)
+            engines[place] = attach(bed, 100 + number, kind)
         if rng.random() < 0.01:
             engines[place].worker.ask("clear", True)
         bed.check()

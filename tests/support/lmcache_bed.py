@@ -191,11 +191,15 @@ class RawClient:
         """Store what is wanted of the tokens, each chunk with bytes made of its tokens; which chunks were wanted."""
         own = key(tokens, request, **more)
         context = self.ask("prepare_store", own, instance)["context"]
-        for slot, index in zip(context["slots"], context["chunk_indices"], strict=True):
-            self._bed.bytes_of(slot)[:] = content(tokens, own["start"] // CHUNK + index, own["worker_id"])
+        self.write(context, own)
         if context["slots"]:
             assert self.ask("commit_store", own, instance, b"") is True
         return list(context["chunk_indices"])
+
+    def write(self, context: Any, own: dict[str, Any]) -> None:
+        """Write to the slots of an answer what the engine computes."""
+        for slot, index in zip(context["slots"], context["chunk_indices"], strict=True):
+            self._bed.bytes_of(slot)[:] = content(own["token_ids"], own["start"] // CHUNK + index, own["worker_id"])
 
     def prepare_retrieve(self, tokens: Sequence[int], request: str, instance: int = 1, **more: Any) -> Any:
         return self.ask("prepare_retrieve", key(tokens, request, **more), instance)
@@ -214,10 +218,10 @@ class RawClient:
         return len(good) == own["end"] // CHUNK - first and all(good)
 
 
-def content(tokens: Sequence[int], chunk: int, rank: int = 0) -> bytes:
+def content(tokens: Sequence[int], chunk: int, rank: int = 0, group: int = 0, num_bytes: int = CHUNK_BYTES) -> bytes:
     """The bytes that an engine computes for the chunk: they depend on all tokens up to its end."""
-    seed = hash((tuple(tokens[: (chunk + 1) * CHUNK]), rank)) & 0xFFFFFFFF
-    return np.random.default_rng(seed).bytes(CHUNK_BYTES)
+    seed = hash((tuple(tokens[: (chunk + 1) * CHUNK]), rank, group)) & 0xFFFFFFFF
+    return np.random.default_rng(seed).bytes(num_bytes)
 
 
 class Bed:
@@ -269,9 +273,9 @@ class Bed:
         self.clock.now += seconds
         self.settle()
 
-    def bytes_of(self, slot: Any) -> memoryview:
+    def bytes_of(self, slot: Any, num_bytes: int = CHUNK_BYTES) -> memoryview:
         """A chunk as a worker sees it, which has mapped the segment by its name."""
-        assert slot["length"] == CHUNK_BYTES
+        assert slot["length"] == num_bytes
         with open(f"/dev/shm/{self.segment.name}", "r+b") as file:
             mapped = mmap.mmap(file.fileno(), self.segment.num_bytes)
         return memoryview(mapped)[slot["offset"] : slot["offset"] + slot["length"]]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import AttentionGroup, BlockGroup
 from kvtier.tiers.naming.tenant import NO_TENANT, Origin, tenant_of
 
 BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
@@ -24,6 +24,12 @@ class NamedBlocks:
     def since(self, start: int) -> "NamedBlocks":
         """The blocks from place *start* on."""
         return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
+
+    def of(self, group: BlockGroup, places: range) -> "NamedBlocks":
+        """These of the blocks as they are in the group: without parents where it forgets."""
+        names = self.names[places.start : places.stop]
+        parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
+        return NamedBlocks(names, parents, self.tenant)
 
     def origin(self, place: int) -> Origin:
         """The parent and the tenant of the block at *place*."""

@@ -16,7 +16,7 @@ from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.sidecar.http.owner import Owner
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
+from kvtier.engine.sidecar.lmcache.hybrid_layout import AnyChunkLayout
 from kvtier.engine.sidecar.lmcache.token_keys import blocks_of_tokens
 from kvtier.engine.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
 from kvtier.engine.sidecar.pins import PinnedLayout, TooManyPins
@@ -102,10 +102,12 @@ class PinRoutes:
                 return found
             await asyncio.sleep(LOOK_S)
 
-    def _layouts(self, model: str) -> list[tuple[ChunkLayout, LayoutTiers]]:
+    def _layouts(self, model: str) -> list[tuple[AnyChunkLayout, LayoutTiers]]:
         """Those whose chunks have names made of tokens and salt alone."""
         every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
-        return [(layout, tiers) for layout, tiers in every if isinstance(layout, ChunkLayout) and layout.model == model]
+        return [
+            (layout, tiers) for layout, tiers in every if isinstance(layout, AnyChunkLayout) and layout.model == model
+        ]
 
 
 def _answer(pin_id: str, seconds: float, layouts: Sequence[PinnedLayout]) -> dict[str, object]:

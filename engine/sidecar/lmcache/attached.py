@@ -41,7 +41,9 @@ def worker_name(instance: Instance) -> str:
 def _promised(promise: Promise) -> tuple[Lease, ...]:
     if promise.is_ended:
         return ()
-    return tuple(Lease(LeaseUse.PROMISED, own.rank, own.num_good, promise.begun_at) for own in promise.chunks)
+    return tuple(
+        Lease(LeaseUse.PROMISED, own.group_id, own.num_good - own.first, promise.begun_at) for own in promise.chunks
+    )
 
 
 def _read(instance: Instance, promises: Iterable[Promise]) -> Iterator[Lease]:
@@ -49,10 +51,10 @@ def _read(instance: Instance, promises: Iterable[Promise]) -> Iterator[Lease]:
         for own in promise.chunks:
             for reading in own.readings:
                 if reading.instance is instance:
-                    yield Lease(LeaseUse.READ, own.rank, len(reading.chunks), reading.begun_at)
+                    yield Lease(LeaseUse.READ, own.group_id, len(reading.chunks), reading.begun_at)
 
 
 def _written(instance: Instance, stores: Iterable[Store]) -> Iterator[Lease]:
     for store in stores:
         if store.instance is instance:
-            yield Lease(LeaseUse.WRITTEN, store.rank, len(store.slots), store.begun_at)
+            yield Lease(LeaseUse.WRITTEN, store.group_id, len(store.slots), store.begun_at)

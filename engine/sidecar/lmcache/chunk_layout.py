@@ -3,23 +3,14 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import prod
 
-from kvtier.engine.sidecar.layout import MOST_SLOTS, LayoutRefused
+from kvtier.engine.sidecar.layout import LayoutRefused
 from kvtier.engine.sidecar.lmcache.chunk_memory import ChunkMemory
+from kvtier.engine.sidecar.lmcache.chunk_part import MOST_RANKS, ChunkPart, check_fields, memories_of
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.transfer.segment import Segment
 
 VERSION = 1  # of what the digest is made of
-ELEMENT_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +35,23 @@ class ChunkLayout:
 
     def __post_init__(self) -> None:
         """Raise `LayoutRefused` for what no chunk can have."""
-        if self.dtype not in ELEMENT_BYTES:
-            raise LayoutRefused(f"dtype {self.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and not 1 <= value < 1 << 31:
-                raise LayoutRefused(f"{field.name} is {value}; it must be 1 or more")
+        check_fields(self)
         if self.world_size > MOST_RANKS:
             raise LayoutRefused(f"world_size is {self.world_size}; at most {MOST_RANKS} ranks are served")
 
     @property
-    def shape(self) -> list[int]:
-        """Of a chunk as a tensor; the planes only if there are several."""
-        shape = [self.num_layers, self.num_physical_slots, self.width]
-        return shape if self.num_planes == 1 else [self.num_planes, *shape]
+    def parts(self) -> tuple[ChunkPart, ...]:
+        """The one part of a chunk: all of it."""
+        return (
+            ChunkPart(
+                self.dtype, self.num_planes, self.num_layers, self.width, self.block_size, self.num_physical_slots
+            ),
+        )
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk."""
-        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+        return self.parts[0].num_bytes
 
     @property
     def digest(self) -> bytes:
@@ -80,24 +69,8 @@ class ChunkLayout:
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:
         """See `Layout`; by rank."""
-        if self.chunk_bytes > extent_bytes:
-            raise LayoutRefused(
-                f"a chunk of {self.chunk_tokens} tokens has {self.chunk_bytes} bytes, an extent {extent_bytes}; "
-                "start the sidecar with fewer tokens in a chunk, or larger extents"
-            )
-        memories = [ChunkMemory(segment, extent_bytes, self.chunk_bytes) for _ in range(self.world_size)]
-        num_slots = sum(memory.num_host_slots for memory in memories)
-        if num_slots > MOST_SLOTS:  # before the books of one rank are made
-            raise LayoutRefused(
-                f"a chunk of {self.chunk_tokens} tokens has {self.chunk_bytes} bytes, so all ranks would have "
-                f"{num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory beside "
-                "it: start the sidecar with more tokens in a chunk, or less host memory"
-            )
-        return memories
+        return memories_of(self.parts, self.world_size, self.chunk_tokens, segment, extent_bytes)
 
     def details(self) -> Mapping[str, object]:
         """See `Layout`."""
         return {**asdict(self), "chunk_bytes": self.chunk_bytes}
-
-
-MOST_RANKS = 64

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
@@ -11,6 +12,7 @@ from kvtier.engine.sidecar.lmcache.attached import attached, copied, worker_name
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.ended_connections import EndedConnections
 from kvtier.engine.sidecar.lmcache.explained_prompt import NOT_TOLD
+from kvtier.engine.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.engine.sidecar.lmcache.lookups import Lookups
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
@@ -350,8 +352,8 @@ class LmcacheDoor:
             raise Refused(
                 "old_client", f"a client that does not send num_kv_readers has no hits; install {NEEDED_CLIENT} there"
             )
-        tiers = self._registrations.tiers_of(key.model_name, key.world_size)
-        if tiers is None or key.wants_no_load:
+        worker = self._registrations.worker_of(key.model_name, key.world_size)
+        if worker is None or key.wants_no_load:
             return None
         if len(self._promises) >= MOST_PROMISES:
             raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
@@ -364,7 +366,7 @@ class LmcacheDoor:
         self._promises.begin(
             call.client,
             key.request_id,
-            tiers,
+            worker,
             blocks,
             ranks,
             key.num_kv_readers,
@@ -409,7 +411,7 @@ class LmcacheDoor:
         promise = self._promise_of(instance, rank, key, chunks, blocks)
         if promise is None:
             promise = self._promises.begin(
-                call.client, key.request_id, instance.tiers, blocks, [rank], 1, chunks.start, RETRIEVE_S
+                call.client, key.request_id, instance, blocks, [rank], 1, chunks.start, RETRIEVE_S
             )
         load = Load(instance, rank, key.request_id, chunks)
         return self._hold(call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, load), load)
@@ -441,11 +443,20 @@ class LmcacheDoor:
         if instance is None:
             return Stored()
         rank, chunks = instance.rank_of(key), self._chunks(key)
-        store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
-        if store is None:
+        left_out = _skipped(instance, rank, chunks, skipped)
+        blocks = self._all_blocks(key, chunks)
+        stores = self._stores.reserve(instance, rank, key.request_id, chunks, blocks, left_out)
+        if not stores:
             return Stored()
-        self._lookups.on_stored(instance.tiers, key.request_id, store.names)
-        return Stored(Room(_slots(instance, rank, store.slots), store.places))
+        self._lookups.on_stored(instance.tiers, key.request_id, list(dict.fromkeys(chain(*(s.names for s in stores)))))
+        first = groups_of(instance.layout, rank).start
+        return Stored(
+            Room(
+                list(chain(*(_slots(instance, store.group_id, store.slots) for store in stores))),
+                list(chain(*(store.places for store in stores))),
+                list(chain(*([store.group_id - first] * len(store.places) for store in stores))),
+            )
+        )
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
         if data:
@@ -494,19 +505,27 @@ class LmcacheDoor:
     ) -> Promise | None:
         """One that has these chunks, or may come to have them."""
         for promise in self._promises.of_request(key.request_id):
-            if promise.tiers is instance.tiers and promise.has(rank, chunks, blocks.names[-1]):
+            groups = groups_of(instance.layout, rank)
+            if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
                 return promise
         return None
 
     def _begin_reading(self, call: Call, promise: Promise, load: Load) -> Loaded:
-        instance, rank = load.instance, load.rank
-        here, own = promise.places(load.chunks), promise.of_rank(rank)
-        is_there = own is not None and here.stop <= promise.num_chunks and own.has(here)
-        if own is None or not is_there or not self._registrations.is_attached(instance):
+        instance, groups = load.instance, groups_of(load.instance.layout, load.rank)
+        here, parts = promise.places(load.chunks), promise.of_groups(groups)
+        is_there = bool(parts) and here.stop <= promise.num_chunks and all(own.has(here) for own in parts)
+        if not is_there or not self._registrations.is_attached(instance):
             if promise.client is call.client:  # it was made for this load
                 promise.end()
             return Loaded()
-        return Loaded(True, b"", {"slots": _slots(instance, rank, own.begin_reading(instance, here, self._clock()))})
+        slots: list[Slot] = []
+        group_ids: list[int] = []
+        chunk_indices: list[int] = []
+        for own in parts:
+            slots += _slots(instance, own.group_id, own.begin_reading(instance, here, self._clock()))
+            chunk_indices += [place - here.start for place in own.needed_of(here)]
+            group_ids += [own.group_id - groups.start] * (len(slots) - len(group_ids))
+        return Loaded(True, b"", {"slots": slots, "group_ids": group_ids, "chunk_indices": chunk_indices})
 
     def _is_copying(self, client: Client[list[bytes]]) -> bool:
         """Return whether a worker of this connection copies out of the segment or into it."""
@@ -542,7 +561,20 @@ class LmcacheDoor:
         self._promises.end_client(client)
 
 
-def _slots(instance: Instance, rank: int, slots: Sequence[int]) -> list[Slot]:
+def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
     """Where in the segment these slots are, as workers are told."""
-    layout, memory = instance.layout, instance.tiers.memories[rank]
-    return [Slot(memory.offset(slot), layout.chunk_bytes, layout.shape, layout.dtype) for slot in slots]
+    parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
+    part = parts[group_id % len(parts)]
+    return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]
+
+
+def _skipped(
+    instance: Instance, rank: int, chunks: range, skipped: Sequence[Sequence[int]]
+) -> Mapping[int, Sequence[int]]:
+    """Return which of the chunks a worker does not have, by group. Raise `Refused` for what it cannot mean."""
+    groups = groups_of(instance.layout, rank)
+    if skipped and len(skipped) != len(groups):
+        raise Refused("range", f"{len(skipped)} groups have skipped chunks, and the worker has {len(groups)}")
+    if any(place >= len(chunks) for own in skipped for place in own):
+        raise Refused("range", f"a skipped chunk that is none of {len(chunks)}")
+    return dict(zip(groups, skipped, strict=False))

@@ -6,7 +6,8 @@ from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
+from kvtier.engine.sidecar.lmcache.hybrid_layout import AnyChunkLayout
+from kvtier.engine.sidecar.shared_hit import longest_of, needed
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -17,9 +18,9 @@ NOT_TOLD = "What engines have on their devices only clients of lmcache 0.5.7 tel
 def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:
     """Return the evidence in each layout of the model with chunks of that size. On the thread that owns the tiers."""
     return [
-        _explained(tiers, explainer, chain)
+        _explained(tiers, tiers.layout, explainer, chain)
         for tiers in layouts
-        if isinstance(tiers.layout, ChunkLayout)
+        if isinstance(tiers.layout, AnyChunkLayout)
         and (tiers.layout.model, tiers.layout.chunk_tokens) == (model, chain.block_size)
     ]
 
@@ -29,10 +30,15 @@ def namespace_fields(layout: Layout) -> dict[str, str]:
     return {name: str(value) for name, value in layout.details().items() if name != "chunk_bytes"}
 
 
-def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> Evidence:
-    found = [tiers.tiers.find(rank, chain.names) for rank in range(len(tiers.memories))]
-    where = [_coldest([int(places[i]) for places in found]) for i in range(len(chain.names))]
-    num_found = next((i for i, tier in enumerate(where) if tier is None), len(where))
+def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer, chain: BlockChain) -> Evidence:
+    groups, num_chunks = layout.groups, len(chain.names)
+    found = [tiers.tiers.find(group_id, chain.names) for group_id in range(len(groups))]
+    num_found = longest_of(groups, [places != NOWHERE for places in found], num_chunks)
+    own = [needed(group, num_found) for group in groups]
+    where = [
+        _coldest([int(places[i]) for places, chunks in zip(found, own, strict=True) if i >= num_found or i in chunks])
+        for i in range(num_chunks)
+    ]
     num_tokens, size = len(chain.token_ids), chain.block_size
     misses: tuple[tuple[int, Reason], ...] = ()
     if num_found < len(where):
@@ -44,7 +50,7 @@ def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> E
 
 
 def _coldest(places: list[int]) -> Tier | None:
-    """Of a chunk that all ranks have: the coldest tier that one needs it from."""
+    """Return the coldest tier that a group needs the chunk from; None if one of them does not have it."""
     if NOWHERE in places:
         return None
     return Tier.REMOTE if ON_REMOTE in places else Tier.DISK if ON_DISK in places else Tier.HOST

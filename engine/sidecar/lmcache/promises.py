@@ -1,6 +1,6 @@
 """Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,15 +8,18 @@ import numpy.typing as npt
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Stores
 from kvtier.engine.sidecar.lmcache.verifier import Checked, Verifier
 from kvtier.engine.sidecar.port import Client
-from kvtier.engine.sidecar.shared_fetch import SharedFetch, within_share
+from kvtier.engine.sidecar.shared_fetch import SharedFetch
+from kvtier.engine.sidecar.shared_hit import SharedHit, longest_of, needed
 from kvtier.engine.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.inquiry import AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Misses
@@ -32,10 +35,12 @@ COMING_BYTES = 256 << 20  # while so much is read from disk for a client, its ot
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker copies these chunks out of the segment, until it says that it has, or its process has ended. No time
-    ends it: a thread that is stopped in the middle of a copy goes on with it whenever it is woken up."""
+    """A worker copies these *chunks* of one group out of the segment, until it says that it has loaded all of *load*,
+    or its process has ended. No time ends it: a thread that is stopped in the middle of a copy goes on with it whenever
+    it is woken up."""
 
     instance: Instance
+    load: range
     chunks: range
     begun_at: float
 
@@ -52,47 +57,70 @@ class Counts:
     num_over_share: int = 0  # left out since the client has its share of host memory leased
 
 
-class RankChunks:
-    """One rank's chunks of a promise, by place. A chunk is leased while it is wanted, or being verified or read; then
-    its lease ends, the tail's first."""
+class GroupChunks:
+    """What one group has of a promise's chunks, by place. A chunk is leased while it is wanted, or being verified or
+    read; then its lease ends, the tail's first. A group that forgets has the last chunks only."""
 
     def __init__(
-        self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, verifier: Verifier, share: Share
+        self,
+        group_id: int,
+        group: AttentionGroup,
+        tiers: LayoutTiers,
+        blocks: NamedBlocks,
+        num_chunks: int,
+        num_readers: int,
+        verifier: Verifier,
+        share: Share,
     ) -> None:
-        self.rank = rank
-        self.num_good = 0  # the first so many are verified, of those that count
+        """Lease what the group needs of a hit of the first *num_chunks* of the *blocks*."""
+        own = needed(group, num_chunks)
+        self.group_id = group_id
+        self.first = own.start  # chunks before it are not needed
+        self.num_good = own.start  # the first so many are verified or not needed, of those that count
         self.num_corrupt = 0
         self.num_late = 0  # left out since the disk hangs
-        self.end = len(blocks.names)  # chunks from here on do not count any more
+        self.lost: list[int] = []  # chunks that cannot be loaded
+        self.end = num_chunks  # chunks from here on do not count any more
         self.readings: list[Reading] = []
+        self._group = group
         self._tiers = tiers
-        self._names = blocks.names
+        self._names = blocks.names[:num_chunks]
         self._verifier = verifier
         self._checked: dict[int, Checked] = {}  # by place
         self._share = share
         self._num_readers = num_readers
         self._have_read: set[int] = set()  # instances
-        self._is_held = np.ones(self.end, np.bool_)  # leased, or waited for
-        self._is_wanted = np.ones(self.end, np.bool_)
+        self._is_held = np.arange(num_chunks) >= self.first  # leased, or waited for
+        self._is_wanted = self._is_held.copy()
         self._is_being_verified = np.zeros(self.end, np.bool_)
-        self._is_good = np.zeros(self.end, np.bool_)
+        self._is_good = ~self._is_held  # verified, or not needed
         self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers that they came from
         self._arrived: list[int] = []
-        self._fetch = SharedFetch(tiers, rank, blocks, share, self._on_fetched)
-        self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
+        self._fetch = SharedFetch(tiers, group_id, blocks.of(group, own), share, self._on_fetched)
+        self._arrived += (self.first + np.flatnonzero(self._fetch.slots != ABSENT)).tolist()
 
     @property
-    def names(self) -> Sequence[BlockName]:
-        """Of the chunks, all of which were there."""
-        return self._names
+    def num_chunks(self) -> int:
+        """Chunks of the promise that were there when they were leased."""
+        return len(self._names)
+
+    @property
+    def are_good(self) -> npt.NDArray[np.bool_]:
+        """For each chunk of the promise whether it is verified."""
+        return self._is_good & (np.arange(self.num_chunks) >= self.first)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is leased or waited for."""
         return not self._is_held.any()
 
-    def has(self, chunks: range) -> bool:
-        """Whether these are still kept for who loads them."""
+    def needed_of(self, chunks: range) -> range:
+        """Return which of these chunks the group needs to go on after the last of them."""
+        return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
+
+    def has(self, load: range) -> bool:
+        """Return whether what a load of these chunks needs is still kept for who loads it."""
+        chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
 
@@ -102,7 +130,7 @@ class RankChunks:
 
     def slots(self, chunks: range) -> list[int]:
         """Where they are."""
-        return [int(slot) for slot in self._fetch.slots[chunks.start : chunks.stop]]
+        return [int(slot) for slot in self._fetch.slots[chunks.start - self.first : chunks.stop - self.first]]
 
     def verify_arrived(self) -> None:
         """Have what has come since the last call verified."""
@@ -110,14 +138,14 @@ class RankChunks:
         self._arrived = []
         if not places:
             return
-        slots = [self._fetch.slots.item(place) for place in places]
-        known = [self._fetch.digest(place) for place in places]
+        slots = [self._fetch.slots.item(place - self.first) for place in places]
+        known = [self._fetch.digest(place - self.first) for place in places]
         self._is_being_verified[places] = True
 
         def on_verified(part: Sequence[int], are_good: Sequence[bool | None]) -> None:
             self._on_verified([places[i] for i in part], are_good)
 
-        memory = self._tiers.memories[self.rank]
+        memory = self._tiers.memories[self.group_id]
         checked = self._verifier.verify(self._share, memory, slots, known, on_verified)
         self._checked.update(zip(places, checked, strict=True))
         good = [place for place, each in zip(places, checked, strict=True) if each.is_good]
@@ -138,9 +166,10 @@ class RankChunks:
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
-    def begin_reading(self, instance: Instance, chunks: range, now: float) -> list[int]:
-        """The worker copies these out from now on; where they are."""
-        self.readings.append(Reading(instance, chunks, now))
+    def begin_reading(self, instance: Instance, load: range, now: float) -> list[int]:
+        """The worker copies out what it needs of these from now on; where that is."""
+        chunks = self.needed_of(load)
+        self.readings.append(Reading(instance, load, chunks, now))
         return self.slots(chunks)
 
     def end_reading(self, reading: Reading) -> None:
@@ -152,7 +181,8 @@ class RankChunks:
         self.let_go()
         places = range(reading.chunks.stop - 1, reading.chunks.start - 1, -1)
         names = [self._names[place] for place in places]
-        self._tiers.tiers.refresh(self.rank, names, [bool(self._depths[place] == Tier.DISK.depth) for place in places])
+        were_read = [bool(self._depths[place] == Tier.DISK.depth) for place in places]
+        self._tiers.tiers.refresh(self.group_id, names, were_read)
 
     def let_go(self) -> None:
         """End the leases that nothing needs any more."""
@@ -165,13 +195,16 @@ class RankChunks:
         if len(going):
             self._is_held[going] = False
             self._verifier.release([self._checked.pop(p) for p in going.tolist() if p in self._checked])
-            self._fetch.release(going[::-1])
+            self._fetch.release(going[::-1] - self.first)
 
-    def _on_fetched(self, place: int, failure: Reason | None) -> None:
+    def _on_fetched(self, number: int, failure: Reason | None) -> None:
+        place = self.first + number
         if failure is None:
-            self._depths[place] = self._fetch.tier(place).depth
+            self._depths[place] = self._fetch.tier(number).depth
             self._arrived.append(place)
-        elif place < self.end:
+            return
+        self.lost.append(place)
+        if place < self.end:
             self.num_late += self.end - place if failure is Reason.DEADLINE else 0
             self.end = place
 
@@ -183,12 +216,13 @@ class RankChunks:
         for place, is_good in zip(places, are_good, strict=True):
             if is_good:
                 continue
+            self.lost.append(place)
             self.end = min(self.end, place)
             if is_good is False:
                 self.num_corrupt += 1
-                name = self._names[place]
-                if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
-                    self._tiers.tiers.forget(self.rank, [name])
+                name, slot = self._names[place], self._fetch.slots[place - self.first]
+                if self._tiers.tiers.find(self.group_id, [name])[0] == slot:  # else it was stored anew
+                    self._tiers.tiers.forget(self.group_id, [name])
         self.let_go()
 
 
@@ -206,7 +240,7 @@ class Promise:
     tiers: LayoutTiers
     blocks: NamedBlocks
     first: int
-    ranks: Sequence[int]
+    groups: Mapping[int, AttentionGroup]  # of the ranks that load, by number
     num_readers: int
     begun_at: float
     give_up_at: float
@@ -215,7 +249,9 @@ class Promise:
     before: Sequence[BlockName] = ()
     num_before: int = 0  # of them that are here
     misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
-    chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
+    chunks: list[GroupChunks] = field(default_factory=list)  # empty while it waits for stores
+    former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
+    lost: set[tuple[int, int]] = field(default_factory=set)  # groups' chunks that cannot be loaded
     inquiry: Inquiry | None = None  # to tiers that cannot tell at once what they have
     is_begun: bool = False
     is_settled: bool = False
@@ -225,7 +261,17 @@ class Promise:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is leased, and nothing will be."""
-        return self.is_ended and all(own.is_over for own in self.chunks)
+        return self.is_ended and all(own.is_over for own in self.every)
+
+    @property
+    def every(self) -> list[GroupChunks]:
+        """All that may have leases."""
+        return [*self.chunks, *self.former]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a shorter hit may need chunks that this one does not."""
+        return any(group.forgets for group in self.groups.values())
 
     @property
     def hit_end(self) -> int:
@@ -235,27 +281,29 @@ class Promise:
 
     @property
     def depths(self) -> bytes:
-        """For each chunk that can be loaded `Tier.depth` of the coldest tier that a rank's part came from."""
+        """For each chunk that can be loaded `Tier.depth` of the coldest tier that a group's part came from."""
         depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
             np.maximum(depths, own.depths(self.num_chunks), out=depths)
         return depths.tobytes()
 
-    def has_asked(self, missing: Sequence[BlockName]) -> bool:
-        """Whether tiers that cannot tell at once have been asked about the chunks that nothing nearer has, and have
-        answered."""
+    def has_asked(self, missing: Mapping[int, Sequence[BlockName]]) -> bool:
+        """Whether tiers that cannot tell at once have been asked about the chunks that nothing nearer has, by group,
+        and have answered."""
         if self.inquiry is None:
-            self.inquiry = AllOf([self.tiers.tiers.inquire(rank, missing) for rank in self.ranks])
+            self.inquiry = AllOf([self.tiers.tiers.inquire(group_id, names) for group_id, names in missing.items()])
         return self.inquiry.is_done
 
-    def of_rank(self, rank: int) -> RankChunks | None:
-        """The rank's part of it."""
-        return next((own for own in self.chunks if own.rank == rank), None)
+    def of_groups(self, group_ids: range) -> list[GroupChunks]:
+        """What these groups have of it, all of a rank; empty if some have nothing."""
+        found = [own for own in self.chunks if own.group_id in group_ids]
+        return found if len(found) == len(group_ids) else []
 
-    def has(self, rank: int, chunks: range, last_name: BlockName) -> bool:
-        """Whether it keeps these chunks of the prefix for the rank; the name of the last stands for all of them."""
-        own, here = self.of_rank(rank), self.places(chunks)
-        return own is not None and here.start >= 0 and own.has(here) and self.blocks.names[here.stop - 1] == last_name
+    def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
+        """Whether it keeps these chunks of the prefix in these groups; the name of the last stands for all of them."""
+        parts, here = self.of_groups(group_ids), self.places(chunks)
+        are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
+        return are_kept and self.blocks.names[here.stop - 1] == last_name
 
     def places(self, chunks: range) -> range:
         """The chunks of the prefix, counted from the promise's first."""
@@ -265,7 +313,7 @@ class Promise:
         """Nothing more is loaded from it."""
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
-        for own in self.chunks:
+        for own in self.every:
             own.do_not_want(range(len(self.blocks.names)))
 
 
@@ -300,7 +348,7 @@ class Promises:
         self,
         client: Client[list[bytes]],
         request_id: str,
-        tiers: LayoutTiers,
+        like: Instance,
         blocks: NamedBlocks,
         ranks: Sequence[int],
         num_readers: int,
@@ -310,13 +358,16 @@ class Promises:
         before: Sequence[BlockName] = (),
     ) -> Promise:
         """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
-        workers for each of the ranks; none if one of the chunks *before* is not here. After *most_s*, or the time that
+        workers for each of the ranks; none if one of the chunks *before* is not here. *like*: a worker with the
+        layout. After *most_s*, or the time that
         a read may take, what has come counts. *on_settled* is called once that is known; not if the request ends
         before."""
         now = self._clock()
+        tiers, every = like.tiers, like.layout.groups
         give_up_at = now + min(most_s, tiers.read_timeout_s)
+        groups = {group_id: every[group_id] for rank in ranks for group_id in groups_of(like.layout, rank)}
         promise = Promise(
-            client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now, on_settled, before
+            client, request_id, tiers, blocks, first, groups, num_readers, now, give_up_at, now, on_settled, before
         )
         self._promises.setdefault(request_id, []).append(promise)
         self.counts.num_asked += len(blocks.names)
@@ -342,12 +393,13 @@ class Promises:
     def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
         """The worker has loaded these chunks of the request's prefix, or will not. This ends one load, the oldest of
         these chunks: another one of the same may be under way."""
-        found = self._oldest_reading(request_id, rank, instance, chunks)
+        found = self._oldest_load(request_id, groups_of(instance.layout, rank), instance, chunks)
         if found is not None:
-            promise, own, reading = found
+            promise, readings = found
             self.counts.num_loaded += len(chunks)
-            own.end_reading(reading)
-            self._on_loaded(promise, rank, len(chunks), self._clock() - reading.begun_at)
+            for own, reading in readings:
+                own.end_reading(reading)
+            self._on_loaded(promise, rank, len(chunks), self._clock() - readings[0][1].begun_at)
             self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
@@ -389,7 +441,7 @@ class Promises:
 
     def check(self) -> None:
         """Raise AssertionError if what is verified and what is held disagree."""
-        self._verifier.check(checked for promise in self for own in promise.chunks for checked in own.checked)
+        self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
         if not promise.is_begun and not self._begin_chunks(promise):
@@ -397,7 +449,9 @@ class Promises:
         for own in promise.chunks:
             own.verify_arrived()
         end = min((own.end for own in promise.chunks), default=0)
-        if all(own.num_good >= end for own in promise.chunks):
+        if promise.forgets and any(own.end < own.num_chunks for own in promise.chunks):
+            self._begin_again(promise)
+        elif all(own.num_good >= end for own in promise.chunks):
             self._settle(promise, end)
         else:
             self._cut(promise, end)
@@ -410,52 +464,78 @@ class Promises:
         promise.on_settled(promise)
 
     def _cut(self, promise: Promise, end: int) -> None:
-        """What one rank does not have is of no use to the others."""
+        """What one group does not have is of no use to the others."""
+        self._count_lost(promise)
+        for own in promise.chunks:
+            own.cut(end)
+
+    def _count_lost(self, promise: Promise) -> None:
         for own in promise.chunks:
             if own.num_corrupt or own.num_late:
                 why = Reason.CORRUPT if own.num_corrupt else Reason.DEADLINE
-                promise.misses = promise.misses.cut(len(own.names), why)
+                promise.misses = promise.misses.cut(own.num_chunks, why)
             self.counts.num_corrupt += own.num_corrupt
             self.counts.num_late += own.num_late
             own.num_corrupt = own.num_late = 0
-            own.cut(end)
+
+    def _begin_again(self, promise: Promise) -> None:
+        """Lease what the next shorter hit needs, since a chunk cannot be loaded: where a group forgets, that may be
+        other chunks. What both hits need stays leased."""
+        self._count_lost(promise)
+        promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}
+        left = promise.chunks
+        share = self._shares.of(promise.client)
+        self._lease(promise, SharedHit(promise.tiers, promise.groups, promise.blocks.names, share, promise.lost))
+        for own in left:
+            own.do_not_want(range(own.num_chunks))
+        promise.former = [own for own in [*promise.former, *left] if not own.is_over]
+
+    def _lease(self, promise: Promise, hit: SharedHit) -> None:
+        num_chunks = hit.within_room()
+        share = self._shares.of(promise.client)
+        promise.chunks = [
+            GroupChunks(
+                group_id, group, promise.tiers, promise.blocks, num_chunks, promise.num_readers, self._verifier, share
+            )
+            for group_id, group in promise.groups.items()
+            if num_chunks
+        ]
 
     def _begin_chunks(self, promise: Promise) -> bool:
-        """Lease what is there for all ranks, within the client's share; False if a chunk that is missing may be there
+        """Lease what is there in all groups, within the client's share; False if a chunk that is missing may be there
         in a moment."""
-        tiers = promise.tiers
-        promise.num_before = min(len(tiers.tiers.find_run(rank, promise.before)) for rank in promise.ranks)
+        tiers, names = promise.tiers, promise.blocks.names
+        lasting = [group_id for group_id, group in promise.groups.items() if not group.forgets]
+        runs = [len(tiers.tiers.find_run(group_id, promise.before)) for group_id in lasting if promise.before]
+        promise.num_before = min(runs, default=len(promise.before))
         if promise.num_before < len(promise.before):
-            missing = promise.before[promise.num_before]
-            if self._may_come(promise, [*promise.before[promise.num_before :], *promise.blocks.names]):
+            missing = [*promise.before[promise.num_before :], *names]
+            if self._may_come(promise, dict.fromkeys(lasting, missing)):
                 return False
             promise.is_begun = True
-            promise.misses = Misses(((len(promise.blocks.names), tiers.why_missing(missing)),))
+            promise.misses = Misses(((len(names), tiers.why_missing(missing[0])),))
             return True
         share = self._shares.of(promise.client)
-        within = within_share(tiers, promise.ranks, promise.blocks.names, share)
-        names = within.names
-        if within.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
+        hit = SharedHit(tiers, promise.groups, names, share)
+        if hit.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
             return False
-        num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
-        if num_there < len(names) and self._may_come(promise, names[num_there:]):
+        num_beyond = hit.num_there - hit.num_chunks
+        if hit.num_there < len(names) and not num_beyond and self._may_come(promise, hit.missing()):
             return False
         promise.is_begun = True
-        for rank in promise.ranks if promise.before else ():
-            tiers.refresh(rank, promise.before[::-1], ())
-        self.counts.num_over_share += within.num_beyond
-        promise.misses = Misses(((len(promise.blocks.names), Reason.CAPACITY),))
-        if num_there < len(names):
-            promise.misses = promise.misses.cut(len(names), tiers.why_missing(names[num_there]))
-        if num_there:
-            blocks = NamedBlocks(names[:num_there], promise.blocks.parents[:num_there], promise.blocks.tenant)
-            promise.chunks = [
-                RankChunks(rank, tiers, blocks, promise.num_readers, self._verifier, share) for rank in promise.ranks
-            ]
+        for group_id in lasting if promise.before else ():
+            tiers.refresh(group_id, promise.before[::-1], ())
+        self.counts.num_over_share += num_beyond
+        promise.misses = Misses(((len(names), Reason.CAPACITY),))
+        if hit.num_there < len(names):
+            why = tiers.why_missing(names[hit.num_there])
+            promise.misses = Misses(((hit.num_there, Reason.CAPACITY), (len(names), why)))
+        self._lease(promise, hit)
         return True
 
-    def _may_come(self, promise: Promise, missing: Sequence[BlockName]) -> bool:
-        """Return whether the first of these chunks, which is not there, may be in a moment."""
+    def _may_come(self, promise: Promise, missing: Mapping[int, Sequence[BlockName]]) -> bool:
+        """Return whether some of these chunks, by group, which are not there, may be in a moment. Of a group that needs
+        all chunks the first one counts."""
         now, tiers = self._clock(), promise.tiers
         if now >= promise.give_up_at:
             return False
@@ -463,27 +543,43 @@ class Promises:
             return True
         if not promise.has_asked(missing):
             return True
-        return any(self._stores.is_coming(tiers, rank, missing[0]) for rank in promise.ranks)
+        return any(
+            self._stores.is_coming(tiers, group_id, name)
+            for group_id, names in missing.items()
+            for name in (names if promise.groups[group_id].forgets else names[:1])
+        )
 
     def _time_out(self, promise: Promise) -> None:
         """Its time is over: what is verified for all ranks counts. The disk may have a long queue, and hang or not."""
         promise.is_begun = True
-        end = min((own.num_good for own in promise.chunks), default=0)
+        end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
         promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)
         self._settle(promise, end)
 
-    def _oldest_reading(
-        self, request_id: str, rank: int, instance: Instance, chunks: range
-    ) -> tuple[Promise, RankChunks, Reading] | None:
-        found = [
-            (promise, own, reading)
-            for promise in self._promises.get(request_id, ())
-            for own in promise.chunks
-            for reading in own.readings
-            if own.rank == rank and reading.instance is instance and reading.chunks == promise.places(chunks)
-        ]
-        return min(found, key=lambda each: each[2].begun_at, default=None)
+    def _longest_good(self, promise: Promise) -> int:
+        """Return how long a hit is of which everything is verified."""
+        if not promise.chunks:
+            return 0
+        most = min(own.end for own in promise.chunks)
+        groups = [promise.groups[own.group_id] for own in promise.chunks]
+        return longest_of(groups, [own.are_good for own in promise.chunks], most)
+
+    def _oldest_load(
+        self, request_id: str, group_ids: range, instance: Instance, chunks: range
+    ) -> tuple[Promise, list[tuple[GroupChunks, Reading]]] | None:
+        """Return the readings of the oldest load of these chunks that the worker has under way, one for each group."""
+        found = []
+        for promise in self._promises.get(request_id, ()):
+            load = promise.places(chunks)
+            readings = [
+                (own, reading)
+                for own in promise.of_groups(group_ids)
+                for reading in [each for each in own.readings if each.instance is instance and each.load == load][:1]
+            ]
+            if readings:
+                found.append((promise, readings))
+        return min(found, key=lambda each: each[1][0][1].begun_at, default=None)
 
     def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:
         for promise in self:

@@ -1,14 +1,16 @@
 """Registrations: which engine workers are attached, and with which layout."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtier.engine.sidecar.layout import LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
-from kvtier.engine.sidecar.lmcache.wire import Key, Refused, Registration
+from kvtier.engine.sidecar.lmcache.chunk_part import ChunkPart
+from kvtier.engine.sidecar.lmcache.hybrid_layout import AnyChunkLayout, HybridLayout
+from kvtier.engine.sidecar.lmcache.wire import GroupLayout, Key, Refused, Registration
 from kvtier.engine.sidecar.port import Client
 
 MOST_INSTANCES = 1024
@@ -21,7 +23,7 @@ class Instance:
 
     instance_id: int
     client: Client[list[bytes]]
-    layout: ChunkLayout
+    layout: AnyChunkLayout
     tiers: LayoutTiers
 
     def rank_of(self, key: Key) -> int:
@@ -57,7 +59,7 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._instances)
 
-    def add(self, client: Client[list[bytes]], instance_id: int, layout: ChunkLayout) -> Instance:
+    def add(self, client: Client[list[bytes]], instance_id: int, layout: AnyChunkLayout) -> Instance:
         """Attach a worker that is not attached. Raise `LayoutRefused` if its chunks have no place here."""
         if len(self._instances) >= MOST_INSTANCES:
             raise LayoutRefused(f"{MOST_INSTANCES} workers are attached already")
@@ -98,11 +100,11 @@ class Registrations:
             self._pinged.popitem(last=False)
         return False
 
-    def tiers_of(self, model_name: str, world_size: int) -> LayoutTiers | None:
-        """The one layout with which workers of that model are attached, None without any. `Refused` if there are
-        several: a lookup does not say for which of them it asks."""
+    def worker_of(self, model_name: str, world_size: int) -> Instance | None:
+        """Return a worker of that model, None without any. `Refused` if there are some with different layouts: a lookup
+        does not say for which of them it asks."""
         found = {
-            instance.layout: instance.tiers
+            instance.layout: instance
             for instance in self._instances.values()
             if (instance.layout.model, instance.layout.world_size) == (model_name, world_size)
         }
@@ -114,13 +116,9 @@ class Registrations:
             )
         return next(iter(found.values()), None)
 
-    def layout_of(self, registration: Registration) -> ChunkLayout:
+    def layout_of(self, registration: Registration) -> AnyChunkLayout:
         """Return the layout that a worker registers. Raise `LayoutRefused` if it cannot be served."""
-        if registration.group_layouts:
-            raise LayoutRefused(
-                f"it has {len(registration.group_layouts)} KV cache groups; attach it with kvtier's own connector"
-            )
-        return ChunkLayout(
+        whole = ChunkLayout(
             model=registration.model_name,
             weights=self._weights(registration.model_name),
             dtype=registration.dtype_str,
@@ -132,9 +130,30 @@ class Registrations:
             num_physical_slots=registration.num_physical_slots or self._chunk_tokens,
             world_size=registration.world_size,
         )
+        parts = tuple(_part_of(group, registration.use_mla, self._chunk_tokens) for group in registration.group_layouts)
+        return HybridLayout(whole, parts) if parts else whole
 
 
-def _differences(layouts: Mapping[ChunkLayout, LayoutTiers]) -> str:
+def _part_of(group: GroupLayout, is_single_plane: bool, chunk_tokens: int) -> ChunkPart:
+    """Return what a chunk has of a KV cache group."""
+    return ChunkPart(
+        dtype=group.dtype_str,
+        num_planes=group.kv_size or (1 if is_single_plane else 2),
+        num_layers=group.num_layers,
+        width=group.hidden_dim_size,
+        block_size=group.tokens_per_block,
+        num_tokens=group.window_tokens or chunk_tokens,
+        window_chunks=group.window_chunks,
+        is_recurrent=group.recurrent,
+    )
+
+
+def _differences(layouts: Iterable[AnyChunkLayout]) -> str:
     """What is not the same in all of them."""
-    names = [name for name in ChunkLayout.__slots__ if len({getattr(layout, name) for layout in layouts}) > 1]
-    return ", ".join(f"{name} {' and '.join(str(getattr(layout, name)) for layout in layouts)}" for name in names)
+    every = [layout.details() for layout in layouts]
+    names = [
+        name
+        for name in dict.fromkeys(name for details in every for name in details if name != "chunk_bytes")
+        if len({str(details.get(name)) for details in every}) > 1
+    ]
+    return ", ".join(f"{name} {' and '.join(str(details.get(name)) for details in every)}" for name in names)

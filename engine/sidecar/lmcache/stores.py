@@ -1,14 +1,16 @@
 """Stores: chunks that engines write into the segment, from the room that is reserved until they can be found."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.port import Client
 from kvtier.engine.sidecar.shares import Shares, Wanted
@@ -18,13 +20,17 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import number_of
 
+NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
+
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """Some chunks of one prefix on their way in. *places*: which of *blocks* the *slots* are for, ascending."""
+    """Some chunks of one prefix on their way in, in one group of the rank's. *places*: which of *blocks* the *slots*
+    are for, ascending."""
 
     instance: Instance
     rank: int
+    group_id: int
     request_id: str
     chunks: range
     blocks: NamedBlocks
@@ -72,37 +78,65 @@ class Stores:
         self._shares = shares
         self._reserved: list[Store] = []
         self._committed: list[Store] = []
-        self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = Counter()  # committed, and not found yet
+        self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = Counter()  # by group; committed, not found yet
 
     def __iter__(self) -> Iterator[Store]:
         return iter([*self._reserved, *self._committed])
 
     def reserve(
-        self, instance: Instance, rank: int, request_id: str, chunks: range, blocks: NamedBlocks
-    ) -> Store | None:
+        self,
+        instance: Instance,
+        rank: int,
+        request_id: str,
+        chunks: range,
+        blocks: NamedBlocks,
+        skipped: Mapping[int, Collection[int]] = NOTHING_SKIPPED,
+    ) -> list[Store]:
         """Reserve slots for those of the *blocks*, the *chunks* of the request's prefix, that are nowhere below. The
-        first ones get slots if there are not enough for all.
+        first ones get slots if there are not enough for all. *skipped*: by group, places of blocks that the worker does
+        not have.
 
         Returns:
-            None if no slot is needed or free. None also while an earlier reservation of the same chunks for the same
-            request stands: another thread of the worker may still write there, and its commit, which names no slots,
-            would be taken for that of the new ones.
+            One store for each group of the rank's that has slots. None at all while an earlier reservation of the same
+            chunks for the same request stands: another thread of the worker may still write there, and its commit,
+            which names no slots, would be taken for that of the new ones.
         """
-        tiers = instance.tiers
         if self._find(instance, rank, request_id, chunks):
-            return None
-        places = np.flatnonzero(~are_kept(tiers.tiers.find(rank, blocks.names))).tolist()
+            return []
+        groups, found = instance.layout.groups, []
+        for group_id in groups_of(instance.layout, rank):
+            own = blocks.of(groups[group_id], range(len(blocks.names)))
+            store = self._reserve(instance, rank, group_id, request_id, chunks, own, skipped.get(group_id, ()))
+            found += [] if store is None else [store]
+        return found
+
+    def _reserve(
+        self,
+        instance: Instance,
+        rank: int,
+        group_id: int,
+        request_id: str,
+        chunks: range,
+        blocks: NamedBlocks,
+        skipped: Collection[int],
+    ) -> Store | None:
+        """Return the reservation in one group; None if no slot is needed or free."""
+        tiers = instance.tiers
+        is_wanted = ~are_kept(tiers.tiers.find(group_id, blocks.names))
+        is_wanted[list(skipped)] = False
+        places = np.flatnonzero(is_wanted).tolist()
         if not places:
             return None
-        memory, share = tiers.memories[rank], self._shares.of(instance.client)
+        memory, share = tiers.memories[group_id], self._shares.of(instance.client)
         num_affordable = share.num_affordable([Wanted(memory, np.full(len(places), NOWHERE))])
-        slots = tiers.reserve(rank, num_affordable)
+        slots = tiers.reserve(group_id, num_affordable)
         self.counts.num_over_share += len(places) - num_affordable
         self.counts.num_without_room += num_affordable - len(slots)
         if not slots:
             return None
         share.lease(memory, np.array(slots, np.intp))
-        store = Store(instance, rank, request_id, chunks, blocks, places[: len(slots)], slots, self._clock())
+        own = places[: len(slots)]
+        store = Store(instance, rank, group_id, request_id, chunks, blocks, own, slots, self._clock())
         self._reserved.append(store)
         return store
 
@@ -112,14 +146,14 @@ class Stores:
         for store in found:
             self._reserved.remove(store)
             self._committed.append(store)
-            self._coming.update((store.tiers, rank, name) for name in store.names)
+            self._coming.update((store.tiers, store.group_id, name) for name in store.names)
             store.digests = [b""] * len(store.slots)
-            self._lane.take(instance.client, store.tiers.memories[rank], store.slots, _taker(self, store))
+            self._lane.take(instance.client, store.tiers.memories[store.group_id], store.slots, _taker(self, store))
         return bool(found)
 
-    def is_coming(self, tiers: LayoutTiers, rank: int, name: BlockName) -> bool:
+    def is_coming(self, tiers: LayoutTiers, group_id: int, name: BlockName) -> bool:
         """Whether the chunk has been committed, and can be found in a moment."""
-        return (tiers, rank, name) in self._coming
+        return (tiers, group_id, name) in self._coming
 
     def end_instance(self, instance: Instance) -> None:
         """Give up the reservations of a worker whose process has ended."""
@@ -137,7 +171,7 @@ class Stores:
 
     def check(self) -> None:
         """Raise AssertionError if what is coming is miscounted."""
-        coming = Counter((store.tiers, store.rank, name) for store in self._committed for name in store.names)
+        coming = Counter((store.tiers, store.group_id, name) for store in self._committed for name in store.names)
         assert coming == self._coming, "what is coming is miscounted"
 
     def on_digests(self, store: Store, part: range, digests: Sequence[bytes] | None) -> None:
@@ -150,14 +184,14 @@ class Stores:
         if store.num_taken < len(store.slots):
             return
         self._committed.remove(store)
-        self._coming -= Counter((store.tiers, store.rank, name) for name in store.names)
+        self._coming -= Counter((store.tiers, store.group_id, name) for name in store.names)
         if store.is_void:
             self._abandon(store)
             return
         self.counts.num_stored += len(store.slots)
         self._end_lease(store)
         store.tiers.tiers.publish(
-            store.rank,
+            store.group_id,
             np.array(store.slots[::-1], np.intp),
             _rows(store),
             store.digests[::-1],
@@ -175,11 +209,11 @@ class Stores:
     def _abandon(self, store: Store) -> None:
         self.counts.num_given_up += len(store.slots)
         self._end_lease(store)
-        store.tiers.tiers.abandon(store.rank, np.array(store.slots, np.intp))
+        store.tiers.tiers.abandon(store.group_id, np.array(store.slots, np.intp))
 
     def _end_lease(self, store: Store) -> None:
         share = self._shares.of(store.instance.client)
-        share.release(store.tiers.memories[store.rank], np.array(store.slots, np.intp))
+        share.release(store.tiers.memories[store.group_id], np.array(store.slots, np.intp))
 
 
 def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | None], None]:

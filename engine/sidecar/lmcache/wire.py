@@ -129,10 +129,11 @@ class Slot(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """Slots to store into, and which chunks of the range each is for."""
+    """Slots to store into, and which chunks of the range each is for; of which KV cache group, if there are several."""
 
     slots: Sequence[Slot] = ()
     chunk_indices: Sequence[int] = ()
+    group_ids: Sequence[int] = ()
 
 
 class Stored(Struct, frozen=True):
@@ -160,11 +161,11 @@ class NoModule(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """Answers `prepare_retrieve`: a slot for every chunk of the range, or no success."""
+    """Answers `prepare_retrieve`: a slot for every chunk of the range that is needed, or no success."""
 
     success: bool = False
     data: bytes = b""
-    context: dict[str, Sequence[Slot]] = {}
+    context: dict[str, Sequence[Slot] | Sequence[int]] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 CHUNK = 256
 NUM_TOKENS = 4 * CHUNK + 2
 BLOCK = 128
+NEWEST = OTHER_CLIENTS[-1]
+HYBRID = {"disable_hybrid_kv_cache_manager": False}
 IN_VLLM = 'import os; os.environ["LMCACHE_USE_UPSTREAM_MP"] = "1"'
 
 
@@ -32,9 +34,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(PYTHON, tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers of six, each a group of its own, see the last 512 tokens: two chunks."""
+    return make_model(PYTHON, tmp_path_factory.mktemp("hybrid"), "gemma3")
+
+
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(free_endpoint(), "--host", "256MiB", "--disk", f"{tmp_path / 'store'}:256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def small_extents(tmp_path: Path) -> Iterator[Sidecar]:
+    """A sidecar whose host memory has extents for many groups: each has its own."""
+    config = tmp_path / "sidecar.toml"
+    config.write_text('extent = "4MiB"\n')
+    options = ["--config", str(config), "--host", "256MiB", "--disk", f"{tmp_path / 'store'}:256MiB"]
+    with Sidecar(free_endpoint(), *options) as running:
         yield running
 
 
@@ -82,6 +100,49 @@ def test_what_vllm_has_itself_is_not_loaded_and_the_rest_is_right(sidecar: Sidec
     assert whole["tokens"] == cold["tokens"]
     assert again["tokens"] == longer["tokens"]
     assert again["scheduled"] == (NUM_TOKENS + CHUNK) % CHUNK
+
+
+def test_a_hybrid_loads_what_it_has_stored_also_in_another_process_and_after_a_restart(
+    small_extents: Sidecar, hybrid: Path
+) -> None:
+    one, transfer = prompt(7, 6 * CHUNK + 2), transfer_config(small_extents.endpoint)
+    shared = one[: 3 * CHUNK] + prompt(8, 2 * CHUNK)
+    with Vllm(PYTHON, hybrid, {}, **HYBRID) as alone:
+        expected = [alone.generate([each], 16)["tokens"] for each in (one, shared)]
+    with Vllm(PYTHON, hybrid, transfer, imports(NEWEST), **HYBRID) as first:
+        cold = first.generate([one], 16)
+        first.reset()
+        again = first.generate([one], 16)
+    with Vllm(PYTHON, hybrid, transfer, imports(NEWEST), **HYBRID) as second:
+        branch = second.generate([shared], 16)  # its window ends within the longer prompt's
+        whole = second.generate([one], 16)  # of which vLLM has three chunks now
+    small_extents.stop()
+    small_extents.start()
+    with Vllm(PYTHON, hybrid, transfer, imports(NEWEST), **HYBRID) as third:
+        restarted = third.generate([one], 16)
+
+    assert first.attached["lmcache"] == NEWEST
+    computed = [each["scheduled"] for each in (cold, again, branch, whole, restarted)]
+    assert computed == [len(one), 2, 2 * CHUNK, 2, 2]
+    assert [each["tokens"] for each in (cold, again, whole, restarted)] == [expected[0]] * 4
+    assert branch["tokens"] == expected[1]
+
+
+def test_a_hybrid_that_computes_in_pieces_stores_the_windows_that_it_has(small_extents: Sidecar, hybrid: Path) -> None:
+    one, transfer = prompt(9, 6 * CHUNK + 2), transfer_config(small_extents.endpoint)
+    longer = one[: 6 * CHUNK] + prompt(10, 3 * CHUNK)
+    with Vllm(PYTHON, hybrid, {}, **HYBRID) as alone:
+        expected = [alone.generate([each], 16)["tokens"] for each in (one, longer)]
+    # a piece ends within a chunk, and within a block; blocks that have left the window are given away
+    with Vllm(PYTHON, hybrid, transfer, imports(NEWEST), max_num_batched_tokens=300, **HYBRID) as engine:
+        cold = engine.generate([one], 16)
+        engine.reset()
+        again = engine.generate([one], 16)
+        engine.reset()
+        grown = engine.generate([longer], 16)
+
+    assert [each["scheduled"] for each in (cold, again, grown)] == [len(one), 2, 3 * CHUNK]
+    assert [each["tokens"] for each in (cold, again, grown)] == [expected[0], expected[0], expected[1]]
 
 
 def test_vllms_own_copy_of_the_connector_does_not_start_with_this_client(sidecar: Sidecar, model: Path) -> None:

@@ -2,6 +2,6 @@
 
 UNCHECKED = """
 from kvtier.engine.sidecar.lmcache import promises
-checked = promises.RankChunks._on_verified
-promises.RankChunks._on_verified = lambda self, places, are_good: checked(self, places, [True] * len(places))
+checked = promises.GroupChunks._on_verified
+promises.GroupChunks._on_verified = lambda self, places, are_good: checked(self, places, [True] * len(places))
 """
