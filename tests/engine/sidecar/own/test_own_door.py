@@ -438,6 +438,31 @@ def test_what_is_being_written_while_all_is_cleared_is_never_found(bed: Bed, eng
     other.close()
 
 
+def test_what_was_in_part_begun_before_all_was_cleared_is_never_found(bed: Bed, engine: Engine) -> None:
+    other = Engine(bed)
+    before = engine.reserve(2)
+    other.ask(wire.Clear(), wire.Cleared)
+
+    engine.publish(names(1, 4), [*before, *engine.reserve(2)])
+    bed.settle()
+    engine.hear()
+
+    assert engine.host[0] == {}
+    assert bed.num_leases() == 0
+    other.close()
+
+
+def test_slots_that_were_written_while_all_was_cleared_are_free_with_their_engine(bed: Bed, engine: Engine) -> None:
+    other = Engine(bed)
+    other.reserve(4)
+    engine.ask(wire.Clear(), wire.Cleared)
+
+    other.close()
+    bed.settle()
+
+    assert bed.num_leases() == 0
+
+
 # What becomes of what an engine has, and what is told of it.
 
 
