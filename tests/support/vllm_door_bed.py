@@ -3,7 +3,7 @@ and real shared memory. What is "computed" of a block is bytes that its prompt d
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ NUM_PAGES = 512
 NUM_BYTES = 64 << 10
 DEADLINE_S = 0.3
 NUM_KEPT = 12  # slots of each group
+MAX_STORED = 24  # blocks of each group in a step
 FULL = (FullAttention(BLOCK),)
 HYBRID = (FullAttention(BLOCK), SlidingWindow(BLOCK, 9), SlidingWindow(BLOCK, 9))
 
@@ -180,6 +181,7 @@ class DoorBed:
             self.adapters,
             hash_tokens=BLOCK,
             num_workers=len(self.rank_caches),
+            max_stored=[MAX_STORED for _ in self.groups],
             deadline_s=DEADLINE_S,
             clock=self.clock,
         )
@@ -220,10 +222,11 @@ class DoorBed:
         num_scheduled: dict[str, int] | None = None,
         *requests: FakeRequest,
         meet: Callable[[], None] = lambda: None,
+        overwritten: Collection[int] = (),
     ) -> StepWork:
-        """One of vLLM's steps: loads, computing, stores, and what the worker says of it."""
+        """One of vLLM's steps: stores of the step before, loads, computing, and what the worker says of it."""
         pages = {request.request_id: request.pages for request in requests}
-        work = self.side.step(num_scheduled or {}, pages.get)
+        work = self.side.step(num_scheduled or {}, pages.get, overwritten=overwritten)
         meet()
         self.work(work, lambda: self._compute(num_scheduled or {}, requests))
         return work
@@ -240,13 +243,12 @@ class DoorBed:
         if work.wanted is not None:
             self._map(work.wanted)
         for worker in self.workers:
+            with suppress(MemoryError):
+                worker.store(work)
             worker.begin(work)
             with suppress(MemoryError):
                 worker.load(work)
         compute()
-        for worker in self.workers:
-            with suppress(MemoryError):
-                worker.store(work)
         reports = [report for worker in self.workers if (report := worker.report(work)) is not None]
         return reduce(WorkerReport.aggregate, reports) if reports else None
 
@@ -281,8 +283,8 @@ class DoorBed:
         return num_matched
 
     def compute(self, request: FakeRequest, meet: Callable[[], None] = lambda: None) -> None:
-        """The step that computes what is missing of the prompt, and one more, as for its first token. *meet* is called
-        between what the scheduler and what the worker does."""
+        """The step that computes what is missing of the prompt, and one more, which stores it and computes a token.
+        *meet* is called between what the scheduler and what the worker does."""
         num_missing = request.num_tokens - request.num_computed_tokens
         self.step({request.request_id: num_missing}, request, meet=meet)
         request.num_computed_tokens = request.num_tokens
@@ -302,8 +304,18 @@ class DoorBed:
             self.clock.now += 0.03
 
     def finish(self, request: FakeRequest) -> None:
-        """End the request, and let both sides say what they have to."""
+        """End the request, have the step after that, and let both sides say what they have to."""
         self.finish_without_listening(request)
+        self.listen()
+        self.step()
+        self.listen()
+
+    def end(self, *requests: FakeRequest) -> None:
+        """As `finish`, of requests whose pages go to no others."""
+        for request in requests:
+            self.side.on_finished(request)
+        self.listen()
+        self.step()
         self.listen()
 
     def finish_without_listening(self, request: FakeRequest) -> None:
@@ -349,6 +361,11 @@ class DoorBed:
         """Raise AssertionError if any two books disagree."""
         self.sidecar.check()
         self.side.check()
+
+    def reserve_ahead(self, num_slots: int) -> None:
+        """Have so many slots of the first group lie ready."""
+        self.tiers.reserve(0, num_slots)
+        self.listen()
 
     def leased(self) -> int:
         """Blocks and slots that the sidecar has leased to its engines, less the slots that always lie ready."""

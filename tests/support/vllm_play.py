@@ -35,12 +35,13 @@ class VllmPlay:
     _cached: dict[bytes, int] = field(default_factory=dict)  # by a block's hash
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _num_users: list[int] = field(default_factory=lambda: [0] * NUM_PAGES)
+    _has_ended: bool = False  # a request, since the last step: vLLM has one more, in which nothing may be computed
     _free: list[int] = field(default_factory=lambda: list(range(1, NUM_PAGES)))  # the next one to be taken first
 
     @property
     def is_idle(self) -> bool:
         """Whether all requests have ended."""
-        return not (self._waiting or self._running or self._in_flight)
+        return not (self._waiting or self._running or self._in_flight or self._has_ended)
 
     def add(self, tokens: Sequence[int]) -> None:
         """A request arrives."""
@@ -73,6 +74,7 @@ class VllmPlay:
         self._hash_of.clear()
 
     def _schedule(self) -> None:
+        self._has_ended = False
         num_scheduled: dict[str, int] = {}
         for request in self._running:
             if num_tokens := min(self._chunk(), request.num_tokens - request.num_computed_tokens):
@@ -108,8 +110,9 @@ class VllmPlay:
         step = self._in_flight.popleft()
         for segment in self.bed.segments:
             if step.work.loads and self.bed.rng.random() < 0.3:
-                self.num_failed_loads += 1
-                segment.fail_after(self.bed.rng.randrange(len(step.work.loads)))
+                fails_at = self.bed.rng.randrange(len(step.work.stores) + len(step.work.loads))
+                self.num_failed_loads += fails_at >= len(step.work.stores)
+                segment.fail_after(fails_at)
 
         def compute() -> None:
             for request, start, end in step.parts:
@@ -188,5 +191,6 @@ class VllmPlay:
     def _end(self, request: FakeRequest) -> None:
         if request in self._running:
             self._running.remove(request)
+            self._has_ended = True
             self.bed.side.on_finished(request)
             self._free_pages(request)

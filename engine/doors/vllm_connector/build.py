@@ -62,6 +62,7 @@ def build_scheduler_half(
     answers = ThreadLane(heard, "answers")
     num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of a step: its blocks are offered once
     num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps': the next comes soon
+    max_stored = num_kept  # so a step copies what lay ready, also after a sidecar has come late
     tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
     side = SchedulerSide(
         tiers,
@@ -72,6 +73,7 @@ def build_scheduler_half(
         Adapters(threads),
         hash_tokens=kv_cache_config.hash_block_size or groups[0].block_size,
         num_workers=vllm_config.parallel_config.tensor_parallel_size,
+        max_stored=max_stored,
         deadline_s=settings.deadline_ms / 1e3,
     )
 

@@ -25,6 +25,7 @@ from kvtier.engine.doors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
 from kvtier.engine.doors.vllm_connector.settings import settings_of
 from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
+from kvtier.engine.doors.vllm_connector.vllm_request import overwritten_pages
 from kvtier.engine.doors.vllm_connector.worker_side import WorkerSide
 from kvtier.tiers.naming.tier import Tier
 
@@ -99,7 +100,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         half, state = self._half, scheduler_output.kv_connector_block_state
         work = self._guard.run_always(
-            lambda: half.step(scheduler_output.num_scheduled_tokens, state.get_block_ids), None
+            lambda: half.step(
+                scheduler_output.num_scheduled_tokens, state.get_block_ids, overwritten_pages(scheduler_output)
+            ),
+            None,
         )
         return work or self._guard.run_always(half.side.salvaged, NOTHING_TO_DO)
 
@@ -125,6 +129,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # at the start: it may refuse
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Store what the step before has computed: the first hook of a step, before vLLM writes to any page."""
+        rank, work = self._rank, kv_connector_metadata
+        assert isinstance(work, StepWork), "vLLM hands on what build_connector_meta gave it"
+        if work.stores:
+            self._guard.run_always(lambda: rank.store(work), None)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         rank, work = self._rank, connector_metadata
@@ -141,12 +152,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: loads have ended before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: stores come after the last layer."""
+        """Nothing: what this step computes is stored at the start of the next."""
 
     def wait_for_save(self) -> None:
-        rank, work = self._rank, self._work
-        if work.stores:
-            self._guard.run_always(lambda: rank.store(work), None)
+        """Nothing: see `handle_preemptions`."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank.take_unloaded()

@@ -14,7 +14,7 @@ class Unstored(StrEnum):
     UNMAPPED = "unmapped"  # a worker had not mapped the sidecar's memory yet
     NO_ROOM = "no_room"  # the sidecar had fewer free slots than it was asked for
     LATE = "late"  # slots had not been reserved in time
-    FAILED = "failed"  # a worker could not copy them, or their digests could not be taken
+    FAILED = "failed"  # a worker could not copy them, vLLM had changed their pages, or there are no digests
     RESTING = "resting"  # the connector stores nothing for a while after an error of its own
 
 

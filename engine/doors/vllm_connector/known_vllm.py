@@ -5,7 +5,12 @@ from typing import Any
 from kvtier.engine.doors.vllm_connector.engine_layout import NotServed
 
 TESTED = ("0.32",)  # with the real engine: tests/engine/doors/test_vllm_connector.py
-HOOKS = ("build_connector_worker_meta", "get_external_cache_hit_sources", "update_connector_output")
+HOOKS = (
+    "build_connector_worker_meta",
+    "get_external_cache_hit_sources",
+    "handle_preemptions",
+    "update_connector_output",
+)
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 

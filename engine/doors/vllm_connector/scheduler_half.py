@@ -94,13 +94,18 @@ class SchedulerHalf:
             self._poll()
         return self.side.num_matched(request, num_computed)
 
-    def step(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> StepWork:
+    def step(
+        self,
+        num_scheduled: Mapping[str, int],
+        pages_of: Callable[[str], Pages | None],
+        overwritten: Collection[int] = (),
+    ) -> StepWork:
         """See `SchedulerSide.step`."""
         self._has_polled = False
         if not num_scheduled and self.side.is_waiting:
             self._has_news.wait(EMPTY_STEP_S)  # gives the lock up, to the threads that bring what is waited for
         self._poll()
-        return self.side.step(num_scheduled, pages_of, is_storing=not self.guard.is_resting)
+        return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
 
     def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
         """Take in what a step's workers have said, if they did, and the pages that vLLM was told were not loaded."""

@@ -1,7 +1,7 @@
 """SchedulerSide: the connector's half in vLLM's scheduler: what is loaded, what is stored, and when."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
@@ -39,7 +39,19 @@ class Tracked:
     inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
     is_settled: bool = False  # it was told what it gets
     offered_at: float = float("-inf")
+    is_over: bool = False  # it has ended, and its blocks are offered for the last time
     why_unstored: Unstored = Unstored.LATE  # of those of its blocks that found no slot in its last step
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What is in a request's pages when a step has ended: the blocks of its first *num_tokens* tokens. *placement* has
+    the pages as they were in that step."""
+
+    tracked: Tracked
+    offer: Offer
+    placement: Placement
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -57,6 +69,9 @@ class SchedulerSide:
     only then is it told. So what it was told of is in mapped memory and right, and no load that is known of fails
     later. If one does, what is computed from its pages is not stored.
 
+    What a step computed is stored at the start of the next one, when its tokens have gone to their users. Pages that
+    vLLM takes from a request in between still have their bytes there: a worker copies before anything is written.
+
     Owned by the scheduler's thread; calls of others hold the connector's lock.
     """
 
@@ -71,11 +86,12 @@ class SchedulerSide:
         *,
         hash_tokens: int,
         num_workers: int,
+        max_stored: Sequence[int],
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*segment*: how workers map the memory of a sidecar's process. *hash_tokens*: for how many tokens vLLM has a
-        hash."""
+        hash. *max_stored*: blocks of each group that are stored in one step at most."""
         self.counts = Counts()
         self._tiers = tiers
         self._segment = segment
@@ -84,6 +100,7 @@ class SchedulerSide:
         self._adapters = adapters
         self._hash_tokens = hash_tokens
         self._num_workers = num_workers
+        self._max_stored = max_stored
         self._deadline_s = deadline_s
         self._clock = clock
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
@@ -91,6 +108,7 @@ class SchedulerSide:
         self._mapped: bytes | None = None  # the segment that all workers have said they map
         self._waited_for: bytes | None = None  # one that they did not map within a deadline
         self._requests: dict[str, Tracked] = {}
+        self._computed: list[_Computed] = []  # by the last step
         self._lineage = WeightsLineage()
         self._next = _Next()
         self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
@@ -158,21 +176,23 @@ class SchedulerSide:
         return self._next.loaded[-1].tokens_by_tier(tracked.num_local, tracked.num_local + num_loaded)
 
     def step(
-        self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None], is_storing: bool = True
+        self,
+        num_scheduled: Mapping[str, int],
+        pages_of: Callable[[str], Pages | None],
+        is_storing: bool = True,
+        overwritten: Collection[int] = (),
     ) -> StepWork:
-        """The workers' part of the step in which vLLM computes so many tokens of each request."""
+        """The workers' part of the step in which vLLM computes so many tokens of each request. *overwritten*: pages
+        that vLLM may change before the workers can copy them."""
         self._num_steps += 1
-        number, stores = self._num_steps, list[PageCopies]()
+        number = self._num_steps
+        stores = self._store_computed(number, is_storing, overwritten)
         if self._next.unloadable:
             self.on_unloaded(self._next.unloadable)
         if not self._taint.is_empty or self._next.loaded or self._loading:
             self._follow(num_scheduled, pages_of)
-        why_unstored = self._why_unstored(is_storing)
         for request_id, num_tokens in num_scheduled.items():
-            if why_unstored is None:
-                stores += self._offer(number, request_id, num_tokens, pages_of)
-            elif (tracked := self._requests.get(request_id)) is not None:
-                tracked.why_unstored = why_unstored
+            self._note_computed(request_id, num_tokens, pages_of)
         boot = self._tiers.boot
         wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
         gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
@@ -188,6 +208,7 @@ class SchedulerSide:
         gathered, self._next = self._next, _Next()
         for load in gathered.loaded:
             load.release()
+        self._computed.clear()
         self._stores.on_step_done(self._num_steps, has_stored=False)
         pages = [page for copies in gathered.loads for page in copies.pages]
         unloadable = [*gathered.unloadable, *pages]
@@ -223,16 +244,16 @@ class SchedulerSide:
             self._stores.discard(placement)
 
     def on_finished(self, request: VllmRequest) -> None:
-        """The request has ended, by itself or aborted. What of it has found no slot is lost: vLLM has its pages
-        back."""
+        """The request has ended, by itself or aborted. What the last step computed of it is stored with the next one;
+        what finds no slot then is lost, as vLLM has its pages back."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._drop(tracked)
+            tracked.is_over = True
             if tracked.placement is not None:
-                if tracked.offer is not None:
+                if tracked.offer is not None and not any(each.tracked is tracked for each in self._computed):
                     num_tokens = tracked.placement.limit(min(request.num_computed_tokens, request.num_tokens))
-                    num_left = self._stores.num_left(tracked.offer, num_tokens)
-                    self.counts.unstored_blocks[tracked.why_unstored] += num_left
+                    self._count_unstored(tracked, tracked.offer, num_tokens)
                 self._end_placement(tracked)
 
     def begin_anew(self) -> None:
@@ -242,6 +263,7 @@ class SchedulerSide:
         that are under way are not published.
         """
         self._lineage.begin_anew()
+        self._computed.clear()
         self._stores.discard_all()
         for tracked in self._requests.values():
             self._drop(tracked)
@@ -307,8 +329,8 @@ class SchedulerSide:
         return None
 
     def _waits_for_mapping(self, is_late: bool) -> bool:
-        """Whether the request waits until the workers map the sidecar's memory, so that its blocks can be stored in the
-        step that computes them. One request at most waits in vain: they may not be able to."""
+        """Return whether the request waits until the workers map the sidecar's memory, so that its blocks can be stored
+        once they are computed. One request at most waits in vain, as the workers may not be able to."""
         boot = self._tiers.boot
         if self.is_mapped or not self._tiers.is_attached or boot == self._waited_for:
             return False
@@ -373,28 +395,40 @@ class SchedulerSide:
     def _is_late(self, tracked: Tracked) -> bool:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
-    def _offer(
-        self, number: int, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]
-    ) -> Iterable[PageCopies]:
-        """Copies of what this step completes, and of what found no slot before."""
-        tracked = self._requests.get(request_id)
-        if tracked is None or tracked.offer is None:
-            return ()
-        if (placement := tracked.placement) is None:
-            return ()
-        request, now = tracked.request, self._clock()
-        num_tokens = placement.limit(min(request.num_computed_tokens + num_scheduled, request.num_tokens))
-        if not self._stores.num_left(tracked.offer, num_tokens) or now - tracked.offered_at < OFFER_PAUSE_S:
-            return ()
-        if (pages := pages_of(request_id)) is None:
-            return ()
-        placement.pages = pages
-        copies = self._stores.copies(number, tracked.offer, num_tokens, placement)
-        if self._stores.num_left(tracked.offer, num_tokens):
-            tracked.offered_at = now
-            has_room = all(map(self._tiers.has_room, range(len(self._groups))))
-            tracked.why_unstored = Unstored.LATE if has_room else Unstored.NO_ROOM
+    def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
+        """Copies of what the step before has completed, and of what found no slot before."""
+        computed, self._computed = self._computed, []
+        copies, left = list[PageCopies](), list(self._max_stored)
+        why_unstored = self._why_unstored(is_storing)
+        for each in computed:
+            tracked, now = each.tracked, self._clock()
+            num_tokens = each.placement.limit(each.num_tokens)
+            if why_unstored is not None:
+                tracked.why_unstored = why_unstored
+            elif tracked.is_over or now - tracked.offered_at >= OFFER_PAUSE_S:
+                copies += self._stores.copies(number, each.offer, num_tokens, each.placement, left, overwritten)
+                if self._stores.num_left(each.offer, num_tokens):
+                    tracked.offered_at = now
+                    has_room = all(map(self._tiers.has_room, range(len(self._groups))))
+                    tracked.why_unstored = Unstored.LATE if has_room else Unstored.NO_ROOM
+            if tracked.is_over:
+                self._count_unstored(tracked, each.offer, num_tokens)
         return copies
+
+    def _note_computed(self, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]) -> None:
+        """Keep in mind what the request's pages have once this step has ended, if some of it is not stored yet."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or (offer := tracked.offer) is None or (placement := tracked.placement) is None:
+            return
+        request = tracked.request
+        num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        if not self._stores.num_left(offer, num_tokens) or (pages := pages_of(request_id)) is None:
+            return
+        placement.pages = pages
+        self._computed.append(_Computed(tracked, offer, placement, num_tokens))
+
+    def _count_unstored(self, tracked: Tracked, offer: Offer, num_tokens: int) -> None:
+        self.counts.unstored_blocks[tracked.why_unstored] += self._stores.num_left(offer, num_tokens)
 
     def _why_unstored(self, is_storing: bool) -> Unstored | None:
         """Return why no block can be stored in this step; None if blocks can be."""

@@ -29,8 +29,8 @@ class Segment:
 class StepWork:
     """What the workers do in one step, beside computing. Slots are in the segment that all of them have said they map.
 
-    *loads* come before the step's forward pass, *stores* after it. Pages of *unloadable* were to be loaded and cannot
-    be: vLLM has to be told.
+    *stores* are of what the step before has computed, and come before anything is written to a page; then come *loads*,
+    before the step's forward pass. Pages of *unloadable* were to be loaded and cannot be: vLLM has to be told.
     """
 
     number: int

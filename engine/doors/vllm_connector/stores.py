@@ -1,6 +1,6 @@
 """Stores: blocks that vLLM has computed, on their way into host slots and from there to whoever asks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,9 +55,9 @@ class _Digested:
 
 
 class Stores:
-    """A block's way down: a slot is reserved, the workers copy the block's pages into it in one step, its digest is
-    taken, and it is published. No slot is waited for: a block without one is offered again with the next step. Owned by
-    the scheduler's thread, under the connector's lock."""
+    """A block's way down: a slot is reserved, the workers copy the block's pages into it at the start of the step after
+    the one that computed it, its digest is taken, and it is published. No slot is waited for: a block without one is
+    offered again with the next step. Owned by the scheduler's thread, under the connector's lock."""
 
     def __init__(
         self,
@@ -68,8 +68,7 @@ class Stores:
         on_stored: Callable[[int], None],
         on_failed: Callable[[int], None],
     ) -> None:
-        """*on_stored* is told how many blocks have been published, *on_failed* of how many the bytes could not be had
-        although there were slots."""
+        """*on_stored* is told how many blocks have been published, *on_failed* how many could not be copied."""
         self._tiers = tiers
         self._groups = groups
         self._memories = memories
@@ -85,15 +84,28 @@ class Stores:
         """Whether digests are being taken of blocks that will be published then."""
         return bool(self._digesting)
 
-    def copies(self, step: int, offer: Offer, num_tokens: int, placement: Placement) -> list[PageCopies]:
-        """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed when
-        it has ended, as far as there are slots."""
+    def copies(
+        self,
+        step: int,
+        offer: Offer,
+        num_tokens: int,
+        placement: Placement,
+        left: list[int],
+        overwritten: Collection[int] = (),
+    ) -> list[PageCopies]:
+        """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed, as
+        far as there are slots.
+
+        Args:
+            left: How many blocks of each group may still be copied in this step; made less by those that are.
+            overwritten: Pages that no longer have their block's bytes. Their blocks are lost.
+        """
         copies = []
         for group_id, group in enumerate(self._groups):
             start, size = offer.num_offered[group_id], group.block_size
             end = min(num_tokens // size, offer.names.num_blocks(size), len(placement.pages[group_id]))
             if start < end:
-                copies += self._copies(step, offer, group_id, range(start, end), placement)
+                copies += self._copies(step, offer, group_id, range(start, end), placement, left, overwritten)
         return copies
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
@@ -130,7 +142,16 @@ class Stores:
             for row in rows:
                 row.is_discarded = True
 
-    def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, placement: Placement) -> list[PageCopies]:
+    def _copies(
+        self,
+        step: int,
+        offer: Offer,
+        group_id: int,
+        blocks: range,
+        placement: Placement,
+        left: list[int],
+        overwritten: Collection[int],
+    ) -> list[PageCopies]:
         size, pages = self._groups[group_id].block_size, placement.pages[group_id]
         names = offer.names.of(size, blocks.start, blocks.stop)
         places = self._tiers.find(group_id, names)
@@ -139,7 +160,11 @@ class Stores:
             for place in np.flatnonzero(~are_kept(places)).tolist()
             if pages[blocks[place]] != NULL_PAGE and (group_id, names[place]) not in self._under_way
         ]
-        slots = self._tiers.reserve(group_id, len(wanted))
+        if lost := [place for place in wanted if pages[blocks[place]] in overwritten]:
+            self._on_failed(len(lost))
+            wanted = [place for place in wanted if place not in lost]
+        slots = self._tiers.reserve(group_id, min(len(wanted), left[group_id]))
+        left[group_id] -= len(slots)
         offer.num_offered[group_id] = blocks.stop if len(slots) == len(wanted) else blocks[wanted[len(slots)]]
         if not slots:
             return []

@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's requests."""
+"""What the connector reads of vLLM's requests and steps."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,3 +34,27 @@ class VllmRequest(Protocol):
     def lora_request(self) -> VllmAdapter | None: ...
     @property
     def cache_salt(self) -> str | None: ...
+
+
+class VllmBlockCopy(Protocol):
+    """vLLM's `KVCacheBlockCopy`: a page that a worker copies to another one, of a block that two requests share in
+    part."""
+
+    @property
+    def dst_block_id(self) -> int: ...
+
+
+class VllmStep(Protocol):
+    """vLLM's `SchedulerOutput`: what workers do to pages at the beginning of a step."""
+
+    @property
+    def new_block_ids_to_zero(self) -> Sequence[int] | None: ...
+    @property
+    def kv_cache_block_copies(self) -> Sequence[VllmBlockCopy] | None: ...
+
+
+def overwritten_pages(step: VllmStep) -> set[int]:
+    """Return the pages whose bytes of before may be gone when a worker's first hook of the step is called: vLLM's newer
+    model runner changes pages before it, its older one after it."""
+    copies = step.kv_cache_block_copies or ()
+    return {*(step.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)}

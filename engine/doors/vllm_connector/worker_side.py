@@ -10,8 +10,8 @@ from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
 
 
 class WorkerSide:
-    """Copies a step's pages from and to the sidecar's memory: loads before vLLM computes, stores after it. Owned by the
-    worker's thread."""
+    """Copies pages from and to the sidecar's memory before vLLM computes a step: first what the step before computed,
+    then what this one goes on from. Owned by the worker's thread."""
 
     def __init__(self, layouts: Sequence[GroupLayout], rank: int, segment: MappedSegment) -> None:
         self._layouts = layouts
@@ -20,7 +20,7 @@ class WorkerSide:
         self._pages: list[Pages] = []
         self._unloaded: set[int] = set()  # not taken yet
         self._unloaded_in_step: set[int] = set()
-        self._has_stored = True
+        self._stored_step: int | None = None  # the last one all of whose stores are copied
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
         """Use these tensors from now on. `NotServed` for a layout that cannot be copied as whole blocks."""
@@ -28,7 +28,6 @@ class WorkerSide:
 
     def begin(self, work: StepWork) -> None:
         """Take the step's work up."""
-        self._has_stored = True
         self._unloaded_in_step.clear()
         if work.wanted is not None:
             self._segment.want(work.wanted)
@@ -45,11 +44,10 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy what the step has completed into its slots."""
-        self._has_stored = False
+        """Copy what the step before has completed into its slots: before `begin`, and before any page is written."""
         for copies in work.stores:
             self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
-        self._has_stored = True
+        self._stored_step = work.number
 
     def take_unloaded(self) -> set[int]:
         """Pages that do not have what vLLM was told of: none, unless something has failed that nothing foresaw."""
@@ -62,7 +60,8 @@ class WorkerSide:
             return None
         if work.wanted is not None:
             self._segment.want(work.wanted)  # takes over what has been mapped meanwhile
-        return WorkerReport(work.number, self._segment.boot, self._has_stored, frozenset(self._unloaded_in_step))
+        has_stored = not work.stores or self._stored_step == work.number
+        return WorkerReport(work.number, self._segment.boot, has_stored, frozenset(self._unloaded_in_step))
 
     def close(self) -> None:
         """Give up the sidecar's memory."""

@@ -23,6 +23,8 @@ from foreign.running import (
 from plain_http import NO_TLS
 from waiting import wait_for
 
+from kvtier.engine.doors.vllm_connector.counts import Unstored
+
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
 BLOCK = 128
@@ -205,6 +207,23 @@ def test_a_batch_larger_than_vllms_own_memory_loads_all_and_is_right(sidecar: Ow
     assert together["preemptions"] > 0
 
 
+def test_a_prompt_that_ends_in_the_step_that_computes_it_is_stored_although_the_next_one_takes_its_memory(
+    sidecar: OwnSidecar, model: Path
+) -> None:
+    prompts = [prompt(seed) for seed in range(20, 26)]
+    few_blocks = 12 * 4 * 2 * 2 * 64 * BLOCK * 4  # 12 blocks: one of these prompts
+    with engine(model, sidecar, kv_cache_memory_bytes=few_blocks, max_model_len=1280) as small:
+        cold = [small.generate([one], 1) for one in prompts]
+        again = [small.generate([one], 1) for one in prompts]
+        counts = small.counts()
+
+    assert [each["tokens"] for each in again] == [each["tokens"] for each in cold]
+    assert [each["scheduled"] for each in cold] == [NUM_TOKENS] * 6
+    assert [each["scheduled"] for each in again] == [2] * 6
+    assert counts["stored_blocks"] == 6 * 8
+    assert not [name for name in counts if name.startswith("unstored_blocks")]
+
+
 def test_two_adapters_of_one_name_and_place_with_other_weights_are_apart(
     sidecar: OwnSidecar, model: Path, folder: Path
 ) -> None:
@@ -286,6 +305,8 @@ def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(
     (loaded,) = re.findall(r"^kvtier_vllm_host_tokens_total{.*} (.*)$", metrics, re.M)
     (by_source,) = re.findall(r'^vllm:prompt_tokens_cached_by_source_total{.*source="host"} (.*)$', metrics, re.M)
     assert (float(computed), float(loaded), float(by_source)) == (2, 8 * BLOCK, 8 * BLOCK)
+    reasons = re.findall(r'^kvtier_vllm_unstored_blocks_total{.*reason="(.*?)".*} 0.0$', metrics, re.M)
+    assert sorted(reasons) == sorted(Unstored)
 
 
 def test_weights_that_are_updated_in_place_are_apart_from_those_of_other_engines(

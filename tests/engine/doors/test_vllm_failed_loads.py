@@ -69,11 +69,11 @@ def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed
     request = promised(bed, tokens)
     bed.segment.fail_after(0)
 
-    work = bed.step({request.request_id: 20}, request)
+    bed.step({request.request_id: 20}, request)
     request.num_computed_tokens = 60
-    bed.finish(request)
+    bed.side.on_finished(request)
 
-    assert work.stores
+    assert not bed.step().stores
     assert bed.leased() == 0
     assert not any(bed.side.counts.unstored_blocks.values()), "what is not to be stored has not missed a slot"
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
@@ -136,9 +136,7 @@ def test_a_request_that_shares_pages_with_the_failed_one_stores_nothing_behind_t
 
     full.step({request.request_id: 20, other.request_id: 20}, request, other)
     recompute(full, other, NUM_DOCUMENT)  # vLLM takes the pages for good: the first request computes them again
-    for each in (request, other):
-        full.side.on_finished(each)
-    full.listen()
+    full.end(request, other)
 
     assert found_by_another_engine(full, list(other.tokens)) == NUM_DOCUMENT
 
@@ -177,9 +175,7 @@ def test_a_request_that_shares_only_what_the_failed_one_computed_stores_nothing_
     bed.segment.fail_after(0)
 
     bed.step({request.request_id: 20, other.request_id: 20}, request, other)
-    for each in (request, other):
-        bed.side.on_finished(each)
-    bed.listen()
+    bed.end(request, other)
 
     assert found_by_another_engine(bed, list(other.tokens)) == NUM_DOCUMENT
     bed.close()
@@ -207,8 +203,7 @@ def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorB
     full.compute_tokens(third, 40, 44)  # as another request has computed this block again
     third.num_computed_tokens = 60
     full.step({third.request_id: 20}, third)
-    full.side.on_finished(third)
-    full.listen()
+    full.end(third)
 
     assert full.first_wrong(third, 80) == 11
     assert found_by_another_engine(full, list(third.tokens)) == 44
@@ -235,8 +230,7 @@ def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(ful
     full.side.on_allocated(other, other.pages, 0)
     other.num_computed_tokens = 60
     full.step({other.request_id: 20}, other)
-    full.side.on_finished(other)
-    full.listen()
+    full.end(other)
 
     assert full.first_wrong(other, 80) == 11
     assert found_by_another_engine(full, list(other.tokens)) == 44
@@ -260,9 +254,7 @@ def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
     full.match(late, num_computed=60)
     full.allocate(late, 0, num_local=60, like=request)
     full.step({late.request_id: 20}, late)
-    for each in (request, early, late):
-        full.side.on_finished(each)
-    full.listen()
+    full.end(request, early, late)
 
     assert found_by_another_engine(full, list(late.tokens)) == 80
     assert found_by_another_engine(full, list(early.tokens)) == 60
@@ -282,8 +274,7 @@ def test_pages_that_are_used_anew_are_trusted_again(full: DoorBed) -> None:
         full.side.on_allocated(request, request.pages, num_loaded)
         request.num_computed_tokens = num_loaded
         full.compute(request)
-        full.side.on_finished(request)
-        full.listen()
+        full.end(request)
         assert found_by_another_engine(full, list(request.tokens)) == 60
 
 
@@ -298,11 +289,12 @@ def test_what_a_later_chunk_computes_behind_the_hole_is_not_stored(full: DoorBed
     request.num_computed_tokens += 8
     full.clock.now += 0.03
     second = full.side.step({request.request_id: 12}, pages)
+    request.num_computed_tokens += 12
     full.work(first, lambda: full.compute_tokens(request, 40, 48))
     full.work(second, lambda: full.compute_tokens(request, 48, 60))
     full.finish(request)
 
-    assert second.stores
+    assert second.stores, "of the first step, whose failure vLLM has not heard of"
     assert full.leased() == 0
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
@@ -330,18 +322,21 @@ def test_a_request_that_has_ended_is_kept_in_mind_until_its_own_step_is_reported
     full.match(earlier)
     full.allocate(earlier, 0)
     assert full.match(request) == NUM_DOCUMENT
-    first = full.side.step({earlier.request_id: 20}, {earlier.request_id: earlier.pages}.get)
+    full.step({earlier.request_id: 20}, earlier)
+    earlier.num_computed_tokens = 20
+    first = full.side.step({earlier.request_id: 0}, {earlier.request_id: earlier.pages}.get)
     full.allocate(request, NUM_DOCUMENT)
     second = full.side.step({request.request_id: 20}, {request.request_id: request.pages}.get)
     full.side.on_finished(request)
 
-    full.work(first, lambda: full.compute_tokens(earlier, 0, 20))
+    full.work(first)
     full.segment.fail_after(0)
     full.work(second, lambda: full.compute_tokens(request, 40, 60))
     full.listen()
 
+    assert first.stores
     assert second.loads
-    assert second.stores
+    assert not full.step().stores
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
@@ -389,7 +384,7 @@ def test_what_some_workers_have_not_loaded_counts_although_others_say_nothing() 
     bed.side.on_report(WorkerReport(work.number, None, unloaded=frozenset(request.pages[0][:10])))
     bed.clock.now += 0.03
 
-    assert work.stores
+    assert work.loads
     assert not bed.step({request.request_id: 8}, request).stores
     bed.check()
     bed.close()
@@ -403,11 +398,11 @@ def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: DoorBed) -> None:
     bed.side.give_up()
     bed.allocate(request, NUM_DOCUMENT)
 
-    work = bed.step({request.request_id: 20}, request)
+    bed.step({request.request_id: 20}, request)
     told = bed.worker.take_unloaded()
-    bed.finish(request)
+    bed.side.on_finished(request)
 
-    assert not work.stores
+    assert not bed.step().stores
     assert told == {page for ids in request.pages for page in ids[:10] if page}
     assert bed.leased() == 0
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
@@ -436,12 +431,12 @@ def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: 
     request = promised(bed, tokens)
     bed.side.on_not_planned(request.pages)
 
-    work = bed.step({request.request_id: 20}, request)
+    bed.step({request.request_id: 20}, request)
     told = bed.worker.take_unloaded()
-    bed.finish(request)
+    bed.side.on_finished(request)
 
     assert told == {page for ids in request.pages for page in ids[10:]}
-    assert not work.stores
+    assert not bed.step().stores
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
 
 
@@ -502,7 +497,8 @@ def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(
     work = full.side.step({request.request_id: 20}, {request.request_id: request.pages}.get)
     report = full.work_unheard(work, lambda: full.compute_tokens(request, 40, 60))
     half.on_output(report, set(request.pages[0][4:10]))
-    full.finish(request)
+    full.side.on_finished(request)
+    stored = full.step()
     after = full.request(tokens + full.prompt(20))
     full.match(after, num_computed=60)
     full.allocate(after, 0, num_local=60, like=request)
@@ -513,7 +509,7 @@ def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(
     full.step({after.request_id: 20}, after)
     full.finish(after)
 
-    assert work.stores
+    assert sum(len(copies.pages) for copies in stored.stores) == 4
     assert found_by_another_engine(full, list(after.tokens)) == 16
 
 
@@ -533,10 +529,11 @@ def test_blocks_before_the_hole_are_stored_all_the_same(full: DoorBed) -> None:
     full.side.on_unloaded({request.pages[0][12]})
     full.work(first, lambda: full.compute_tokens(request, 0, 40))
     full.work(second, lambda: full.compute_tokens(request, 40, 60))
+    request.num_computed_tokens = 60
     full.finish(request)
 
     assert second.stores
-    assert found_by_another_engine(full, tokens) == 40
+    assert found_by_another_engine(full, tokens) == 48
 
 
 def test_nothing_is_stored_while_the_connector_rests(full: DoorBed) -> None:
@@ -546,6 +543,7 @@ def test_nothing_is_stored_while_the_connector_rests(full: DoorBed) -> None:
     full.allocate(request, 0)
     pages = {request.request_id: request.pages}.get
 
+    full.side.step({request.request_id: 20}, pages)
     assert not full.side.step({request.request_id: 20}, pages, is_storing=False).stores
     assert full.side.step({request.request_id: 20}, pages).stores
 
@@ -561,6 +559,7 @@ def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:
     work = full.side.step({request.request_id: 12}, pages, is_storing=False)
     full.work(work, lambda: full.compute_tokens(request, 48, 60))
     full.side.on_finished(request)
+    full.work(full.side.step({}, pages, is_storing=False))
     after = full.request(list(request.tokens) + full.prompt(20))
     full.match(after, num_computed=60)
     full.allocate(after, 0, num_local=60, like=request)

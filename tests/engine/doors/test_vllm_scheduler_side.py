@@ -63,12 +63,13 @@ def test_another_engine_loads_what_the_first_has_stored(bed: DoorBed) -> None:
     assert bed.run(bed.request(prompt)) == 40
 
 
-def test_the_first_prompt_of_an_engine_is_stored_as_it_is_computed(bed: DoorBed) -> None:
+def test_what_a_step_computes_the_next_one_stores(bed: DoorBed) -> None:
     request = bed.request(bed.prompt(NUM_TOKENS))
     assert bed.match(request) == 0
     bed.allocate(request, 0)
 
-    work = bed.step({request.request_id: NUM_TOKENS}, request)
+    assert not bed.step({request.request_id: NUM_TOKENS}, request).stores
+    work = bed.step()
 
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
@@ -332,9 +333,10 @@ def test_slots_that_a_worker_has_filled_in_part_are_never_found() -> None:
     request = bed.request(bed.prompt(40))
     bed.match(request)
     bed.allocate(request, 0)
-    bed.segments[1].fail_after(1)
-    work = bed.step({request.request_id: 40}, request)
+    bed.step({request.request_id: 40}, request)
     request.num_computed_tokens = 40
+    bed.segments[1].fail_after(1)
+    work = bed.step({request.request_id: 0}, request)
     bed.finish(request)
 
     assert len(work.stores) == 3
@@ -383,7 +385,8 @@ def test_what_two_requests_compute_in_one_step_is_copied_once(bed: DoorBed) -> N
         bed.match(request)
         bed.allocate(request, 0)
 
-    work = bed.step({request.request_id: 40 for request in requests}, *requests)
+    bed.step({request.request_id: 40 for request in requests}, *requests)
+    work = bed.step()
 
     assert sum(len(copies.slots) for copies in work.stores) == 10 * len(bed.groups)
 
@@ -401,7 +404,9 @@ def test_a_page_that_a_window_has_passed_is_not_stored() -> None:
     bed.match(request, num_computed=40)
     bed.allocate(request, 0, num_local=40, like=first)
 
-    work = bed.step({request.request_id: 4}, request)
+    bed.step({request.request_id: 4}, request)
+    bed.listen()
+    work = bed.step()
 
     of_windows = {copies.group_id: copies.pages for copies in work.stores if copies.group_id}
     assert of_windows == {group_id: [page for page in request.pages[group_id] if page] for group_id in (1, 2)}
@@ -415,7 +420,8 @@ def test_a_request_that_has_no_pages_yet_stores_nothing(full: DoorBed) -> None:
     full.match(request)
     full.side.on_allocated(request, [[]], 0)
 
-    assert not full.side.step({request.request_id: 40}, lambda request_id: [[]]).stores
+    full.side.step({request.request_id: 40}, lambda request_id: [[]])
+    assert not full.side.step({}, lambda request_id: [[]]).stores
 
 
 def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None:
@@ -426,9 +432,10 @@ def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None
     request = bed.request(bed.prompt(40))
     bed.match(request)
     bed.allocate(request, 0)
-    work = bed.side.step({request.request_id: 40}, {request.request_id: request.pages}.get)
-    bed.side.on_report(WorkerReport(work.number, bed.tiers.boot))
+    bed.step({request.request_id: 40}, request)
     request.num_computed_tokens = 40
+    work = bed.side.step({request.request_id: 0}, {request.request_id: request.pages}.get)
+    bed.side.on_report(WorkerReport(work.number, bed.tiers.boot))
     bed.finish(request)
 
     assert work.stores
@@ -489,7 +496,8 @@ def test_a_prompt_that_is_computed_in_one_step_finds_slots_that_lie_ready(bed: D
     bed.match(request)
     bed.allocate(request, 0)
 
-    work = bed.step({request.request_id: NUM_TOKENS}, request)
+    bed.step({request.request_id: NUM_TOKENS}, request)
+    work = bed.step()
 
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
@@ -504,7 +512,8 @@ def test_what_several_requests_complete_in_a_step_is_published_in_one_message(fu
     full.listen()
     before = full.sidecar.door.counts().operations
 
-    work = full.step({request.request_id: 8 for request in requests}, *requests)
+    full.step({request.request_id: 8 for request in requests}, *requests)
+    work = full.step()
     full.listen()
 
     told = full.sidecar.door.counts().operations
@@ -523,6 +532,7 @@ def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) 
         full.allocate(request, 0)
         full.compute(request)
         full.finish_without_listening(request)
+        full.step()
 
     assert unstored(full) == {Unstored.LATE: 10}
     full.sidecar.is_stopped = False
@@ -545,7 +555,16 @@ def test_what_a_full_sidecar_has_no_slot_for_is_counted_as_that() -> None:
     request = bed.request(bed.prompt(100 * BLOCK))
 
     bed.run(bed.request(bed.prompt(8)))  # its worker maps the memory
-    run_unmatched(bed, request)
+    bed.threads.is_held = True  # what is copied stays leased
+    bed.allocate(request, 0)
+    bed.step({request.request_id: request.num_tokens}, request)
+    request.num_computed_tokens = request.num_tokens
+    for _ in range(6):
+        bed.listen()
+        bed.clock.now += 0.6
+        bed.step({request.request_id: 0}, request)
+    bed.finish(request)
+    bed.threads.go_on()
 
     assert unstored(bed).keys() == {Unstored.NO_ROOM}
     assert bed.side.counts.unstored_blocks[Unstored.NO_ROOM] + bed.side.counts.stored_blocks == 2 + 100
@@ -556,10 +575,10 @@ def test_what_is_computed_before_the_workers_map_the_memory_is_counted_as_that(f
     request = full.request(full.prompt(NUM_TOKENS))
     full.allocate(request, 0)
 
-    work = full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
+    full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
     request.num_computed_tokens = NUM_TOKENS
-    full.side.on_report(WorkerReport(work.number, None))
-    full.finish(request)
+    full.side.on_finished(request)
+    full.side.step({}, {}.get)
 
     assert unstored(full) == {Unstored.UNMAPPED: 10}
 
@@ -579,9 +598,10 @@ def test_what_is_computed_while_the_connector_rests_is_counted_as_that(full: Doo
     request = full.request(full.prompt(NUM_TOKENS))
     full.allocate(request, 0)
 
-    full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get, is_storing=False)
+    full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
     request.num_computed_tokens = NUM_TOKENS
-    full.finish(request)
+    full.side.on_finished(request)
+    full.side.step({}, {}.get, is_storing=False)
 
     assert unstored(full) == {Unstored.RESTING: 10}
 
@@ -606,7 +626,8 @@ def test_slots_lie_ready_at_once_after_a_reset(bed: DoorBed) -> None:
     bed.match(request)
     bed.allocate(request, 0)
 
-    work = bed.step({request.request_id: NUM_TOKENS}, request)
+    bed.step({request.request_id: NUM_TOKENS}, request)
+    work = bed.step()
 
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 

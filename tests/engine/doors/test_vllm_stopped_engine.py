@@ -101,7 +101,8 @@ def test_an_engine_that_is_stopped_in_its_copy_writes_to_no_slot_of_another_one(
     request = bed.request(bed.prompt(42))
     bed.match(request)
     bed.allocate(request, 0)
-    work = bed.side.step({request.request_id: 42}, {request.request_id: request.pages}.get)
+    bed.step({request.request_id: 42}, request)
+    work = bed.side.step({}, {}.get)
     own = {slot for copies in work.stores for slot in copies.slots}
     assert own
     stopped = Stopped(bed)

@@ -91,9 +91,10 @@ def test_what_a_step_copies_while_the_cache_is_reset_is_never_published(bed: Doo
     prompt = bed.prompt(NUM_TOKENS)
     request = begun(bed, prompt)
 
-    bed.step({request.request_id: NUM_TOKENS}, request, meet=bed.side.begin_anew)
-    bed.listen()
+    bed.step({request.request_id: NUM_TOKENS}, request)
     request.num_computed_tokens = NUM_TOKENS
+    assert bed.step({request.request_id: 0}, request, meet=bed.side.begin_anew).stores
+    bed.listen()
     bed.finish(request)
 
     assert bed.side.counts.stored_blocks == 0
@@ -108,6 +109,8 @@ def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed:
     request = begun(bed, bed.prompt(NUM_TOKENS))
     bed.threads.is_held = True
     bed.step({request.request_id: NUM_TOKENS}, request)
+    request.num_computed_tokens = NUM_TOKENS
+    bed.step({request.request_id: 0}, request)
     assert bed.side.is_digesting
 
     bed.side.begin_anew()
@@ -116,7 +119,6 @@ def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed:
 
     assert not bed.side.is_digesting
     assert bed.side.counts.stored_blocks == 0
-    request.num_computed_tokens = NUM_TOKENS
     bed.finish(request)
     assert bed.leased() == 0
 
