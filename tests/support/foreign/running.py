@@ -161,6 +161,10 @@ class Vllm:
         asked = {"prompts": list(prompts), "num_tokens": num_tokens, "salt": salt, "adapter": adapter}
         return self._ask({"do": "generate", **asked})
 
+    def beside(self, decoding: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """See `Engine.beside` of vllm_engine.py."""
+        return self._ask({"do": "beside", "decoding": list(decoding), "prompts": list(prompts)})
+
     def counts(self, prefix: str = "kvtier_vllm_") -> dict[str, int]:
         """What our connector has counted in vLLM's metrics, or with another *prefix* our tier, less what is 0."""
         return dict(self._ask({"do": "counts", "prefix": prefix}))

@@ -34,6 +34,7 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 
 OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
+MOST_TOKENS = 1000  # of a request that is aborted before
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
 SETTLES_WITHIN_S = 120.0  # a disk that has not written by then hangs
 
@@ -114,6 +115,8 @@ class Engine:
         num_preemptions = self._metric("vllm:num_preemptions")
         began_at = time.monotonic()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=lora)
+        took_s = time.monotonic() - began_at
+        self.step_after()
         cpu_s_before, self.cpu_s = self.cpu_s, time.process_time()
         return {
             "cpu_s": self.cpu_s - cpu_s_before,
@@ -121,13 +124,47 @@ class Engine:
             "steps_before": self.steps_before,
             "slowest_hooks_s": self.slowest_hooks_s,
             "preemptions": self._metric("vllm:num_preemptions") - num_preemptions,
-            "took_s": time.monotonic() - began_at,
+            "took_s": took_s,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "scheduled": sum(self.scheduled) - sum(len(output.outputs[0].token_ids) - 1 for output in outputs),
             "ttft_s": [output.metrics.first_token_latency for output in outputs],
         }
+
+    def step_after(self) -> None:
+        """Take the step after the last request has ended, as vLLM's own process does and `LLM.generate` does not."""
+        if self.core.scheduler.has_finished_requests():
+            self.llm.llm_engine.step()
+
+    def beside(self, decoding: list[int], prompts: list[list[int]]) -> dict:
+        """Have one token of each of the prompts, one after the other, while the prompt *decoding* goes on, a token a
+        step: seconds until their first tokens, between two tokens of the other, and in hooks of each step."""
+        engine, at_once = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        parameters = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, ignore_eos=True)
+        engine.add_request("decoding", {"prompt_token_ids": decoding}, parameters)
+        while not engine.step():
+            pass
+        gaps_s: list[float] = []
+        hooks_s: list[float] = []
+        ttft_s: list[float] = []
+        for number, prompt in enumerate(prompts):
+            told_at = asked_at = time.monotonic()
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, at_once)
+            is_over, num_after = False, 0
+            while not is_over or num_after < 2:  # two steps more: what the prompt leaves to be done is in them
+                outputs = {output.request_id: output for output in engine.step()}
+                hooks_s.append(self.hooks_s)
+                if "decoding" in outputs:
+                    gaps_s.append(time.monotonic() - told_at)
+                    told_at = time.monotonic()
+                num_after += is_over
+                if str(number) in outputs and not is_over:
+                    is_over = True
+                    ttft_s.append(time.monotonic() - asked_at)
+        engine.abort_request(["decoding"])
+        self.step_after()
+        return {"ttft_s": ttft_s, "gaps_s": gaps_s, "hooks_s": hooks_s}
 
     def reset(self) -> dict:
         """Forget the engine's own prefix cache."""
