@@ -138,3 +138,12 @@ def test_requests_of_other_tenants_are_not_named_with_an_eviction() -> None:
 
     assert found.rows[0].why is Reason.EVICTED_FROM_HOST
     assert found.rows[0].during == ("anns",)
+
+
+def test_the_same_messages_under_another_salt_say_nothing_of_a_template() -> None:
+    bed = Bed()
+    bed.end("theirs", prompt_of(1), "theirs")
+    bed.end("mine", prompt_of(2), "mine")
+
+    assert bed.ask(prompt_of(9), "mine", "mine").rows[0].why is Why.OTHER_TEMPLATE
+    assert bed.ask(prompt_of(9), "mine", "theirs").rows[0].why is Reason.NEVER_SEEN
