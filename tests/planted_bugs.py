@@ -44,6 +44,13 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a client of lmcache 0.5.5 cannot clear",
+        "engine/sidecar/lmcache/wire.py",
+        'Operation("clear", newer=_decoder(bool))',
+        'Operation("clear", (_decoder(bool),))',
+        "tests/engine/sidecar/lmcache/test_door.py::test_what_was_committed_before_everything_was_cleared_is_not_found",
+    ),
+    Bug(
         "the end of a document is packed with what one question has after it",
         "store/remote/objects/segment_names.py",
         "max(_TIMES_WHAT_FOLLOWS * (len(levels) - at - 1), _ALWAYS_ALLOWED)",

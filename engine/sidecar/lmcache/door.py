@@ -471,7 +471,7 @@ class LmcacheDoor:
         self._token_keys.forget(request_id)
         return None
 
-    def _clear(self, call: Call, force: bool) -> object:
+    def _clear(self, call: Call, force: bool = True) -> object:
         """Nothing that is here now is found from now on."""
         self.on_clear([tiers.layout for tiers in self._layouts])
         self._layouts.clear()

@@ -175,7 +175,7 @@ class Operation:
     name: str
     payload: tuple[msgspec.msgpack.Decoder[Any] | None, ...] = ()  # None: whatever it is
     harmless: object = None
-    newer: msgspec.msgpack.Decoder[Any] | None = None  # of a frame that only lmcache 0.5.7 sends
+    newer: msgspec.msgpack.Decoder[Any] | None = None  # of a last frame that older clients do not send
 
     def decode(self, frames: Sequence[bytes]) -> list[Any]:
         """Return the values of the payload. Raise `Refused` unless they are what the operation carries."""
@@ -212,7 +212,7 @@ OPERATIONS: Mapping[int | str, Operation] = {
     17: Operation("commit_store", (_KEY, _INT, _decoder(bytes)), False),
     18: Operation("prepare_retrieve", (_KEY, _INT), Loaded()),
     19: Operation("commit_retrieve", (_KEY, _INT), True),
-    20: Operation("clear", (_decoder(bool),)),
+    20: Operation("clear", newer=_decoder(bool)),  # 0.5.5 sends no frame
     21: Operation("get_chunk_size"),
     22: Operation("ping", (_decoder(int | None),), True),
     23: Operation("report_block_allocation", (None, None, None)),

@@ -199,7 +199,8 @@ def load_found(instance: int, tokens: list[int], request: str, like: str, salt: 
 
 
 def clear() -> None:
-    client.clear(True).result(timeout=TIMEOUT_S)
+    forced = [True] if inspect.signature(client.clear).parameters else []  # 0.5.5 has no such parameter
+    client.clear(*forced).result(timeout=TIMEOUT_S)
 
 
 for line in sys.stdin:

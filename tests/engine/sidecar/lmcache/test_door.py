@@ -812,13 +812,16 @@ def test_token_ids_of_more_than_32_bits_are_refused(bed: Bed, client: RawClient)
     assert bed.refusals.counts["token_ids"] == 3
 
 
-def test_what_was_committed_before_everything_was_cleared_is_not_found(bed: Bed, client: RawClient) -> None:
+@pytest.mark.parametrize("forced", [(), (True,)], ids=["0.5.5", "newer"])
+def test_what_was_committed_before_everything_was_cleared_is_not_found(
+    bed: Bed, client: RawClient, forced: tuple[bool, ...]
+) -> None:
     client.store(DOCUMENT, "first")
     bed.lanes["device_to_host"].is_stopped = True
     client.store([5] * 20, "second")
     client.ask("prepare_store", key([6] * 20, "third"), 1)
 
-    assert client.ask("clear", True) is None
+    assert client.ask("clear", *forced) is None
 
     bed.lanes["device_to_host"].is_stopped = False
     bed.settle()
