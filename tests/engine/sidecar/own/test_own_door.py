@@ -1,7 +1,9 @@
 """Engines at their own door: what they are told, what they lease, and what becomes of it when they go."""
 
+import gc
 import os
 import socket
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -276,6 +278,58 @@ def test_what_is_beyond_an_engines_share_fails_and_the_rest_comes(bed: Bed, engi
     assert bed.num_leases() == 0
 
 
+def test_an_engine_may_release_what_was_beyond_its_share_too(bed: Bed, engine: Engine) -> None:
+    slots = engine.reserve(10_000)
+    engine.say(wire.Abandon(0, wire.packed(slots[:8])))
+    engine.store(1, 8)
+    more = engine.reserve(4)
+    number = engine.fetch(names(1, 8))
+    fetched = engine.next(wire.Fetched)
+    assert 0 < len(fetched.failures) < 8
+    assert {reason for _, reason in fetched.failures} == {Reason.CAPACITY}
+
+    engine.say(wire.Release(number, wire.packed(range(8))))
+    bed.settle()
+
+    assert bed.num_leases() == len(slots) - 8 + len(more)
+    assert engine.ask(wire.Ping(), wire.Pong)
+
+
+def test_what_an_engine_had_reserved_is_in_nobodys_share_once_it_has_gone(bed: Bed) -> None:
+    engine = Engine(bed)
+    slots = engine.reserve(10_000)
+    engine.close()
+    bed.settle()
+
+    other = Engine(bed)
+
+    assert bed.layouts.shares.leased.num_bytes == 0
+    assert bed.layouts.ledger.num_leased == 0
+    assert len(other.reserve(10_000)) == len(slots)
+    other.close()
+
+
+def test_engines_know_which_blocks_left_the_slots_that_they_are_given(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    before = set(engine.host[0])
+
+    engine.say(wire.Reserve(0, 5))
+    small.turn()
+
+    told = engine.read()
+    reserved_at = [isinstance(message, wire.Reserved) for message in told].index(True)
+    left = [
+        name
+        for message in told[:reserved_at]
+        if isinstance(message, wire.LeftHost)
+        for name in wire.names_in(message.names)
+    ]
+    assert len(left) == 5
+    assert set(left) <= before
+    assert not [message for message in told[reserved_at:] if isinstance(message, wire.LeftHost)]
+
+
 def test_what_was_not_filled_is_found_by_nobody_and_can_be_had_again(bed: Bed, engine: Engine) -> None:
     slots = engine.reserve(10_000)
     assert engine.reserve(1) == []
@@ -403,6 +457,143 @@ def test_blocks_for_which_there_is_no_room_fail(small: Bed) -> None:
     assert not small.door.is_waiting
 
 
+def leave_no_room(engine: Engine, num_slots: int = 0) -> list[int]:
+    """Reserve all of host memory but *num_slots*; the slots."""
+    slots = engine.reserve(10_000)
+    if num_slots:
+        engine.say(wire.Abandon(0, wire.packed(slots[:num_slots])))
+    engine.bed.settle()
+    engine.hear()
+    engine.told.clear()
+    return slots[num_slots:]
+
+
+def wait_in_vain(bed: Bed) -> None:
+    """Let the time pass after which what engines wait for takes too long."""
+    bed.turn()
+    bed.pass_time(10.1)
+
+
+def fetched_by(engine: Engine, number: int) -> tuple[list[int], dict[int, Reason]]:
+    """Which places of a fetch the engine has been told to have come, and why others did not."""
+    engine.hear()
+    answers = [message for message in engine.told if isinstance(message, wire.Fetched) and message.number == number]
+    came = [place for answer in answers for place in wire.numbers_in(answer.places, 1 << 20).tolist()]
+    failures = [failure for answer in answers for failure in answer.failures]
+    assert len(dict(failures)) == len(failures), "a failure is told twice"
+    assert not set(came) & set(dict(failures))
+    return came, dict(failures)
+
+
+def test_what_an_engine_has_leased_stays_when_the_rest_of_its_fetch_times_out(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    first = engine.fetch(names(4, 2))
+    engine.next(wire.Fetched)
+    leave_no_room(engine)
+    second = engine.fetch([*names(4, 2), *names(1, 3)])
+
+    wait_in_vain(small)
+
+    assert fetched_by(engine, second) == ([0, 1], dict.fromkeys([2, 3, 4], Reason.CAPACITY))
+    engine.say(wire.Release(first, wire.packed([1, 0])))
+    small.settle()
+    (client,) = small.door.clients()
+    assert [lease.num_chunks for lease in client.leases if lease.use == LeaseUse.READ] == [2], "it may be copying"
+    engine.say(wire.Release(second, wire.packed([1, 0])))
+    small.settle()
+    (client,) = small.door.clients()
+    assert [lease.use for lease in client.leases] == [LeaseUse.WRITTEN]
+
+
+def test_what_timed_out_is_not_read_when_there_is_room(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    slots = leave_no_room(engine)
+    number = engine.fetch(names(1, 3))
+    wait_in_vain(small)
+    assert fetched_by(engine, number) == ([], dict.fromkeys(range(3), Reason.CAPACITY))
+
+    engine.say(wire.Abandon(0, wire.packed(slots)))
+    small.settle()
+
+    assert small.num_leases() == 0
+    assert fetched_by(engine, number)[0] == []
+
+
+def test_what_is_for_later_waits_on_when_what_is_wanted_now_times_out(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    slots = leave_no_room(engine)
+    later, now = engine.fetch(names(2, 3), is_for_later=True), engine.fetch(names(1, 3))
+    wait_in_vain(small)
+    assert fetched_by(engine, now) == ([], dict.fromkeys(range(3), Reason.CAPACITY))
+    assert fetched_by(engine, later) == ([], {})
+
+    engine.say(wire.Abandon(0, wire.packed(slots)))
+    small.settle()
+
+    assert fetched_by(engine, later) == ([0, 1, 2], {})
+    engine.say(wire.Release(later, wire.packed([2, 1, 0])))
+
+
+def test_an_engine_is_told_why_each_block_did_not_come_in_time(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    small.tiers().read_timeout_s = 1000  # the engine's fetch has had its time first
+    leave_no_room(engine, num_slots=2)
+    small.lanes[Route.DISK_TO_HOST].is_stopped = True
+    number = engine.fetch(names(1, 5))
+
+    wait_in_vain(small)
+
+    late = dict.fromkeys(range(2), Reason.DEADLINE)
+    assert fetched_by(engine, number) == ([], late | dict.fromkeys(range(2, 5), Reason.FAILED))
+    assert small.door.counts().lost["late"] == 2
+    small.lanes[Route.DISK_TO_HOST].is_stopped = False
+    small.settle()
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_what_did_not_come_in_time_counts_no_more(small: Bed, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+    monkeypatch.setattr("kvtier.engine.sidecar.own.session.MOST_BLOCKS", 5)
+    engine = Engine(small)
+    fill(engine)
+    slots = leave_no_room(engine, num_slots=3 * has_room)
+    small.lanes[Route.DISK_TO_HOST].is_stopped = True
+    number = engine.fetch(names(1, 3))
+    wait_in_vain(small)
+    assert len(fetched_by(engine, number)[1]) == 3
+    small.lanes[Route.DISK_TO_HOST].is_stopped = False
+    small.settle()
+    engine.say(wire.Abandon(0, wire.packed(slots)))
+    engine.store(5, 5)
+
+    number = engine.fetch(names(5, 5))
+    small.settle()
+
+    assert fetched_by(engine, number) == ([0, 1, 2, 3, 4], {})
+
+
+def test_a_block_that_is_released_as_it_comes_is_not_told_of(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    number = engine.fetch(names(1, 3))
+    small.door.receive()
+    for _ in range(3):  # the blocks land, and the door has no turn to tell of them
+        small.layouts.poll()
+        small.lanes[Route.DISK_TO_HOST].work()
+        small.transfers.poll()
+    small.layouts.poll()
+    assert small.num_leases() == 3
+    engine.say(wire.Release(number, wire.packed([1])))
+    small.door.receive()
+    small.settle()
+
+    assert fetched_by(engine, number) == ([0, 2], {})
+    assert small.num_leases() == 2
+
+
 # Clearing.
 
 
@@ -485,6 +676,19 @@ def test_all_that_an_engine_leases_ends_with_its_connection(small: Bed) -> None:
     assert len(small.door.clients()) == 1
     small.check()
     assert other.load(4, 20)[0] == list(range(20))
+
+
+def test_nothing_is_kept_of_an_engine_that_has_gone(bed: Bed, engine: Engine) -> None:
+    gone = Engine(bed, engine=b"g" * wire.ENGINE_BYTES)
+    gone.store(1, 3)
+    connection = weakref.ref(bed.port.clients[-1].connection)
+
+    gone.close()
+    bed.settle()
+    gc.collect()
+
+    assert connection() is None
+    assert engine.ask(wire.Ping(), wire.Pong)
 
 
 def test_an_engine_that_says_nothing_stays(bed: Bed, engine: Engine) -> None:

@@ -206,7 +206,9 @@ def test_a_worker_is_given_the_segment_and_told_nothing_more(bed: Bed, engine: E
 
 
 def test_an_engine_that_attaches_again_copies_nothing_of_what_it_had(bed: Bed, engine: Engine) -> None:
-    before, worker = Engine(bed, engine=A), Mapper(bed, A)
+    before = Engine(bed, engine=A)
+    connection = bed.port.clients[-1].connection
+    worker = Mapper(bed, A)
     slots = set(before.reserve(4))
     end_session(bed, before)
     assert not all_slots(bed, engine) & slots
@@ -216,6 +218,7 @@ def test_an_engine_that_attaches_again_copies_nothing_of_what_it_had(bed: Bed, e
     after = Engine(bed, engine=A)
 
     assert slots <= all_slots(bed, engine)
+    assert connection.fileno() == -1, "it is closed"
     for each in (before, worker, other, after):
         each.close()
 
