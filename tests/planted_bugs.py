@@ -4310,6 +4310,41 @@ BUGS = [
         "        self._port.send(client, frame_of(answer))",
         "tests/engine/sidecar/own/test_own_door.py",
     ),
+    Bug(
+        "rows are read behind one that could not be had",
+        "engine/doors/staged_disk.py",
+        "return self._disk.load(self._rows_with(part, places, names, None)) if is_whole else None",
+        "return self._disk.load(self._rows_with(part, places, names, None))",
+        "tests/engine/doors/test_staged_failures.py",
+    ),
+    Bug(
+        "rows that were loaded do not count as used",
+        "engine/doors/staged_disk.py",
+        "        if num_loaded:\n            self._disk.touch",
+        "        if False:\n            self._disk.touch",
+        "tests/engine/doors/test_staged_failures.py",
+    ),
+    Bug(
+        "rows are stored behind one that could not be stored",
+        "engine/doors/staged_disk.py",
+        "            is_whole &= all(outcomes)\n",
+        "",
+        "tests/engine/doors/test_staged_failures.py",
+    ),
+    Bug(
+        "shared rows are free while the disk writes them",
+        "engine/doors/staged_disk.py",
+        "                flight.outcomes.result()\n                self._free.put(flight.part)",
+        "                self._free.put(flight.part)",
+        "tests/engine/doors/test_staged_failures.py",
+    ),
+    Bug(
+        "the first row that continues a prefix is stored as one that begins it",
+        "engine/doors/staged_disk.py",
+        "[parent if place == 0 else names[place - 1]",
+        "[None if place == 0 else names[place - 1]",
+        "tests/engine/doors/test_staged_failures.py",
+    ),
 ]
 
 
