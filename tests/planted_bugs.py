@@ -4345,6 +4345,20 @@ BUGS = [
         "[None if place == 0 else names[place - 1]",
         "tests/engine/doors/test_staged_failures.py",
     ),
+    Bug(
+        "a reset of vLLM's connector does not wait for copies that are under way",
+        "engine/doors/vllm_connector/scheduler_half.py",
+        "        self.side.begin_anew()\n        self._settle()\n",
+        "        self.side.begin_anew()\n",
+        "tests/engine/doors/test_vllm_scheduler_half.py",
+    ),
+    Bug(
+        "what vLLM's connector has copied is lost when it ends",
+        "engine/doors/vllm_connector/scheduler_half.py",
+        "        self.guard.run_always(self._settle, None)\n        self._is_closing",
+        "        self._is_closing",
+        "tests/engine/doors/test_vllm_scheduler_half.py",
+    ),
 ]
 
 

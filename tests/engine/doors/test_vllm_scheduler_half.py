@@ -1,9 +1,12 @@
 """The scheduler's half of the vLLM connector: it stores nothing while it rests, and a reset begins anew."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from vllm_door_bed import DoorBed
+from waiting import DEADLINE_S
 
 from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf
 from kvtier.transfer.lane import Finished
@@ -56,3 +59,32 @@ def test_what_is_computed_after_a_reset_is_apart_from_what_other_engines_share(
 
     assert bed.run(bed.request([*prompt, 3])) == 0
     other.close()
+
+
+@contextmanager
+def digests_under_way(bed: DoorBed, half: SchedulerHalf) -> Iterator[list[int]]:
+    """A prompt whose blocks have been copied. The thread that takes their digests waits for the lock, which the test
+    gives up only where it waits itself."""
+    prompt = bed.prompt(40)
+    bed.threads.is_held = True
+    bed.run(bed.request([*prompt, 1]))
+    assert bed.side.is_digesting
+    thread = threading.Thread(target=half.on_digests, args=(bed.threads.go_on,))
+    thread.start()
+    yield prompt
+    assert not bed.side.is_digesting
+    thread.join(DEADLINE_S)
+    bed.threads.is_held = False
+
+
+def test_a_reset_waits_until_what_was_copied_is_let_go(bed: DoorBed, half: SchedulerHalf) -> None:
+    with digests_under_way(bed, half):
+        assert half.reset(), "blocks were leased"
+
+
+def test_what_was_copied_is_published_before_the_end(bed: DoorBed, half: SchedulerHalf) -> None:
+    with digests_under_way(bed, half) as prompt:
+        half.close()
+
+    bed.start_engine()
+    assert bed.run(bed.request([*prompt, 2])) == 40
