@@ -4359,6 +4359,48 @@ BUGS = [
         "        self._is_closing",
         "tests/engine/doors/test_vllm_scheduler_half.py",
     ),
+    Bug(
+        "rows that a full disk evicted in vain are held",
+        "engine/disk_below/writes.py",
+        "                self._index.on_written((), transfer.error.evicted)",
+        "                pass",
+        "tests/engine/disk_below/test_disk_below.py",
+    ),
+    Bug(
+        "clearing deletes what was written meanwhile",
+        "tiers/lower/clearing.py",
+        "return block is not None and not self._disk.index.holds(*block)",
+        "return block is not None",
+        "tests/tiers/lower/test_clearing.py",
+    ),
+    Bug(
+        "clearing deletes records of other namespaces",
+        "tiers/lower/clearing.py",
+        "return block is not None and not self._disk.index.holds(*block)",
+        "return block is None or not self._disk.index.holds(*block)",
+        "tests/tiers/lower/test_clearing.py",
+    ),
+    Bug(
+        "blocks that could not be deleted are found by the next process",
+        "tiers/lower/clearing.py",
+        "            self._rest()\n\n    def _is_unknown",
+        "            pass\n\n    def _is_unknown",
+        "tests/tiers/lower/test_clearing.py",
+    ),
+    Bug(
+        "the configured weights are not in the namespace of a tier of vLLM's",
+        "engine/doors/vllm_offloading/open_tier.py",
+        "row_bytes, settings.weights)",
+        'row_bytes, "")',
+        "tests/engine/doors/test_vllm_options.py",
+    ),
+    Bug(
+        "blocks of vLLM's requests with a salt are no tenant's",
+        "engine/doors/vllm_connector/scheduler_side.py",
+        "tenant_of(request.cache_salt)",
+        'tenant_of("")',
+        "tests/engine/doors/test_vllm_scheduler_side.py",
+    ),
 ]
 
 

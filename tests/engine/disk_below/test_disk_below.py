@@ -24,7 +24,7 @@ from kvtier.engine.disk_below.finished import TakenAtOnce
 from kvtier.engine.disk_below.open import open_disk_below
 from kvtier.engine.disk_below.row import Row
 from kvtier.engine.disk_below.writes import Refusal
-from kvtier.store.blob_store import Blob
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
@@ -295,9 +295,10 @@ class HeldLane:
 
 
 class FaultyStore(MemoryStore):
-    """A store in memory whose reads and writes fail while it is told to."""
+    """A store in memory whose reads and writes fail while it is told to, or that evicts in vain."""
 
     fails = False
+    is_full = False
     num_reads = 0
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -307,6 +308,10 @@ class FaultyStore(MemoryStore):
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         if self.fails:
             raise OSError("no room on the device")
+        if self.is_full:
+            full = StoreFull("no room on the device")
+            full.evicted = self.evict(2 * ROW_BYTES, 2).keys
+            raise full
         return super().put_many(blobs)
 
 
@@ -441,6 +446,20 @@ def test_a_write_that_fails_is_a_refusal_and_three_are_a_rest() -> None:
     job = bed.disk.store([rows.row(0, 9, filled=True)])
     bed.writes.work()
     assert job.result(0) == [True]
+
+
+def test_rows_that_were_evicted_for_a_write_without_room_are_not_held() -> None:
+    rows, bed = HostRows(5), Bed()
+    bed.stored(rows, range(4))
+    bed.store.is_full = True
+
+    job = bed.disk.store([rows.row(4, 4, filled=True)])
+    bed.writes.work()
+
+    assert job.result(0) == [False]
+    held = bed.disk.are_held([name_of(number) for number in range(5)])
+    assert held == [True, True, False, False, False]
+    assert bed.disk.statistics().disk.known_blocks == 2
 
 
 def test_what_a_caller_does_with_the_outcome_may_use_the_disk_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 from chaos import FakeClock
 from lmcache_bed import Lane
 
-from kvtier.engine.config import DiskConfig
+from kvtier.engine.config import ByteSize, DiskConfig
 from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.disk_below.finished import TakenAtOnce
 from kvtier.engine.disk_below.job import Outcomes
@@ -91,7 +91,7 @@ class Bed:
         self.disk = Disk(capacity_bytes)
         monkeypatch.setattr(staged_disk, "PART_BYTES", PART_ROWS * ROW_BYTES)
         monkeypatch.setattr(staged_disk, "open_disk_below", lambda *_: self.disk)
-        self.staged = StagedDisk(DiskConfig(path="-", capacity=capacity_bytes), NAMESPACE, ROW_BYTES)
+        self.staged = StagedDisk(DiskConfig(path="-", capacity=ByteSize(capacity_bytes)), NAMESPACE, ROW_BYTES)
         self.asked: list[int] = []
         self.taken: dict[int, bytes] = {}
 

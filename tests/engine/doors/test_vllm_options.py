@@ -5,21 +5,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from foreign.running import HERE, ROOT, make_model
+from waiting import wait_for
 
+from kvtier.engine.config import parse_bytes
 from kvtier.engine.doors.judged_options import JudgedOptions
 from kvtier.engine.doors.vllm_connector import engine_facts as facts_module
 from kvtier.engine.doors.vllm_connector.engine_facts import engine_facts
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
 from kvtier.engine.doors.vllm_connector.options import JUDGED
-from kvtier.engine.doors.vllm_offloading.open_tier import tier_namespace
+from kvtier.engine.doors.vllm_offloading.open_tier import open_tier, tier_namespace
+from kvtier.engine.doors.vllm_offloading.tier_settings import TierSettings
+from kvtier.engine.doors.vllm_offloading.tier_side import TierSide
 from kvtier.tiers.naming.groups import FullAttention
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
@@ -285,6 +291,36 @@ def test_all_that_decides_a_rows_bytes_is_in_a_tiers_namespace() -> None:
 
     assert len(others) == 5
     assert tier(Offloading(engine_id="of the next process")) == tier()
+
+
+@contextmanager
+def opened_tier(folder: Path, weights: str) -> Iterator[TierSide]:
+    """A tier below a host pool of four rows, of an engine with these weights."""
+    kv_cache_config = SimpleNamespace(
+        hash_block_size=16, kv_cache_layout="NHD", kv_cache_groups=[SimpleNamespace(kv_cache_spec="spec")]
+    )
+    settings = TierSettings(path=str(folder), capacity=parse_bytes("16MiB"), weights=weights)
+    pool = memoryview(np.ones((4, 4096), np.uint8))
+    switch_interval_s = sys.getswitchinterval()
+    side = open_tier(settings, Offloading(), config(), kv_cache_config, pool)
+    try:
+        yield side
+    finally:
+        side.close()
+        sys.setswitchinterval(switch_interval_s)
+
+
+def test_rows_of_other_weights_are_not_found(tmp_path: Path) -> None:
+    key = bytes(36)
+    with opened_tier(tmp_path, "revision 1") as tier:
+        tier.store(1, [key], [0], {}, {})
+        wait_for(lambda: bool(tier.take_ended()))
+        assert tier.holds(key)
+
+    with opened_tier(tmp_path, "revision 2") as tier:
+        assert not tier.holds(key)
+    with opened_tier(tmp_path, "revision 1") as tier:
+        assert tier.holds(key)
 
 
 # The real vLLM.

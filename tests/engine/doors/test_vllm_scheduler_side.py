@@ -1,9 +1,11 @@
 """The connector's two halves on a sidecar's door, without vLLM: what is found, loaded and stored, and what goes
 wrong."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from vllm_door_bed import (
     BLOCK,
@@ -22,6 +24,7 @@ from kvtier.engine.doors.vllm_connector.counts import COUNT_NAMES, Unstored
 from kvtier.engine.doors.vllm_connector.scheduler_side import MOST_LOADS
 from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tenant import tenant_of, tenant_with
 
 NUM_TOKENS = 42  # ten blocks and two tokens
 
@@ -171,6 +174,17 @@ def test_salts_are_apart(full: DoorBed) -> None:
 
     assert full.run(full.request(prompt, cache_salt="bob")) == 0
     assert full.run(full.request(prompt, cache_salt="ann")) == 40
+
+
+def test_blocks_are_their_salts_tenants(full: DoorBed) -> None:
+    for salt in ("ann", "bob", None):
+        full.run(full.request(full.prompt(NUM_TOKENS), cache_salt=salt))
+
+    index = full.sidecar.tiers.tiers.index
+    pool = index.host[0].pool
+    slots = np.array([slot for slot in range(pool.num_slots) if pool.name(slot) is not None], np.intp)
+    owners = [tenant_with(number) for number in index.host_blocks[0].tenants(slots).tolist()]
+    assert Counter(owners) == {tenant_of(salt): NUM_TOKENS // BLOCK for salt in ("ann", "bob", None)}
 
 
 def adapter(path: Path, number: int, weights: bytes) -> FakeAdapter:

@@ -84,12 +84,13 @@ def test_evidence_is_a_snapshot_that_another_thread_may_look_at_later() -> None:
 
     bed.end("third", [*prompt_of(1)[:3], *prompt_of(2)])
     bed.ghosts.remember(past.trail.names, Tier.HOST, EvictionCause.ROOM, 1.0)
+    later = bed.explainer.evidence(past)
 
     assert evidence.explanation() == before
     assert before.rows[0].why is Reason.NEVER_SEEN
     assert before.departure is not None
     assert before.departure.num_shared == 3
-    assert bed.explainer.evidence(past).explanation().rows[0].why is Reason.EVICTED_FROM_HOST
+    assert later.explanation().rows[0].why is Reason.EVICTED_FROM_HOST
 
 
 def test_a_guess_under_another_salt_looks_the_same_whether_it_is_right_or_wrong() -> None:

@@ -61,3 +61,21 @@ def test_remembering_nothing_changes_nothing() -> None:
     ghosts.remember([], Tier.DEVICE, ROOM, 0.0)
 
     assert ghosts.find(names(0, 1)[0]) is None
+
+
+def test_a_copy_and_what_it_was_made_of_know_nothing_of_each_other() -> None:
+    ghosts = Ghosts(4)
+    ghosts.remember(names(0, 3), Tier.HOST, ROOM, 1.0)
+    copied = ghosts.copy()
+    ghosts.remember(names(3, 6), Tier.DISK, QUOTA, 2.0)
+    assert [ghost is not None for ghost in ghosts.find_all(names(0, 6))] == [False] * 2 + [True] * 4
+
+    assert copied.find_all(names(0, 6)) == [Ghost(Tier.HOST, ROOM, 1.0)] * 3 + [None] * 3
+    copied.remember(names(6, 8), Tier.DEVICE, ROOM, 3.0)
+    assert copied.find_all(names(0, 8)) == [
+        None,
+        *[Ghost(Tier.HOST, ROOM, 1.0)] * 2,
+        *[None] * 3,
+        *[Ghost(Tier.DEVICE, ROOM, 3.0)] * 2,
+    ]
+    assert ghosts.find_all(names(6, 8)) == [None, None]
