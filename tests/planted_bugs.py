@@ -4401,6 +4401,41 @@ BUGS = [
         'tenant_of("")',
         "tests/engine/doors/test_vllm_scheduler_side.py",
     ),
+    Bug(
+        "a worker that loads twice counts as two that load",
+        "engine/sidecar/lmcache/promises.py",
+        "        self._have_read.add(reading.instance.instance_id)\n",
+        "        self._have_read.add(len(self._have_read))\n",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "the word for some chunks ends a load of others",
+        "engine/sidecar/lmcache/promises.py",
+        "if each.instance is instance and each.load == load]",
+        "if each.instance is instance]",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "of two loads of the same chunks the newer one ends first",
+        "engine/sidecar/lmcache/promises.py",
+        "return min(found, key=lambda each: each[1][0][1].begun_at",
+        "return max(found, key=lambda each: each[1][0][1].begun_at",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "chunks behind one that could not be read are verified",
+        "engine/sidecar/lmcache/promises.py",
+        "if place < self.end and self._is_held[place]]\n        self._arrived",
+        "if self._is_held[place]]\n        self._arrived",
+        "tests/engine/sidecar/lmcache/test_door.py",
+    ),
+    Bug(
+        "a chunk that was let go as it came is verified",
+        "engine/sidecar/lmcache/promises.py",
+        "if place < self.end and self._is_held[place]]\n        self._arrived",
+        "if place < self.end]\n        self._arrived",
+        "tests/engine/sidecar/lmcache/test_door.py",
+    ),
 ]
 
 

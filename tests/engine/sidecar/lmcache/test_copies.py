@@ -139,6 +139,50 @@ def test_each_of_two_loads_of_the_same_chunks_has_its_own_end(bed: Bed, client: 
     assert bed.door.statistics().promised.num_loaded == 12
 
 
+def test_the_word_for_some_chunks_ends_no_load_of_others(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    client.lookup(DOCUMENT, "r")
+    parts = [{"end": 2 * CHUNK}, {"start": 2 * CHUNK}]
+    for part in parts:
+        assert client.prepare_retrieve(DOCUMENT, "r", **part)["success"] is True
+
+    client.ask("commit_retrieve", key(DOCUMENT, "r", **parts[1]), 1)
+    assert bed.num_leases() == 2, "the other part may still be copied"
+
+    client.ask("commit_retrieve", key(DOCUMENT, "r", **parts[0]), 1)
+    assert bed.num_leases() == 0
+
+
+def test_of_two_loads_of_the_same_chunks_the_older_one_ends_first(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    begun_at = []
+    for _ in range(2):
+        bed.pass_time(1.0)
+        client.lookup(DOCUMENT, "r")  # each load is of another promise
+        begun_at.append(bed.clock())
+        assert client.prepare_retrieve(DOCUMENT, "r")["success"] is True
+
+    client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
+
+    leases = [lease for each in bed.door.clients() for lease in each.leases if lease.use == LeaseUse.READ]
+    assert [lease.since for lease in leases] == begun_at[1:]
+    client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
+
+
+def test_a_worker_that_loads_twice_is_one_of_those_that_load(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    other = RawClient(bed)
+    other.register(instance_id=2)
+    client.lookup(DOCUMENT, "r", num_kv_readers=2)
+
+    for _ in range(2):
+        assert client.retrieve(DOCUMENT, "r", num_kv_readers=2)
+
+    assert bed.num_leases() == 6
+    assert other.retrieve(DOCUMENT, "r", instance=2, num_kv_readers=2)
+    assert bed.num_leases() == 0
+
+
 def test_a_load_ends_with_the_word_of_the_worker_that_loads(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
     other = RawClient(bed)

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from layout_bed import layout
 from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key, lmcache_bed
+from waiting import wait_for
 
 from kvtier.engine.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MOST_UNDER_WAY, DigestLane
+from kvtier.store.memory_store import MemoryStore
 from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))  # six full chunks and a tail
@@ -562,6 +564,56 @@ def test_what_is_being_verified_is_waited_for(bed: Bed, client: RawClient) -> No
     assert client.retrieve(DOCUMENT, "b")
     assert num_read_to_verify(bed) == 6
     assert bed.num_leases() == 0
+
+
+def on_disk_only(bed: Bed, client: RawClient) -> None:
+    """Have the document on disk, and not in host memory."""
+    client.register()
+    for number, tokens in enumerate((DOCUMENT, [1] * 8 * CHUNK, [2] * 8 * CHUNK, [3] * 8 * CHUNK)):
+        client.store(tokens, f"stored {number}")
+        bed.settle()
+
+
+def test_nothing_behind_a_chunk_that_could_not_be_read_is_verified(tmp_path: Path) -> None:
+    store = MemoryStore(1 << 20)
+    with lmcache_bed(tmp_path, num_extents=1, store=store) as bed:  # sixteen slots
+        client = RawClient(bed)
+        on_disk_only(bed, client)
+        (third,) = [stored for stored, row in store.rows.items() if row.payload == content(DOCUMENT, 2)]
+        store.delete([third])
+
+        assert client.lookup(DOCUMENT, "second") == 2
+
+        assert num_read_to_verify(bed) == 2
+        assert client.retrieve(DOCUMENT, "second", end=2 * CHUNK)
+
+
+def test_a_chunk_that_is_let_go_as_it_comes_is_not_verified(tmp_path: Path) -> None:
+    with lmcache_bed(tmp_path, num_extents=1, store=MemoryStore(1 << 20)) as bed:
+        client = RawClient(bed)
+        on_disk_only(bed, client)
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = True
+        client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
+        bed.settle()
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = False
+        bed.lanes[Route.DISK_TO_HOST].work()
+        bed.transfers.poll()
+        bed.layouts.poll()  # the chunks are there, and the door has no turn to have them verified
+        assert bed.num_leases() == 6
+
+        client.send("free", key(DOCUMENT, "second", worker=None, end=2 * CHUNK), 1)
+
+        def is_let_go() -> bool:
+            bed.door.receive()
+            return bed.num_leases() == 4
+
+        wait_for(is_let_go)
+        bed.settle()
+
+        assert num_read_to_verify(bed) == 4
+        assert bed.door.statistics().promised.num_corrupt == 0
+        client.ask("end_session", "second")
+        assert bed.num_leases() == 0
 
 
 def test_damage_is_told_to_all_that_wait_and_seen_while_a_promise_stands(bed: Bed, client: RawClient) -> None:
