@@ -4436,6 +4436,48 @@ BUGS = [
         "if place < self.end]\n        self._arrived",
         "tests/engine/sidecar/lmcache/test_door.py",
     ),
+    Bug(
+        "a store is committed by another worker",
+        "engine/sidecar/lmcache/stores.py",
+        "        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, s.chunks) == wanted]",
+        "        return [s for s in self._reserved if (instance, s.rank, s.request_id, s.chunks) == wanted]",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "a store is committed by another rank",
+        "engine/sidecar/lmcache/stores.py",
+        "        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, s.chunks) == wanted]",
+        "        return [s for s in self._reserved if (s.instance, rank, s.request_id, s.chunks) == wanted]",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "a store is committed by another request",
+        "engine/sidecar/lmcache/stores.py",
+        "        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, s.chunks) == wanted]",
+        "        return [s for s in self._reserved if (s.instance, s.rank, request_id, s.chunks) == wanted]",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "a store is committed by the word for other chunks",
+        "engine/sidecar/lmcache/stores.py",
+        "        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, s.chunks) == wanted]",
+        "        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, chunks) == wanted]",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "clearing one layout voids what is written in others",
+        "engine/sidecar/lmcache/stores.py",
+        "store.is_void |= store.tiers.layout in layouts",
+        "store.is_void = True",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "slots of a worker that has gone are given up again",
+        "engine/sidecar/lmcache/stores.py",
+        "        self._reserved.remove(store)\n        self._abandon",
+        "        self._abandon",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
 ]
 
 

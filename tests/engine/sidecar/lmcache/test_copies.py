@@ -9,12 +9,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from chaos import FakeClock
+from layout_bed import layout
 from lmcache_bed import CHUNK, REGISTRATION, Bed, RawClient, content, key
 from plain_connection import Plain
 
 from kvtier.engine.sidecar.door import LeaseUse
+from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.engine.sidecar.lmcache.stores import Stores
 from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
 from kvtier.engine.sidecar.port import Client
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))
 
@@ -124,6 +132,54 @@ def test_the_commit_of_one_store_is_never_taken_for_that_of_another(bed: Bed, cl
 
     assert client.lookup(DOCUMENT, "s") == 6
     assert client.retrieve(DOCUMENT, "s")
+
+
+@pytest.mark.parametrize(
+    ("changed", "instance"),
+    [({"request": "s"}, 1), ({"end": 3 * CHUNK}, 1), ({"worker": 1}, 1), ({}, 2)],
+    ids=["request", "chunks", "rank", "worker"],
+)
+def test_the_commit_of_something_else_ends_no_store(bed: Bed, changed: dict[str, Any], instance: int) -> None:
+    client, other = RawClient(bed), RawClient(bed)
+    client.register(world_size=2)
+    other.register(instance_id=2, world_size=2)
+    own = {"request": "r", "world_size": 2}
+    workers = {1: client, 2: other}
+    assert len(client.ask("prepare_store", key(DOCUMENT, **own), 1)["context"]["slots"]) == 6
+
+    wrong = workers[instance].ask("commit_store", key(DOCUMENT, **{**own, **changed}), instance, b"")
+    bed.settle()
+
+    assert wrong is False
+    assert bed.num_leases() == 6, "it is still being written"
+    assert client.ask("commit_store", key(DOCUMENT, **own), 1, b"") is True
+
+
+def test_what_is_written_while_another_layout_is_cleared_is_found(bed: Bed, client: RawClient) -> None:
+    own = key(DOCUMENT, "r")
+    context = client.ask("prepare_store", own, 1)["context"]
+
+    bed.door.on_clear([layout("another model")])
+
+    client.write(context, own)
+    assert client.ask("commit_store", own, 1, b"") is True
+    assert client.lookup(DOCUMENT, "s") == 6
+
+
+def test_slots_of_a_worker_that_has_gone_are_given_up_once(bed: Bed) -> None:
+    client = FakeClock()  # anything that is equal to itself alone
+    instance = Instance(1, client, layout("m"), bed.layouts.open(layout("m")))  # type: ignore[arg-type]
+    stores = Stores(DigestLane(bed.transfers, Route.HOST_TO_DEVICE), bed.layouts.shares, bed.clock)
+    names = [BlockName(bytes([number]) * 32) for number in range(3)]
+    assert stores.reserve(instance, 0, "r", range(3), NamedBlocks(names, [None, *names[:2]], b""))
+
+    for _ in range(2):
+        stores.end_instance(instance)
+
+    assert stores.counts.num_given_up == 3
+    assert list(stores) == []
+    assert not stores.is_written_by(client)  # type: ignore[arg-type]
+    assert bed.num_leases() == 0
 
 
 def test_each_of_two_loads_of_the_same_chunks_has_its_own_end(bed: Bed, client: RawClient) -> None:
