@@ -166,20 +166,40 @@ def test_what_is_written_while_another_layout_is_cleared_is_found(bed: Bed, clie
     assert client.lookup(DOCUMENT, "s") == 6
 
 
-def test_slots_of_a_worker_that_has_gone_are_given_up_once(bed: Bed) -> None:
+def reserved_by_hand(bed: Bed) -> tuple[Stores, Instance, list[BlockName]]:
+    """A worker's reservation of three chunks of the request "r"."""
     client = FakeClock()  # anything that is equal to itself alone
     instance = Instance(1, client, layout("m"), bed.layouts.open(layout("m")))  # type: ignore[arg-type]
     stores = Stores(DigestLane(bed.transfers, Route.HOST_TO_DEVICE), bed.layouts.shares, bed.clock)
     names = [BlockName(bytes([number]) * 32) for number in range(3)]
     assert stores.reserve(instance, 0, "r", range(3), NamedBlocks(names, [None, *names[:2]], b""))
+    return stores, instance, names
+
+
+def test_slots_of_a_worker_that_has_gone_are_given_up_once(bed: Bed) -> None:
+    stores, instance, _ = reserved_by_hand(bed)
 
     for _ in range(2):
         stores.end_instance(instance)
 
     assert stores.counts.num_given_up == 3
     assert list(stores) == []
-    assert not stores.is_written_by(client)  # type: ignore[arg-type]
+    assert not stores.is_written_by(instance.client)
     assert bed.num_leases() == 0
+
+
+def test_chunks_whose_digests_cannot_be_taken_are_not_found(bed: Bed) -> None:
+    stores, instance, names = reserved_by_hand(bed)
+    bed.lanes[Route.HOST_TO_DEVICE].is_stopped = True
+    assert stores.commit(instance, 0, "r", range(3))
+    (store,) = stores
+
+    stores.on_digests(store, range(3), None)
+
+    assert not instance.tiers.tiers.find_run(0, names).size
+    assert stores.counts.num_given_up == 3
+    assert bed.num_leases() == 0
+    assert not any(stores.is_coming(instance.tiers, 0, name) for name in names)
 
 
 def test_each_of_two_loads_of_the_same_chunks_has_its_own_end(bed: Bed, client: RawClient) -> None:
