@@ -26,6 +26,9 @@ pytestmark = pytest.mark.long
 SOURCES = ("device", "host", "disk", "remote", "recomputed")
 RATE_S, RATIO_S = 5, 30  # of cards.js
 LEGEND_S = 3  # a legend shows the newest value that is no older
+MOMENTS = (
+    20  # that are compared until one is right: on a busy machine a second sample comes into a second that was shown
+)
 TIERS = [
     ("device",),
     ("device", "host"),
@@ -168,24 +171,11 @@ def test_a_servers_numbers_are_those_of_stats_and_of_the_history(
             seen.wait_live()
             with load(server):
                 seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
-                seen.wait(COMING)
-                at = seen.page.evaluate(PAUSE)
-            said, tiles = legends(seen), tiles_of(seen)
-            shown = Shown(server.get("/dashboard/history?range=600").json(), at)
-            lanes = lanes_of(said)
-
-            expected = charts_of(SOURCES[:-1], lanes, shown)
-            assert set(lanes) >= set(server.get("/stats").json()["cache"]["routes"])
-            expected |= {f"ttft.{name}": newest(shown.column(f"ttft.{name}")) for name in ("p50", "p90")}
-            states = ("running", "promoting", "waiting")
-            expected |= {f"requests.{state}": newest(shown.column(f"requests.{state}")) for state in states}
-            assert {key for key in said if not key.startswith("what-if.")} == set(expected)
-            assert wrong(said, expected) == []
-            assert any(expected[f"tokens.{source}"] for source in SOURCES)
-            rate = sum(newest(shown.column(f"tokens.{source}")) or 0.0 for source in SOURCES)
-            assert is_shown(tiles["Prompt tokens"][0], rate)
-            assert is_shown(tiles["First token"][0], expected["ttft.p50"])
-            assert is_shown(tiles["First token"][1].removeprefix("nine of ten within "), expected["ttft.p90"])
+                faults = [moment_differences(seen, server)]
+                while faults[-1] and len(faults) < MOMENTS:
+                    seen.page.locator("#pause").click()
+                    faults.append(moment_differences(seen, server))
+            assert faults[-1] == []
 
             seen.page.locator("#pause").click()
             come_true(server.is_at_rest)
@@ -195,6 +185,32 @@ def test_a_servers_numbers_are_those_of_stats_and_of_the_history(
         stats = server.get("/stats").json()
         used = {source for source in SOURCES if stats["tokens"][source]}
         assert {"recomputed"} < used <= {*tiers, "recomputed"}  # or the tile's ratio would be 0 or 1
+
+
+def moment_differences(seen: Seen, server: ServerInThread) -> list[str]:
+    """Pause the page, and return what its charts and tiles say that the history does not say of that moment."""
+    seen.wait(COMING)
+    at = seen.page.evaluate(PAUSE)
+    said, tiles = legends(seen), tiles_of(seen)
+    shown = Shown(server.get("/dashboard/history?range=600").json(), at)
+    lanes = lanes_of(said)
+
+    expected = charts_of(SOURCES[:-1], lanes, shown)
+    assert set(lanes) >= set(server.get("/stats").json()["cache"]["routes"])
+    expected |= {f"ttft.{name}": newest(shown.column(f"ttft.{name}")) for name in ("p50", "p90")}
+    states = ("running", "promoting", "waiting")
+    expected |= {f"requests.{state}": newest(shown.column(f"requests.{state}")) for state in states}
+    assert {key for key in said if not key.startswith("what-if.")} == set(expected)
+    assert any(expected[f"tokens.{source}"] for source in SOURCES)
+    rate = sum(newest(shown.column(f"tokens.{source}")) or 0.0 for source in SOURCES)
+    of_tiles = {
+        "Prompt tokens": (tiles["Prompt tokens"][0], rate),
+        "First token": (tiles["First token"][0], expected["ttft.p50"]),
+        "nine of ten": (tiles["First token"][1].removeprefix("nine of ten within "), expected["ttft.p90"]),
+    }
+    return wrong(said, expected) + [
+        f"{title}: {text} for {value}" for title, (text, value) in of_tiles.items() if not is_shown(text, value)
+    ]
 
 
 def tiles_of(seen: Seen) -> dict[str, tuple[str, str]]:
