@@ -78,6 +78,7 @@ class FakeServer:
     is_crowded: bool = False
     unspilled: dict[Hashable, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    chance: random.Random = field(default_factory=lambda: random.Random(0))  # the same noise in each run
 
     def clock(self) -> float:
         """Seconds; each computed token takes one of a thousand."""
@@ -88,7 +89,7 @@ class FakeServer:
         tokens = self._tokens(body["prompt"])
         contents, num_cached = self._contents(body, tokens)
         self.now += SECONDS_PER_TOKEN * (len(tokens) - num_cached)
-        noise = self.noise if random.random() < self.noisy else 0.0
+        noise = self.noise if self.chance.random() < self.noisy else 0.0
         for _ in range(body["max_tokens"]):
             top = self._top(tokens, contents, noise) if self.hangs_on_prompt else self._top(tokens[-4:], [], noise)
             best = max(top, key=lambda token: top[token])
@@ -162,7 +163,7 @@ class FakeServer:
         rest = repr(tokens[len(contents) * BLOCK_SIZE :]).encode()
         source = random.Random(sha256(b"".join(contents) + rest).digest())
         tokens = source.sample(range(FIRST_ID, FIRST_ID + len(WORDS)), NUM_LISTED)
-        return {token: -source.uniform(0.1, 6.0) + random.uniform(-noise, noise) for token in tokens}
+        return {token: -source.uniform(0.1, 6.0) + self.chance.uniform(-noise, noise) for token in tokens}
 
 
 def text_of(token: int) -> str:
