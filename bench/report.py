@@ -26,7 +26,8 @@ _Size = TypeVar("_Size")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. *target* is the promised value in words, *ok* whether it was kept; "" and None without a promise.
+    """A figure of a benchmark. *target* is the promised value in words, "" without a promise; *ok* is whether the
+    promise was kept, None without one.
 
     Args:
         varies: Whether the figure varies with the machine's speed or with how much is measured. A quick run need not
@@ -42,7 +43,7 @@ class Row:
 
 
 class Effort(Enum):
-    """How much a benchmark does: a measurement, or with --quick so little that it takes seconds."""
+    """The amount of work of a benchmark: that of a measurement, or with --quick a few seconds of it."""
 
     FULL = "full"
     QUICK = "quick"

@@ -28,7 +28,7 @@ PART = 128  # blocks that a device pool copies down at a time
 
 @dataclass(frozen=True)
 class Size:
-    """How many blocks each document has, how many documents there are, and how many look-ups are timed."""
+    """Sizes of the benchmark: blocks of a document, documents, and look-ups that are timed."""
 
     num_blocks: int
     num_documents: int

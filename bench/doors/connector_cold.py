@@ -1,4 +1,4 @@
-"""What does a connector add to a prompt of which nothing is found: to its first token, and to a neighbour's tokens?"""
+"""Measures what a connector costs where nothing is cached: a prompt's first token, a decoding neighbour's tokens."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ Started = Callable[[str, Path, Path], AbstractContextManager[Vllm]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one engine has answered, in the order of the rounds."""
+    """The answers of one engine, in the order of the rounds."""
 
     alone: list[dict[str, Any]] = field(default_factory=list)  # see `Engine.generate` of vllm_engine.py
     beside: list[dict[str, Any]] = field(default_factory=list)  # see `Engine.beside`

@@ -132,7 +132,7 @@ class FaultBed:
 
 
 def outcomes(effort: Effort, python: str, folder: Path) -> Iterator[Outcome]:
-    """Of every fault at every moment with both policies; in a quick run of one deed at some moments with one."""
+    """Yield every fault at every moment with both policies; in a quick run one at some moments with one policy."""
     model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
     with started_vllm(python, model, None) as control:
         for policy in effort.of(("recompute", "fail"), quick=("fail",)):

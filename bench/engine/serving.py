@@ -45,7 +45,7 @@ VLLM_CORES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is asked."""
+    """The number and length of the requests that are sent."""
 
     num_documents: int = 20
     num_questions: int = 10  # about each

@@ -36,7 +36,7 @@ Ask = Callable[[str, bool], Found]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is asked."""
+    """The number and length of the requests that are sent."""
 
     num_contexts: int
     num_questions: int  # about each

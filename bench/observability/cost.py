@@ -98,7 +98,7 @@ def _server(bed: Bed, kind: str, number: int) -> Iterator[str]:
 
 
 def _prompts(bed: Bed, num_each: int, rng: random.Random) -> list[list[int]]:
-    """So many new prompts, and so many questions about documents."""
+    """The number of new prompts, and of questions about documents."""
     documents = rng.choices(range(len(bed.texts.documents)), k=num_each)
     prompts = [bed.texts.new(NEW_TOKENS) for _ in range(num_each)] + [bed.texts.question(each) for each in documents]
     rng.shuffle(prompts)

@@ -44,7 +44,7 @@ START_S = 120.0  # that a server may take
 
 @dataclass(frozen=True)
 class Size:
-    """How much time passes, simulated and real."""
+    """Durations of the benchmark, in simulated and in real time."""
 
     day_s: int = 86_400
     alone_s: int = 3600  # until viewers come

@@ -50,7 +50,7 @@ class SlotStock:
         return taken
 
     def fill(self) -> None:
-        """Have as many ready as are kept: at once if half of them are gone, the others once no slot is used.
+        """Reserve slots until as many lie ready as are kept: at once if half are gone, otherwise once no slot is used.
 
         Only a sidecar whose last answer fell short is left alone for `RETRY_S`.
         """

@@ -357,11 +357,15 @@ class Promises:
         on_settled: Callable[[Promise], None] = lambda promise: None,
         before: Sequence[BlockName] = (),
     ) -> Promise:
-        """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
-        workers for each of the ranks; none if one of the chunks *before* is not here. *like*: a worker with the
-        layout. After *most_s*, or the time that
-        a read may take, what has come counts. *on_settled* is called once that is known; not if the request ends
-        before."""
+        """Begin to find out how many of the *blocks* can be loaded by *num_readers* workers for each of the *ranks*.
+
+        Args:
+            like: A worker with the layout of the request's workers.
+            first: The number of the first block in the prompt's chunks.
+            most_s: Seconds after which what has come counts; earlier if the disk gives up a read earlier.
+            on_settled: Called once the number is known, and not if the request ends before.
+            before: Names of the chunks before the *blocks*. If one of them is not here, nothing can be loaded.
+        """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
         give_up_at = now + min(most_s, tiers.read_timeout_s)
