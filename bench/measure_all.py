@@ -37,6 +37,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(names)):
         parser.error(f"no result {', '.join(unknown)}; use {', '.join(names)}")
+    if options.trace is not None and not options.trace.is_file():
+        parser.error(f"--trace {options.trace}: there is no such file")
     if not options.quick and DIRTY in commit():
         parser.error(f"the tree is {commit()}: commit its changes, or measure in a clean clone")
     asked = [result for result in RESULTS if not options.names or result.name in options.names]

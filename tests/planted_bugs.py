@@ -4550,6 +4550,8 @@ def _plant(bug: Bug, copy: Path) -> None:
 def main(words: Sequence[str]) -> int:
     """Plant every bug that has one of the *words*, or all without any; 0 if each was caught."""
     bugs = [bug for bug in BUGS if not words or any(word in f"{bug.what} {bug.file}" for word in words)]
+    if not bugs:
+        raise SystemExit(f"planted bugs: no description or file has {' or '.join(words)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = str(ROOT / "tests" / "support")  # for the server, which imports from there
     servers = multiprocessing.get_context("forkserver")
