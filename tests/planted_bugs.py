@@ -3289,6 +3289,13 @@ BUGS = [
         "tests/engine/dashboard/test_history.py",
     ),
     Bug(
+        "a page that opens gets a history from before the last sample",
+        "engine/dashboard/routes.py",
+        "key = (seconds, int(now), history.num_changes)",
+        "key = (seconds, int(now), 0)",
+        "tests/engine/dashboard/test_dashboard.py",
+    ),
+    Bug(
         "the dashboard counts what was computed as found",
         "engine/dashboard/page/tiles.js",
         'tokens("recomputed")',

@@ -107,10 +107,12 @@ class History:
         self.columns = tuple(columns)
         self.rings = tuple(Ring(resolution, len(self.columns)) for resolution in resolutions)
         self._means = tuple(_Mean(len(self.columns)) for _ in self.rings)
+        self.num_changes = 0  # an answer made of a history stands until it changes
         self._unsaved: set[Place] = set()
 
     def add(self, at: float, row: Row) -> None:
         """Take in the row of this moment."""
+        self.num_changes += 1
         for number, (ring, mean) in enumerate(zip(self.rings, self._means, strict=True)):
             stamp = ring.stamp(at)
             self._unsaved.add(Place(number, ring.put(stamp, mean.with_row(stamp, row))))
@@ -123,6 +125,7 @@ class History:
         Returns:
             How many seconds the rows that were taken cover, by the finest resolution that is not full of them.
         """
+        self.num_changes += 1
         taken_s, is_full = 0, True
         theirs = [column for column in self.columns if column in earlier.columns]
         own_places = [self.columns.index(column) for column in theirs]

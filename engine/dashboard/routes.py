@@ -33,7 +33,8 @@ class DashboardRoutes:
     def __init__(self, dashboard: Dashboard, group_of: GroupOf) -> None:
         self._dashboard = dashboard
         self._group_of = group_of
-        self._made: tuple[tuple[float, int], bytes] = ((0.0, 0), b"")  # the last answer: many ask for the same at once
+        # The last answer and what it was made for: many ask for the same at once.
+        self._made: tuple[tuple[float, int, int], bytes] = ((0.0, 0, 0), b"")
 
     def routes(self) -> list[BaseRoute]:
         """The routes; who may ask is decided before them."""
@@ -45,9 +46,10 @@ class DashboardRoutes:
 
     async def _history(self, request: Request) -> Response:
         seconds, now = _range(request), self._dashboard.wall()
-        key = (seconds, int(now))
+        history = self._dashboard.history
+        key = (seconds, int(now), history.num_changes)
         if self._made[0] != key:
-            self._made = (key, as_json(self._dashboard.history.stretch(seconds, now)))
+            self._made = (key, as_json(history.stretch(seconds, now)))
         return Response(self._made[1], headers=_HEADERS, media_type="application/json")
 
     async def _json(self, request: Request) -> Response:

@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from chaos import FakeClock
+from starlette.applications import Starlette
 from waiting import DEADLINE_S
 
 from kvtier.engine.dashboard.dashboard import Dashboard, NoSample, plain
+from kvtier.engine.dashboard.data_paths import HISTORY
 from kvtier.engine.dashboard.history import RESOLUTIONS, History
 from kvtier.engine.dashboard.keeper import HistoryKeeper
 from kvtier.engine.dashboard.recent_values import RecentValues, quantile
 from kvtier.engine.dashboard.ring_file import RingFile, Shape
+from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.dashboard.sample import Sample
 from kvtier.engine.dashboard.stream import Stream, TooManyViewers, event
 from kvtier.tiers.histogram import Histogram
@@ -315,6 +319,30 @@ def test_run_reads_samples_and_keeps(tmp_path: Path) -> None:
         found, _ = file.read()
 
     assert found.stretch(1, T0).rows[0, 1] == 3
+
+
+def test_a_page_that_asks_for_the_history_gets_what_came_last() -> None:
+    async def story() -> None:
+        clock = FakeClock()
+        dashboard = made(Traffic(), clock)
+        app = Starlette(routes=DashboardRoutes(dashboard, lambda request: None).routes())
+
+        async def levels() -> Any:
+            return (await client.get(f"{HISTORY}?range=3")).json()["columns"]["level"]
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            await dashboard.tick()
+            clock.now += 1.25
+            assert await levels() == [None, 3, None]
+            clock.now += 0.5
+            await dashboard.tick()
+            assert await levels() == [None, 3, 3]
+            dashboard.history.take_in(earlier, T0 + clock.now)
+            assert await levels() == [5, 3, 3]
+
+    earlier = History(Traffic.columns)
+    earlier.add(T0 - 1, np.array([10, 5]))
+    play(story())
 
 
 class WatchedKeeper(HistoryKeeper):
