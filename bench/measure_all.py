@@ -1,9 +1,9 @@
 """Measures every result anew and writes `bench/results/`: `make results`, at a clean commit.
 
-A result that was measured on this machine is kept if nothing but results has changed since its commit: a run that was
-interrupted goes on, and what it has measured so far can be committed meanwhile. Results whose needs are not here are
-left as they are, and named. With --quick each benchmark runs for seconds, nothing is written, and the rows are compared
-with the committed result: the same names, the same promises, and those kept that no machine may break.
+A result that was measured on this machine is kept if only results, tests and pages have changed since its commit: a run
+that was interrupted goes on, and what it has measured so far can be committed meanwhile. Results whose needs are not
+here are left as they are, and named. With --quick each benchmark runs for seconds, nothing is written, and the rows are
+compared with the committed result: the same names, the same promises, and those kept that no machine may break.
 """
 
 import argparse

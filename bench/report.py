@@ -115,14 +115,23 @@ def _becomes_a_result() -> bool:
 
 
 def is_measured_here(measured: str) -> bool:
-    """Return whether the files of the commit *measured* are those of the tree, `bench/results/` aside.
+    """Return whether the tree's files that decide a result are those of the commit *measured*.
 
-    A commit that adds results only leaves the results that were measured before it valid.
+    A commit that adds results, tests or pages only leaves the results that were measured before it valid.
     """
     if not measured or DIRTY in commit():
         return False
     known = _git("rev-parse", "--verify", "--quiet", f"{measured}^{{commit}}")
-    return bool(known) and not _git("diff", "--name-only", known, "HEAD", "--", ":/", ":(top,exclude)bench/results")
+    return bool(known) and not any(
+        map(_decides, _git("diff", "--name-only", "--no-renames", known, "HEAD", "--", ":/").splitlines())
+    )
+
+
+def _decides(path: str) -> bool:
+    """Return whether the file at *path*, relative to the repository, can change what a benchmark measures."""
+    if path.startswith(("tests/support/", "tests/torture/")):  # benchmarks import these
+        return True
+    return not path.startswith(("bench/results/", "docs/", "tests/")) and not path.endswith(".md")
 
 
 def commit() -> str:

@@ -12,6 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULT, MEASURED, NEW = "bench/results/store.json", "measured.py", "bench/results/new.json"
+TEST, USED = "tests/store/test_store.py", "tests/support/blocks.py"  # no benchmark imports a test
 
 
 def output_of(folder: Path, command: Sequence[str]) -> str:
@@ -24,7 +25,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "bench" / "results").mkdir(parents=True)
     for name in ("__init__.py", "report.py"):
         shutil.copy(REPOSITORY / "bench" / name, tmp_path / "bench")
-    for name in (RESULT, MEASURED):
+    for name in (RESULT, MEASURED, TEST, USED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1\n")
     author = ("-c", "user.name=A", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "one"]):
@@ -61,7 +63,7 @@ def commit_all(tree: Path) -> None:
     ids=["nothing", "a result", "a new result", "what is measured", "both"],
 )
 @pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "uncommitted"])
-def test_a_result_stays_valid_while_nothing_but_results_changes(
+def test_a_result_stays_valid_while_nothing_that_decides_it_changes(
     tree: Path, changed: list[str], is_valid: bool, is_committed: bool
 ) -> None:
     measured = output_of(tree, ["git", "rev-parse", "--short", "HEAD"])
@@ -69,6 +71,19 @@ def test_a_result_stays_valid_while_nothing_but_results_changes(
         (tree / name).write_text("2\n")
     if changed and is_committed:
         commit_all(tree)
+
+    assert output_of(tree, [sys.executable, "-c", MEASURED_HERE, measured]) == str(is_valid)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_valid"), [([TEST, "docs/cluster.md", "README.md"], True), ([USED], False), ([TEST, USED], False)]
+)
+def test_a_commit_of_tests_and_pages_leaves_results_valid(tree: Path, changed: list[str], is_valid: bool) -> None:
+    measured = output_of(tree, ["git", "rev-parse", "--short", "HEAD"])
+    (tree / "docs").mkdir()
+    for name in changed:
+        (tree / name).write_text("2\n")
+    commit_all(tree)
 
     assert output_of(tree, [sys.executable, "-c", MEASURED_HERE, measured]) == str(is_valid)
 
