@@ -125,7 +125,8 @@ def test_layouts_that_are_as_long_have_other_names() -> None:
 
 
 def test_the_namespace_is_another_one_for_other_weights_and_another_lmcache() -> None:
-    assert len({namespace_of("0.5.6", None), namespace_of("0.5.6", "a"), namespace_of("0.5.7", "a")}) == 3
+    meant = [("0.5.6", None), ("0.5.6", "a"), ("0.5.6", "b"), ("0.5.7", "a")]
+    assert len({namespace_of(lmcache, weights) for lmcache, weights in meant}) == len(meant)
 
 
 def test_an_outcome_is_given_once_and_its_eventfd_is_readable_until_then() -> None:

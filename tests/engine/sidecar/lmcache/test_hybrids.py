@@ -121,15 +121,16 @@ def test_what_is_not_loaded_is_let_go_in_every_group(bed: Bed, client: HybridCli
     assert bed.num_leases() == 0
 
 
-def damaged(bed: Bed, client: HybridClient, group: int, chunk: int) -> None:
-    """Store the document, and damage one part of it."""
+def damaged(bed: Bed, client: HybridClient, *parts: tuple[int, int]) -> None:
+    """Store the document, and damage some parts of it, given as group and chunk."""
     own = key(DOCUMENT, "first")
     context = client.ask("prepare_store", own, 1)["context"]
     client.write(context, own)
     assert client.ask("commit_store", own, 1, b"") is True
     bed.settle()
-    place = list(zip(context["group_ids"], context["chunk_indices"], strict=True)).index((group, chunk))
-    bed.bytes_of(context["slots"][place], NUM_BYTES[group])[7] ^= 1
+    stored = list(zip(context["group_ids"], context["chunk_indices"], strict=True))
+    for group, chunk in parts:
+        bed.bytes_of(context["slots"][stored.index((group, chunk))], NUM_BYTES[group])[7] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def damaged(bed: Bed, client: HybridClient, group: int, chunk: int) -> None:
 def test_a_flipped_byte_makes_the_prefix_shorter_where_it_is_needed(
     bed: Bed, client: HybridClient, group: int, chunk: int, found: int
 ) -> None:
-    damaged(bed, client, group, chunk)
+    damaged(bed, client, (group, chunk))
 
     assert client.lookup(DOCUMENT, "second") == found
 
@@ -149,8 +150,35 @@ def test_a_flipped_byte_makes_the_prefix_shorter_where_it_is_needed(
     assert bed.num_leases() == 0
 
 
+def verify(bed: Bed, place: int) -> None:
+    """Have one of the batches verified that wait, and no other."""
+    lane = bed.lanes[Route.HOST_TO_DEVICE]
+    chosen = lane.waiting.pop(place)
+    others, lane.waiting, lane.is_stopped = lane.waiting, [chosen], False
+    bed.turn()
+    lane.waiting, lane.is_stopped = [*others, *lane.waiting], True
+    bed.turn()
+
+
+def test_what_is_verified_for_longer_hits_meanwhile_is_held_until_that_is_done(bed: Bed, client: HybridClient) -> None:
+    damaged(bed, client, (0, 5), (1, 3))
+    lane = bed.lanes[Route.HOST_TO_DEVICE]
+    lane.is_stopped = True
+    client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
+    bed.settle()
+
+    verify(bed, 0)  # group 0's six chunks: five can be loaded, for which group 1 needs chunk 3
+    bed.check()
+    verify(bed, -1)  # group 1's chunk 3: three can be loaded
+    bed.check()
+
+    lane.is_stopped = False
+    assert bed.until(lambda: client.ask("status", "second")) == 3
+    assert bed.num_leases() == 3 + 2
+
+
 def test_what_is_damaged_is_stored_again(bed: Bed, client: HybridClient) -> None:
-    damaged(bed, client, 1, 5)
+    damaged(bed, client, (1, 5))
     assert client.lookup(DOCUMENT, "second") == 5
 
     assert client.store_parts(DOCUMENT, "second") == [(1, 5)]
