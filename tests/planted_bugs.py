@@ -3289,6 +3289,20 @@ BUGS = [
         "tests/engine/dashboard/test_history.py",
     ),
     Bug(
+        "what longer hits still have verified is held for the last of them only",
+        "engine/sidecar/lmcache/promises.py",
+        "for own in [*promise.former, *left]",
+        "for own in left",
+        "tests/engine/sidecar/lmcache/test_hybrids.py",
+    ),
+    Bug(
+        "LMCache's objects of all weights that are told have one namespace",
+        "engine/doors/lmcache_l2/object_names.py",
+        'known = "" if weights is None else weights',
+        'known = "" if weights is None else "told"',
+        "tests/engine/doors/test_lmcache_objects.py",
+    ),
+    Bug(
         "a page that opens gets a history from before the last sample",
         "engine/dashboard/routes.py",
         "key = (seconds, int(now), history.num_changes)",

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.engine.disk_below.open import open_disk_below
 from kvtier.engine.doors.lmcache_l2.known_lmcache import ABSTRACT, NotServed, check_lmcache
-from kvtier.engine.doors.lmcache_l2.object_names import layout_of, name_of, namespace_of
+from kvtier.engine.doors.lmcache_l2.object_names import KnownLayouts, layout_of, name_of, namespace_of
 from kvtier.engine.doors.lmcache_l2.objects_on_disk import ObjectsOnDisk
 from kvtier.engine.doors.lmcache_l2.outcomes import Outcomes
 from kvtier.engine.doors.lmcache_l2.settings import settings_of
@@ -122,6 +122,20 @@ def test_layouts_that_are_as_long_have_other_names() -> None:
     ]
 
     assert len({name_of(key, layout) for layout in layouts}) == 4
+
+
+def test_the_layout_last_seen_is_that_of_the_model_the_rank_and_the_group() -> None:
+    known = KnownLayouts()
+    of_one, of_other = (layout_of((shape,), ("torch.float32",), 64) for shape in ((16,), (4, 4)))
+    others = [Key(b"", model_name="other"), Key(b"", kv_rank=7), Key(b"", object_group_id=3)]
+
+    known.learn(Key(b"one"), of_one)
+    assert [known.of(other) for other in others] == [None] * 3
+    for other in others:
+        known.learn(other, of_other)
+
+    assert known.of(Key(b"two", cache_salt="salt")) == of_one
+    assert [known.of(other) for other in others] == [of_other] * 3
 
 
 def test_the_namespace_is_another_one_for_other_weights_and_another_lmcache() -> None:
