@@ -36,8 +36,7 @@ class Extents:
         self._clock = clock
         self._holders: dict[int, Holder] = {}  # by extent
         self._used_at: dict[int, float] = {}  # by extent that has a holder
-        self._num_given = 0  # extents that have been given once, or left out: the first ones
-        self._free: list[int] = []  # of these, those without a holder
+        self._num_given = 0  # the first ones: given, or left out
 
     def acquire(self, holder: Holder) -> bool:
         """Give the holder one more extent; False if all are used later than its own."""
@@ -59,21 +58,13 @@ class Extents:
         """The extents that are this holder's."""
         return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
 
-    def release_all(self, holder: Holder) -> None:
-        """The holder is gone, and with it all that was in its extents."""
-        for extent in self.extents_of(holder):
-            del self._holders[extent], self._used_at[extent]
-            self._free.append(extent)
-
     def check(self) -> None:
-        """Raise AssertionError if an extent has no holder and is not free, or both."""
+        """Raise AssertionError if an extent was given and has no holder."""
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
         left_out = [extent for extent in self._left_out if extent < self._num_given]
-        assert sorted([*self._free, *self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
+        assert sorted([*self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
 
     def _unused(self) -> int | None:
-        if self._free:
-            return self._free.pop()
         while (self._num_given + 1) * self.extent_bytes <= self._segment.backed_bytes:
             self._num_given += 1
             if self._num_given - 1 not in self._left_out:
