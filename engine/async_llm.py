@@ -302,8 +302,8 @@ class AsyncLLM:
     def _loaded_engine(self) -> LoadedEngine:
         if self._thread.is_forked:
             raise RuntimeError(
-                "AsyncLLM: this process was forked after it was started, and has none of its threads; make it in the "
-                "process that uses it, or start processes by spawn"
+                "AsyncLLM: this process was forked after the AsyncLLM was started, so its threads are not here; make "
+                "it in the process that uses it, or start processes by spawn"
             )
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")

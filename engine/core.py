@@ -396,7 +396,7 @@ class EngineCore:
                 self._flush(progress)
             else:
                 log.warning(
-                    "the model was changed while the engine was open; what is on the device only is not written"
+                    "the model was changed while the engine was open; blocks on the device only are not written"
                 )
             self._publish_events()
 

@@ -36,8 +36,8 @@ class OneCaller:
         """Raise RuntimeError if the object may not be used here, or not any more; wait for no other call."""
         if self.is_forked:
             raise RuntimeError(
-                f"{self._name}: this process was forked after process {self._pid} made it, and has none of its "
-                "threads; make it in the process that uses it, or start processes by spawn"
+                f"{self._name}: this process was forked after process {self._pid} made it, so its threads are not "
+                "here; make it in the process that uses it, or start processes by spawn"
             )
         if self._is_closed:
             raise RuntimeError(f"{self._name}: has been closed; make a new one")
@@ -73,7 +73,10 @@ class OneCaller:
 
     def _begin(self) -> None:
         if self._caller == threading.get_ident():
-            raise RuntimeError(f"{self._name}: called from within a call of its own (by a signal handler?)")
+            raise RuntimeError(
+                f"{self._name}: called from within a call of its own, for example by a signal handler; call it after "
+                "that call has returned"
+            )
         self._turn.acquire()
         self._caller = threading.get_ident()
 

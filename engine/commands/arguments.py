@@ -106,15 +106,16 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="without API keys: a name by which clients ask, such as a proxy's; *.NAME: all below it; may be repeated "
-        "(default: IP addresses, and names that public DNS cannot have)",
+        help="without API keys: a host name by which clients reach the server, such as a proxy's; *.NAME allows all "
+        "names below it; may be repeated (IP addresses and localhost are always allowed; names that public DNS cannot "
+        "have are allowed unless the server listens on a loopback address)",
     )
 
 
 def _host_name(text: str) -> str:
     """Return the name of a host, or `*.` and what names end in, or `*`."""
     if not re.fullmatch(HOST_NAME, text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no host name; give one without scheme and port, as kv.example")
+        raise argparse.ArgumentTypeError(f"{text!r} is no host name; give one without scheme and port: kv.example")
     return text
 
 
@@ -123,8 +124,8 @@ def remote_url(text: str) -> str:
     credentials, at, _ = some_text(text).partition("://")[2].rpartition("@")
     if at and ":" in credentials:
         print(
-            "kvtier: warning: other users of this machine can read the password in the store's URL, as arguments are "
-            "no secret; put it into a file (password_file in [remote], --password-file)",
+            "kvtier: warning: other users of this machine can read the password in the store's URL, because they can "
+            "see arguments; put it into a file (password_file in [remote], --password-file)",
             file=sys.stderr,
         )
     return text

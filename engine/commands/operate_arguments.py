@@ -41,7 +41,7 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     reset = _verb(
         verbs,
         "reset",
-        "have blocks leave device, host memory and disk; leased and pinned ones stay, and those of a remote tier",
+        "evict blocks from device, host memory and disk; leased and pinned blocks stay, and blocks in a remote tier",
     )
     which = reset.add_mutually_exclusive_group(required=True)
     which.add_argument("--tenant", type=sent_text, metavar="NAME", help="those of this tenant")

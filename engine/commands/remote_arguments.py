@@ -11,7 +11,10 @@ _OPTIONS = ("url", "password_file", "ca_file", "endpoint", "region")  # by their
 def add_remote(parser: argparse.ArgumentParser) -> None:
     """Add the store's URL, and how one gets in."""
     parser.add_argument(
-        "url", type=remote_url, metavar="URL", help="of [remote]: redis://HOST:6379, s3://BUCKET/PREFIX"
+        "url",
+        type=remote_url,
+        metavar="URL",
+        help="URL of the store, as in [remote]: redis://HOST:6379, s3://BUCKET/PREFIX",
     )
     parser.add_argument("--password-file", metavar="FILE", help="Redis: the password (default: that of the URL)")
     parser.add_argument(

@@ -174,7 +174,7 @@ SIDECAR_QUARANTINED_CLIENTS = gauge(
     "kvtier_sidecar_quarantined_clients", "Clients whose session has ended while one of their processes may still copy"
 )
 SIDECAR_QUARANTINED_CHUNKS = gauge(
-    "kvtier_sidecar_quarantined_chunks", "Slots of these that are given to no block until their processes have ended"
+    "kvtier_sidecar_quarantined_chunks", "Slots of these clients, which are given to no block meanwhile"
 )
 SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators keep in host memory")
 SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment that these keep in their places")

@@ -104,8 +104,8 @@ def paged_attention(
     step = current_step.get(None)
     if step is None:
         raise ChangedModel(
-            "the model has kvtier's attention, which computes only for an open LLM; close the LLM, or call "
-            "set_attn_implementation('sdpa') if this is a copy of its model"
+            "the model uses kvtier's attention, which works only in an open LLM; close the LLM to use the model "
+            "without it, or call set_attn_implementation('sdpa') if this is a copy of the LLM's model"
         )
     layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int that Module types as a tensor
     step.layers_seen.add(layer_id)

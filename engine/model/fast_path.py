@@ -60,5 +60,5 @@ def _try(path: str, subject: Hashable, largest_error: Callable[[], float], toler
         why = f"its result differs from the plain one by {error:.1e}"
     is_first = not any(other == path and not is_usable for (other, _), is_usable in outcomes.items())
     level = logging.WARNING if is_first else logging.DEBUG
-    log.log(level, "fast path not used: %s for %s: %s; the plain path computes the same, slower", path, subject, why)
+    log.log(level, "fast path not used: %s for %s: %s; the plain path is used, which is slower", path, subject, why)
     return False

@@ -102,8 +102,8 @@ class PagedModel:
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
-                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention; "
-                    "its attention or its layers were changed meanwhile: close the engine first"
+                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention; the "
+                    "model's attention or layers were changed meanwhile: close the engine before you change the model"
                 )
         return logits[0].float()
 

@@ -133,7 +133,7 @@ class ModelRunner(PagedModel):
         self._note(self._watch.change())
         if self._change is not None:
             raise ChangedModel(
-                f"the model was changed while kvtier has blocks that it computed before: {self._change}; "
+                f"the model was changed after kvtier had cached blocks that it computed: {self._change}; "
                 "close the engine, and make a new one for the changed model"
             )
         if self._watch.is_training:

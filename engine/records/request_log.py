@@ -140,7 +140,7 @@ def _opened(path: Path) -> int:
     is_anothers = found.st_uid != os.geteuid() and not stat.S_ISCHR(found.st_mode)
     if is_anothers or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
         os.close(file)
-        raise PermissionError(errno.EPERM, "is another user's, or has more than one name; remove it", str(path))
+        raise PermissionError(errno.EPERM, "is another user's, or has several hard links; remove it", str(path))
     return file
 
 

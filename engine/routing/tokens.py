@@ -84,7 +84,7 @@ class Tokens:
         is_lacking = status in _NOT_FOUND
         (self._unable if is_lacking else self._able)[replica.name] = self._clock() + BELIEVED_S
         if is_lacking:
-            log.warning("%s has no /tokenize: prompts are compared by their texts", replica.name)
+            log.warning("%s has no /tokenize, so prompts are compared as text", replica.name)
 
     async def _post(self, replica: Replica, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Return status and content of the answer. ClientError for an answer that is too long."""

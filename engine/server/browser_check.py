@@ -63,7 +63,7 @@ class BrowserRules:
         name = _name_of(hosts[0]) if hosts else ""
         if name and not self._knows(name):
             message = (
-                f"requests by the host name {name[:_MAX_SHOWN]!r} are refused, because this server needs no key; "
+                f"this server needs no key, so it refuses requests for the unknown host name {name[:_MAX_SHOWN]!r}; "
                 f"{self.host_advice}, or ask by IP address"
             )
             return ApiError(403, message, code="unknown_host")
@@ -71,7 +71,7 @@ class BrowserRules:
         if "*" in self.origins or origin in self.origins or not _is_foreign(method, headers):
             return None
         message = (
-            f"pages of {(origin or 'another site')[:_MAX_SHOWN]} are refused, because this server needs no key; "
+            f"this server needs no key, so it refuses requests of pages of {(origin or 'another site')[:_MAX_SHOWN]}; "
             f"{self.origin_advice}"
         )
         return ApiError(403, message, code="unknown_origin")

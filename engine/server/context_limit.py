@@ -25,6 +25,6 @@ class ContextLimit:
             return f"This model's maximum context length is {self.num_tokens} tokens"
         model = "any number" if self.model_tokens is None else self.model_tokens
         return (
-            f"This server's maximum context length is {self.num_tokens} tokens, for which {self.option} has room "
-            f"(the model takes {model})"
+            f"This server's maximum context length is {self.num_tokens} tokens, because {self.option} has room for no "
+            f"more (the model takes {model})"
         )

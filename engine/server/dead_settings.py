@@ -58,7 +58,7 @@ def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKe
     if most_queued < server.max_queued != ServerConfig().max_queued:
         yield f"server.max_queued: no more than scheduler.max_waiting, {scheduler.max_waiting}, run and wait together"
     if keys is not None and server.allowed_hosts:
-        yield "server.allowed_hosts: with api keys clients may ask by any name"
+        yield "server.allowed_hosts: with api_keys clients may use any host name"
     if server.max_connections < server.max_connections_per_address != ServerConfig().max_connections_per_address:
         yield f"server.max_connections_per_address: no more than server.max_connections, {server.max_connections}"
     if keys is None and server.tenant_isolation != ServerConfig().tenant_isolation:

@@ -152,7 +152,7 @@ class Generation:
                 )
             else:
                 message = (
-                    f"{ContextLimit.of(llm)}, and the prompt may have {most} of them beside {num_new} in the "
+                    f"{ContextLimit.of(llm)}, and the prompt may have {most} of them besides {num_new} in the "
                     f"completion. It has {num_least} or more. Please shorten one of them."
                 )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None

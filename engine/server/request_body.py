@@ -53,7 +53,7 @@ def parse(
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object that *body* is. ApiError 400 if it is none, 413 if it has more than `MAX_VALUES` values."""
     if body.count(b",") > MAX_VALUES:  # reading holds up all clients, for half a second if 16 MiB are token ids
-        message = f"the body has more than {MAX_VALUES:,} values, or commas in texts; send fewer prompts at a time"
+        message = f"the body has more than {MAX_VALUES:,} values (commas in texts count); send fewer prompts at a time"
         raise ApiError(413, message, code="body_too_large")
     try:
         content = msgspec.json.decode(body)

@@ -145,8 +145,9 @@ class Quarantine:
         if not held.is_told and self._clock() - held.client.since > TELL_AFTER_S:
             held.is_told = True
             log.warning(
-                "%s: %d slots of %s are in quarantine since its session ended: %s may still copy there; they are free "
-                "once it attaches again or ends (wake it up, or kill it)",
+                "%s: %d slots of %s are in quarantine since its session ended: %s may still copy from or to them; wake "
+                "it up or kill it: the slots become free once all its processes have ended or, with kvtier's own "
+                "client, once it attaches again",
                 held.door,
                 held.num_chunks,
                 held.client.name,

@@ -118,7 +118,7 @@ def test_attention_that_is_set_in_the_middle_of_a_pass_is_an_error(model: PreTra
 
 
 def test_the_owners_own_pass_beside_an_open_engine_is_an_error_that_says_so(model: PreTrainedModel) -> None:
-    with engine_of(model), pytest.raises(RuntimeError, match="computes only for an open LLM; close the LLM"):
+    with engine_of(model), pytest.raises(RuntimeError, match="works only in an open LLM; close the LLM"):
         model(torch.tensor([PROMPT]))
 
 

@@ -42,8 +42,8 @@ def option_reader() -> Callable[[str], object]:
         return dict(arguments.resolved_dict()).get
     except (ImportError, AttributeError, ValueError) as error:
         raise NotServed(
-            f"this SGLang does not say with which options it runs ({error}), which decide what its pages hold; "
-            f"tested is {', '.join(TESTED)}"
+            f"this SGLang does not say with which options it runs ({error}), and they decide what its pages contain; "
+            f"install a tested version (tested is {', '.join(TESTED)})"
         ) from None
 
 
@@ -92,5 +92,5 @@ def _digest(option: str, path: str, digest: Callable[[Path], str]) -> str:
         return digest(Path(path))
     except (OSError, ValueError, ImportError) as error:
         raise NotServed(
-            f"{option}: {path} cannot be read ({error}), and decides what pages hold; give a path on this machine"
+            f"{option}: {path} cannot be read ({error}), but it decides what pages contain; give a path on this machine"
         ) from None

@@ -82,7 +82,7 @@ class KVTierCache:
         devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
         if len(devices) > 1:
             raise UnsupportedModel(
-                f"{type(model).__name__}: is on several devices ({', '.join(devices)}); KVTierCache keeps models on one"
+                f"{type(model).__name__}: is on several devices ({', '.join(devices)}); load it on a single one"
             )
         weights = weights_digest(model)
         layout = checked_layout(model, block_size)

@@ -105,9 +105,9 @@ class WatchedPasses:
             )
         start, num_tokens = self._cache.get_seq_length(), token_ids.shape[1]
         if self._running is not None:
-            self._close(self._running.start, "a pass before failed")
+            self._close(self._running.start, "an earlier pass failed")
         if start > self._num_known:
-            self._close(self._num_known, "it has tokens of a pass that KVTierCache did not see")
+            self._close(self._num_known, "the cache has tokens of a pass that KVTierCache did not see")
         if start < self._cache.num_loaded_tokens:
             self._close(start, "tokens that were loaded were cropped")
         _refuse_others(given)
@@ -128,7 +128,10 @@ class WatchedPasses:
             self._passes.append(running)
             self._num_known = length
         elif length != running.start:  # equal: the pass did not use the cache
-            self._close(running.start, f"a pass of {len(running.token_ids)} tokens left {length - running.start} in it")
+            self._close(
+                running.start,
+                f"a pass of {len(running.token_ids)} tokens added {length - running.start} to the cache",
+            )
 
     def _entering(self, keys: torch.Tensor, values: torch.Tensor, layer_id: int) -> None:
         """Look at keys and values that are about to enter the cache."""
@@ -140,7 +143,7 @@ class WatchedPasses:
         if shape is None or {keys.dtype, values.dtype} != {shape.dtype} or keys.device != self._model.device:
             self._close_or_refuse(running.start, f"its keys are {keys.dtype} on {keys.device}")
         elif keys.shape[-2] != len(running.token_ids):
-            self._close(running.start, "a layer keeps another number of tokens than the pass has")
+            self._close(running.start, "a layer kept another number of tokens than the pass has")
 
     def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
         """Return what a pass has that its tokens' names do not say, in words, or None."""
@@ -166,8 +169,8 @@ class WatchedPasses:
         """Close the sequence at *start*; ValueError if the prefix that was loaded would have been computed so too."""
         if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
             raise ValueError(
-                f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, and this "
-                f"pass is none: {why}; give generate another cache"
+                f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, but this "
+                f"pass would compute them differently: {why}; give generate another cache"
             )
         self._close(start, why)
 

@@ -167,7 +167,10 @@ class MappedSegment:
         except (OSError, AttachRefused) as error:
             if not is_any:  # else the next sidecar is not there yet
                 log.warning(
-                    "kvtier: the sidecar's memory at %s cannot be mapped (%s); tried again", segment.path, error
+                    "kvtier: the sidecar's memory at %s cannot be mapped (%s); until it can be, nothing is loaded or "
+                    "stored, and the worker keeps trying",
+                    segment.path,
+                    error,
                 )
             return None
         except Exception:  # a thread's top

@@ -14,7 +14,7 @@ LOOKUP_HIT_L1 = counter("lmcache_mp_lookup_hit_l1_tokens", "Of them those that c
 LOOKUP_HIT_L2 = counter("lmcache_mp_lookup_hit_l2_tokens", "Of them those that came from disk", MODEL)
 LOOKUP_PROMPT = counter("lmcache_mp_lookup_prompt_tokens", "Tokens of the prompts that were looked up", MODEL)
 LOOKUP_REQUEST_HIT = counter(
-    "lmcache_mp_lookup_request_hit_tokens", "Of them those that were on the device, or came from below it", MODEL
+    "lmcache_mp_lookup_request_hit_tokens", "Tokens of these prompts that any tier had, the device included", MODEL
 )
 CHUNKS_LOADED = counter("lmcache_mp_num_chunks_loaded", "Blocks that engines have loaded", MODEL)
 

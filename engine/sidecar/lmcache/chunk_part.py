@@ -76,21 +76,21 @@ def memories_of(
     for part in parts:
         if part.num_bytes > extent_bytes:
             raise LayoutRefused(
-                f"a chunk of {chunk_tokens} tokens has {part.num_bytes} bytes, an extent {extent_bytes}; "
-                "start the sidecar with fewer tokens in a chunk, or larger extents"
+                f"a chunk of {chunk_tokens} tokens has {part.num_bytes} bytes, but an extent {extent_bytes}; "
+                "start the sidecar with fewer tokens in a chunk (chunk_tokens), or a larger extent"
             )
     memories = [ChunkMemory(segment, extent_bytes, part.num_bytes) for _ in range(num_ranks) for part in parts]
     num_slots = sum(memory.num_host_slots for memory in memories)
     if num_slots > MOST_SLOTS:  # before the books of one rank are made
         raise LayoutRefused(
             f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
-            f"have {num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory beside "
-            "it: start the sidecar with more tokens in a chunk, or less host memory"
+            f"have {num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory besides "
+            "its chunk: start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes
     if len(memories) > num_extents:
         raise LayoutRefused(
             f"its {num_ranks} ranks of {len(parts)} KV cache groups need an extent each, and host memory has "
-            f"{num_extents} of {extent_bytes} bytes: start the sidecar with more host memory, or smaller extents"
+            f"{num_extents} of {extent_bytes} bytes: start the sidecar with more host memory, or a smaller extent"
         )
     return memories

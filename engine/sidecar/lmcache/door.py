@@ -310,8 +310,8 @@ class LmcacheDoor:
         if self._chunk_tokens % alignment:
             self._refusals.refused(
                 "chunk_size",
-                f"an engine needs chunks of a multiple of {alignment} tokens, and ends: start the sidecar with "
-                f"--chunk-tokens {-(-self._chunk_tokens // alignment) * alignment}, which empties the cache",
+                f"an engine needs chunks of a multiple of {alignment} tokens, and does not start: restart the sidecar "
+                f"with --chunk-tokens {-(-self._chunk_tokens // alignment) * alignment}, which empties the cache",
             )
         return self._chunk_tokens
 
@@ -361,7 +361,7 @@ class LmcacheDoor:
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
         if len(before) < chunks.start:
-            raise Refused("range", f"chunks from token {key.start} on, and there are fewer tokens")
+            raise Refused("range", f"a lookup of chunks from token {key.start} on, of a prompt with fewer tokens")
         ranks = range(key.world_size)
         self._promises.begin(
             call.client,
@@ -574,7 +574,7 @@ def _skipped(
     """Return which of the chunks a worker does not have, by group. Raise `Refused` for what it cannot mean."""
     groups = groups_of(instance.layout, rank)
     if skipped and len(skipped) != len(groups):
-        raise Refused("range", f"{len(skipped)} groups have skipped chunks, and the worker has {len(groups)}")
+        raise Refused("range", f"skipped chunks of {len(skipped)} groups, but the worker has {len(groups)} groups")
     if any(place >= len(chunks) for own in skipped for place in own):
-        raise Refused("range", f"a skipped chunk that is none of {len(chunks)}")
+        raise Refused("range", f"a skipped chunk that is not one of the {len(chunks)} chunks of the request")
     return dict(zip(groups, skipped, strict=False))

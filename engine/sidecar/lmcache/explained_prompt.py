@@ -12,7 +12,7 @@ from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason, Tier
 
-NOT_TOLD = "What engines have on their devices only clients of lmcache 0.5.7 tell, by whole chunks."
+NOT_TOLD = "Only clients of lmcache 0.5.7 report what engines have on their devices, in whole chunks."
 
 
 def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:

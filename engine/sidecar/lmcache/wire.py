@@ -255,7 +255,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
         )
     if number not in OPERATIONS:
         raise Refused(
-            "operation", f"the operation {str(number)[:64]!r} is not known; clients of {NEEDED_CLIENT} are served"
+            "operation", f"the operation {str(number)[:64]!r} is not known; clients must have {NEEDED_CLIENT}"
         )
     return number
 

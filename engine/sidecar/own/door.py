@@ -208,7 +208,7 @@ class EngineDoor:
         elif len(message.engine) != wire.ENGINE_BYTES:
             raise Malformed(f"an engine's number of {len(message.engine)} bytes")
         elif len(self._layouts.quarantine) >= MAX_CLIENTS:
-            why = f"slots of {MAX_CLIENTS} engines are in quarantine; end the processes that /leases names"
+            why = f"slots of {MAX_CLIENTS} engines are in quarantine; end the processes that /leases names, then retry"
             self._refuse(client, "quarantine", why)
         else:
             return True

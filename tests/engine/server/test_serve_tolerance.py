@@ -160,10 +160,11 @@ def test_what_holds_the_length_of_a_prompt_is_named() -> None:
         longest = error(small, "/v1/completions", {"prompt": "x" * 255, "max_tokens": 1})["message"]
 
     expected = (
-        "This server's maximum context length is 320 tokens, for which device.capacity has room (the model takes 4096)"
+        "This server's maximum context length is 320 tokens, because device.capacity has room for no more "
+        "(the model takes 4096)"
     )
     assert said.startswith(f"{expected}. However, you requested 450 (250 in")
-    assert long.startswith(f"{expected}, and the prompt may have 20 of them beside 300 in the completion.")
+    assert long.startswith(f"{expected}, and the prompt may have 20 of them besides 300 in the completion.")
     assert longest == "the prompt has 255 tokens or more, and server.max_prompt_tokens is 250; shorten it"
 
 
