@@ -188,6 +188,21 @@ def test_a_late_long_prefix_is_as_long_as_what_has_arrived_from_its_front() -> N
     w.check()
 
 
+def test_a_long_prefix_of_which_nothing_was_begun_in_time_is_no_hit() -> None:
+    w = world(num_device_slots=2 * NUM_BLOCKS)
+    on_disk(w, "a")
+    on_disk(w, "b")
+    first = promote(w, "a")
+    second = promote(w, "b", timeout_s=1.0)  # the first one's next part comes before it
+    assert not second.waiting
+
+    w.clock.now += 2.0
+    w.cache.poll()
+
+    assert (second.done, second.num_blocks, second.why_no_more) == (True, 0, Reason.DEADLINE)
+    until_done(w, first)
+
+
 def test_nothing_behind_a_block_that_cannot_be_had_is_begun() -> None:
     w = world()
     on_disk(w, "a")
