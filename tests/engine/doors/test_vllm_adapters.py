@@ -1,11 +1,13 @@
 """Digests of adapters' weights: each taken once, and none believed once its files are others."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from vllm_door_bed import FakeAdapter, InlineThreads
+from waiting import join
 
 from kvtier.engine.doors.vllm_connector.adapters import Adapters
 
@@ -79,3 +81,31 @@ def test_files_that_are_put_back_are_not_believed_again(adapters: Adapters, tmp_
 
     assert adapters.digest(adapter) is None
     assert not adapters.is_pending(adapter)
+
+
+def test_a_digest_that_cannot_be_taken_is_none_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def damaged(folder: Path) -> str:
+        raise ValueError("not a checkpoint")
+
+    adapters, adapter = Adapters(InlineThreads(), damaged), adapter_at(tmp_path / "a")
+
+    assert [adapters.digest(adapter), adapters.digest(adapter)] == [None, None]
+    assert not adapters.is_pending(adapter)
+    (told,) = caplog.messages
+    assert "'legal'" in told
+    assert "not a checkpoint" in told
+
+
+def test_nobody_waits_for_a_digest_that_is_being_taken(tmp_path: Path) -> None:
+    threads = InlineThreads()
+    threads.is_held = True
+    adapters, adapter = Adapters(threads), adapter_at(tmp_path / "a")
+    assert adapters.is_pending(adapter)
+
+    asking = threading.Thread(target=adapters.digest, args=[adapter], daemon=True)
+    asking.start()
+    join(asking)
+
+    assert adapters.digest(adapter) is None
+    threads.go_on()
+    assert adapters.digest(adapter) is not None
