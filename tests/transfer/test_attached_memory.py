@@ -124,6 +124,23 @@ def test_another_segment_takes_the_place_of_the_one_before(
     os.close(smaller)
 
 
+def test_the_memory_before_is_closed_when_another_is_attached(device: torch.Tensor, segment: int) -> None:
+    closed: list[int] = []
+
+    class Told(CpuMemory):
+        def close(self) -> None:
+            closed.append(self.num_host_slots)
+            super().close()
+
+    memory = AttachedMemory(lambda num_host_slots, file: Told(device.numpy(), num_host_slots, 2, file))
+    for num_slots in (6, 2):
+        memory.attach(memory.prepare(segment, num_slots * BLOCK_BYTES))
+
+    wait_for(lambda: closed == [6])
+    memory.close()
+    assert sorted(closed) == [0, 2, 6]
+
+
 def test_memory_that_was_prepared_in_vain_is_closed(memory: AttachedMemory, segment: int) -> None:
     memory.prepare(segment, SEGMENT_BYTES).close()
 
