@@ -3296,6 +3296,27 @@ BUGS = [
         "tests/engine/doors/test_lmcache_objects.py",
     ),
     Bug(
+        "the death of one worker of LMCache ends the loads of all",
+        "engine/sidecar/lmcache/promises.py",
+        "for reading in [reading for reading in own.readings if is_over(reading)]",
+        "for reading in list(own.readings)",
+        "tests/engine/sidecar/lmcache/test_copies.py",
+    ),
+    Bug(
+        "a prefix of which nothing was begun in time is a hit",
+        "tiers/up/promoter.py",
+        "        if self._backlogs.drop(promotion):\n            promotion.failure = reason\n",
+        "        self._backlogs.drop(promotion)\n",
+        "tests/tiers/test_parts.py",
+    ),
+    Bug(
+        "an adapter whose digest cannot be taken ends the scheduler",
+        "engine/doors/vllm_connector/adapters.py",
+        "if known.digest.exception() is not None or _stamp(adapter) != known.stamp:",
+        "if _stamp(adapter) != known.stamp:",
+        "tests/engine/doors/test_vllm_adapters.py",
+    ),
+    Bug(
         "a page that opens gets a history from before the last sample",
         "engine/dashboard/routes.py",
         "key = (seconds, int(now), history.num_changes)",

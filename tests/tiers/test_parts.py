@@ -189,18 +189,18 @@ def test_a_late_long_prefix_is_as_long_as_what_has_arrived_from_its_front() -> N
 
 
 def test_a_long_prefix_of_which_nothing_was_begun_in_time_is_no_hit() -> None:
-    w = world(num_device_slots=2 * NUM_BLOCKS)
-    on_disk(w, "a")
-    on_disk(w, "b")
-    first = promote(w, "a")
-    second = promote(w, "b", timeout_s=1.0)  # the first one's next part comes before it
-    assert not second.waiting
+    w = world(num_device_slots=3 * NUM_BLOCKS)
+    for document in ("a", "b", "late"):
+        on_disk(w, document)
+    others = [promote(w, document) for document in ("a", "b")]  # each poll goes on with these
+    late = promote(w, "late", timeout_s=1.0)
 
     w.clock.now += 2.0
     w.cache.poll()
 
-    assert (second.done, second.num_blocks, second.why_no_more) == (True, 0, Reason.DEADLINE)
-    until_done(w, first)
+    assert (late.done, late.num_blocks, late.why_no_more) == (True, 0, Reason.DEADLINE)
+    for other in others:
+        until_done(w, other)
 
 
 def test_nothing_behind_a_block_that_cannot_be_had_is_begun() -> None:

@@ -274,6 +274,22 @@ def test_a_load_ends_with_the_word_of_the_worker_that_loads(bed: Bed, client: Ra
     assert bed.num_leases() == 0
 
 
+def test_the_death_of_one_worker_ends_no_load_of_another(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    other = RawClient(bed)
+    other.register(instance_id=2)
+    slots = client.prepare_retrieve(DOCUMENT, "one")["context"]["slots"]
+    other.prepare_retrieve(DOCUMENT[: 2 * CHUNK], "other", instance=2)
+    client.ask("clear", True)
+    client.ask("end_session", "one")
+    assert bed.num_leases() == 8
+
+    other.close()
+
+    assert bed.num_leases() == 6
+    assert not {slot["offset"] for slot in slots} & set(fill(bed))
+
+
 def test_a_load_that_is_over_before_it_is_answered_leaves_nothing(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
     bed.settle()
