@@ -3821,13 +3821,6 @@ BUGS = [
         "tests/engine/doors/test_guard.py",
     ),
     Bug(
-        "an engine that leaves in its welcome takes the sidecar with it",
-        "engine/sidecar/own/door.py",
-        "hello.program, process)",
-        "hello.program, peer(client.connection).pid)",
-        "tests/engine/sidecar/own/test_own_door.py",
-    ),
-    Bug(
         "an endpoint that is no address is answered with a regular expression",
         "engine/config.py",
         'if what.startswith("Expected `str` matching regex"):',
@@ -3867,13 +3860,6 @@ BUGS = [
         "engine/proving/measures.py",
         "return bool(found) and median(found) > self.bound",
         "return bool(found)",
-        "tests/engine/proving/test_proof.py",
-    ),
-    Bug(
-        "a proof is one though nothing that came from a cache was compared",
-        "engine/proving/judgement.py",
-        "elif any(row.verdict is Verdict.PROVEN and row.shares for row in rows):",
-        "elif any(row.verdict is Verdict.PROVEN for row in rows):",
         "tests/engine/proving/test_proof.py",
     ),
     Bug(

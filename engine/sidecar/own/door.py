@@ -181,13 +181,12 @@ class EngineDoor:
         except LayoutRefused as error:
             self._refuse(client, "layout", f"an engine of {hello.model[:64]!r} cannot be served: {error}")
             return
-        process = peer(client.connection).pid  # asked now: it may be gone once it is told
         self._end_earlier(hello.engine)
         self._welcome(client)
         session = Session(feed.tiers, self._counts, self._layouts.shares.of(client), self._clock)
         self._sessions[client] = _Attached(session, feed, hello.engine)
         feed.attach(client)
-        log.info("engine: %.64r of process %d is attached", hello.program, process)
+        log.info("engine: %.64r of process %d is attached", hello.program, peer(client.connection).pid)
 
     def _map(self, client: Client[bytes], message: wire.Map) -> None:
         if client in self._mappers:
