@@ -441,19 +441,19 @@ def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: 
 
 
 def test_what_a_step_that_failed_was_to_store_is_never_found(full: DoorBed) -> None:
-    full.run(full.request(full.prompt(8)))
+    full.run(full.request(full.prompt(8)))  # slots lie ready
     first, second = (full.request(full.prompt(40)) for _ in range(2))
     for request in (first, second):
         full.match(request)
         full.allocate(request, 0)
+    full.work(full.side.step({first.request_id: 40}, lambda request_id: first.pages))
 
-    def pages_of(request_id: str) -> list[list[int]]:
-        if request_id == second.request_id:
-            raise ZeroDivisionError
-        return first.pages
+    def failing(request_id: str) -> None:
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        full.side.step({first.request_id: 40, second.request_id: 40}, pages_of)
+        full.side.step({second.request_id: 40}, failing)  # after it has begun to store what the first one computed
+    assert full.leased() > 0
     full.work(full.side.salvaged())
     for request in (first, second):
         full.finish(request)
