@@ -2921,7 +2921,7 @@ BUGS = [
         "all messages of a flood are taken apart at once",
         "engine/sidecar/port.py",
         "client.framing.receive(data, MOST_MESSAGES)",
-        "client.zmtp.receive(data)",
+        "client.framing.receive(data)",
         "tests/engine/sidecar/lmcache/test_port.py",
     ),
     Bug(

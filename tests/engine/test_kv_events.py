@@ -382,6 +382,7 @@ def test_a_replay_is_these_frames(publish: Publish, listen: Listen) -> None:
     publisher = publish(topic="kv")
     publish_and_wait(publisher, range(4), listen)
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
         client.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         client.connect(publisher.replay_endpoint)
         client.send_multipart([b"", (2).to_bytes(8, "big")])
@@ -401,6 +402,7 @@ def test_a_request_socket_gets_the_first_batch_it_asks_for(publish: Publish, lis
     publisher = publish()
     publish_and_wait(publisher, range(3), listen)
     with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.linger = 0
         client.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         client.connect(publisher.replay_endpoint)
         client.send((1).to_bytes(8, "big"))
@@ -541,6 +543,7 @@ def test_a_replay_asked_for_wrongly_is_not_answered_and_harms_no_subscriber(
     publisher = publish()
     publish_and_wait(publisher, range(2), listen)
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
         client.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         client.connect(publisher.replay_endpoint)
         client.send_multipart(request_frames)
@@ -967,4 +970,5 @@ def test_closing_an_llm_ends_its_publisher(model: PreTrainedModel) -> None:
 
     assert not any(thread.name == "kvtier-events" for thread in threading.enumerate())
     with zmq.Context() as context, context.socket(zmq.PUB) as again:
+        again.linger = 0
         again.bind(endpoint)

@@ -84,8 +84,9 @@ def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: DoorBed) -
         while full.side.num_matched(request, 0) is None:
             full.side.on_report(WorkerReport(full.side.step({}, lambda request_id: None).number, None))
             full.clock.now += 0.01
+            assert full.clock.now - began_at <= DEADLINE_S + 0.1
 
-    assert DEADLINE_S <= full.clock.now - began_at <= DEADLINE_S + 0.1
+    assert full.clock.now - began_at >= DEADLINE_S
     full.allocate(request, 0)
     work = full.side.step({request.request_id: NUM_TOKENS}, {request.request_id: request.pages}.get)
     assert not work.stores, "no worker could copy it"

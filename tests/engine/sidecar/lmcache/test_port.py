@@ -36,6 +36,7 @@ def tcp() -> Iterator[tuple[Port, int]]:
 def test_libzmq_connects_by_tcp_too(tcp: tuple[Port, int]) -> None:
     port, number = tcp
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0  # else a test that fails waits until everything has been sent
         dealer.connect(f"tcp://127.0.0.1:{number}")
         dealer.send_multipart([b"a", b"", b"b" * 100_000])
         while not (messages := list(port.receive())):
