@@ -107,8 +107,8 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         type=_host_name,
         metavar="NAME",
         help="without API keys: a host name by which clients reach the server, such as a proxy's; *.NAME allows all "
-        "names below it; may be repeated (IP addresses and localhost are always allowed; names that public DNS cannot "
-        "have are allowed unless the server listens on a loopback address)",
+        "names below it; may be repeated (default: none; IP addresses and localhost are always allowed, and unless the "
+        "server listens on a loopback address also names that public DNS cannot have)",
     )
 
 
