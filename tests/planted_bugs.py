@@ -3317,6 +3317,13 @@ BUGS = [
         "tests/engine/doors/test_vllm_adapters.py",
     ),
     Bug(
+        "a hybrid's chunk that the disk cannot read is asked for again",
+        "engine/sidecar/lmcache/promises.py",
+        "promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}",
+        "pass",
+        "tests/engine/sidecar/lmcache/test_hybrids.py",
+    ),
+    Bug(
         "a page that opens gets a history from before the last sample",
         "engine/dashboard/routes.py",
         "key = (seconds, int(now), history.num_changes)",

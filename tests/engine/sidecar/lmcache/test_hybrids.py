@@ -1,12 +1,12 @@
 """Engines with several KV cache groups, of which some need the last chunks of a prefix only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from door_play import play
 from hybrid_client import FULL, NUM_BYTES, SHAPES, WINDOW, HybridClient
-from lmcache_bed import CHUNK, Bed, RawClient, key, lmcache_bed
+from lmcache_bed import CHUNK, Bed, RawClient, content, key, lmcache_bed
 
 from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
@@ -14,6 +14,7 @@ from kvtier.engine.sidecar.lmcache.explained_prompt import explained_prompt
 from kvtier.engine.sidecar.lmcache.token_keys import blocks_of_tokens
 from kvtier.engine.sidecar.pins import Pins
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import Fault
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -375,6 +376,33 @@ def test_a_disk_that_hangs_makes_the_prefix_shorter(tmp_path: Path) -> None:
         bed.settle()
         client.ask("end_session", "second")
         assert bed.num_leases() == 0
+
+
+class HalfReadable(MemoryStore):
+    """A store that cannot read one of its records, which may be fine."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.unreadable = b""
+        self.num_tries = 0
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        found = super().read_many(keys, outs)
+        self.num_tries += self.unreadable in keys
+        return [Fault.IO_ERROR if key == self.unreadable else each for key, each in zip(keys, found, strict=True)]
+
+
+def test_a_chunk_that_cannot_be_read_is_asked_for_once_and_makes_the_prefix_shorter(tmp_path: Path) -> None:
+    store = HalfReadable(200 * 4608)
+    with lmcache_bed(tmp_path, num_extents=2, store=store) as bed:
+        client = on_disk_only(bed)
+        third = content(DOCUMENT, 2, 0, 0, NUM_BYTES[0])
+        (store.unreadable,) = [stored for stored, row in store.rows.items() if row.payload == third]
+
+        assert client.lookup(DOCUMENT, "second") == 2
+
+        assert store.num_tries == 1
+        assert client.retrieve(DOCUMENT, "second", end=2 * CHUNK)
 
 
 def test_who_may_not_have_all_leased_has_the_longest_hit_that_has_its_window(tmp_path: Path) -> None:
