@@ -59,7 +59,7 @@ class Extents:
         return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
 
     def check(self) -> None:
-        """Raise AssertionError if an extent was given and has no holder."""
+        """Raise AssertionError if an extent that was given, or is used, has no holder."""
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
         left_out = [extent for extent in self._left_out if extent < self._num_given]
         assert sorted([*self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"

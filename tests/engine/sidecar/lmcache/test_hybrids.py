@@ -152,7 +152,7 @@ def test_a_flipped_byte_makes_the_prefix_shorter_where_it_is_needed(
 
 
 def verify(bed: Bed, place: int) -> None:
-    """Have one of the batches verified that wait, and no other."""
+    """Verify only the waiting batch at that *place*."""
     lane = bed.lanes[Route.HOST_TO_DEVICE]
     chosen = lane.waiting.pop(place)
     others, lane.waiting, lane.is_stopped = lane.waiting, [chosen], False
