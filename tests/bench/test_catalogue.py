@@ -23,12 +23,10 @@ NO_RESULT = {
     "bench.attached.crowd",
     "bench.attached.engine_process",
 }
-# Results whose rows have other names than the benchmark's by now, until `make results` measures them anew: those of
-# owner_thread were renamed, those of prefix_core were measured beside an installed vLLM, those of routing of a trace
-# alone, and those of doors and observability_tokens are of other questions.
+# Results whose rows have other names than the benchmark's by now, as they are of other questions, until `make results`
+# measures them anew.
 OLD_RESULTS = {
-    *("owner_thread", "prefix_core", "routing", "observability_tokens", "doors_faults", "doors_tiers"),
-    *("doors_cost", "sidecar", "sidecar_foul_clients"),
+    *("observability_tokens", "doors_faults", "doors_tiers", "doors_cost", "sidecar", "sidecar_foul_clients"),
 }
 LIST = """import json; from bench.catalogue import RESULTS
 print(json.dumps([
