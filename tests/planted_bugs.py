@@ -793,6 +793,27 @@ BUGS = [
         "tests/torture/test_bit_flips.py",
     ),
     Bug(
+        "a map that a broken row claims to be full is thought to be full",
+        "store/lmdb/files.py",
+        "        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)\n",
+        "        return False\n",
+        "tests/torture/test_bit_flips.py",
+    ),
+    Bug(
+        "a map that is full is thought to be broken",
+        "store/lmdb/files.py",
+        "        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)\n",
+        "        return True\n",
+        "tests/store/lmdb/test_lmdb_store.py",
+    ),
+    Bug(
+        "a change on a full disk passes over more records than it has pages for",
+        "store/lmdb/change.py",
+        "min(most, _MOST_SECOND_CHANCES)",
+        "_MOST_SECOND_CHANCES",
+        "tests/store/lmdb/test_lmdb_store.py",
+    ),
+    Bug(
         "a record may leave the disk before the one that continues it",
         "store/lmdb/change.py",
         "        if row.parent and row.parent not in coming:\n            self.mark(row.parent)\n",

@@ -30,6 +30,10 @@ _ROWS_AT_ONCE = 16
 _MOST_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
 
 
+class NoFreeSlot(Exception):
+    """No slot of the wanted size may be written to, and a new one would exceed the limit of the slabs."""
+
+
 class Change:
     """A write transaction under way: rows, payloads, order and accounts move together or not at all.
 
@@ -64,7 +68,7 @@ class Change:
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
         """Allocate *num_slots* slots of *num_bytes*; also returns slots whose disk space must be punched out first.
 
-        That keeps all slots within *limit_bytes*. `lmdb.MapFullError` if there are not enough.
+        That keeps all slots within *limit_bytes*. `NoFreeSlot` if there are not enough.
         """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]
@@ -72,7 +76,7 @@ class Change:
         self.counters.slab_bytes += missing * num_bytes
         to_punch = self.give_back(limit_bytes) if missing else []
         if missing and self.counters.slab_bytes > limit_bytes:
-            raise lmdb.MapFullError("no slot is free")
+            raise NoFreeSlot
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
@@ -131,7 +135,7 @@ class Change:
     def evict(self, limit_bytes: int, most: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, *most* records at most; returns their keys.
 
-        A marked record gets a second chance instead. One change gives a bounded number of those too, so look at
+        A marked record gets a second chance instead. One change gives *most* of those at most too, so look at
         `counters` for whether another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
@@ -187,7 +191,7 @@ class Change:
     def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
         """Evict by CLOCK, oldest first, among the records of *tenant*, or of all for NO_TENANT, while *is_too_much*."""
         evicted: list[bytes] = []
-        num_chances = 0
+        num_chances, most_chances = 0, min(most, _MOST_SECOND_CHANCES)
         order = self._in_order(tenant)
         while len(evicted) < most and is_too_much():
             found = next(order, None)
@@ -204,7 +208,7 @@ class Change:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
                 evicted.append(key)
-            elif num_chances == _MOST_SECOND_CHANCES:
+            elif num_chances == most_chances:
                 break
             else:
                 num_chances += 1

@@ -17,7 +17,7 @@ from kvtier.store.blob_store import StoreFull
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.boot_mark import FileState
-from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
+from kvtier.store.lmdb.change import REMOVAL_BYTES, Change, NoFreeSlot
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
 from kvtier.store.lmdb.index_file import LITTLE_BYTES
@@ -27,7 +27,7 @@ from kvtier.store.lmdb.tables import Tables
 from kvtier.store.slab import Slabs
 
 _RECORDS_PER_CHANGE = 512  # that one change deletes: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 8  # that one change deletes where there is no more room than `LITTLE_BYTES`
+_RECORDS_WHEN_FULL = 4  # that one change deletes, and passes over, where there is only room for `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
 CHECK_READERS_S = 10.0  # interval of freeing the reader slots of dead processes, which hold back pages
 
@@ -73,7 +73,7 @@ class LmdbFiles:
         with self.reading() as txn:
             counters = self.tables.counters(txn)
         if counters.capacity_bytes != self.capacity_bytes:
-            with self.changing(LITTLE_BYTES) as change:
+            with self.changing(removal_bytes=LITTLE_BYTES) as change:
                 change.counters.capacity_bytes = self.capacity_bytes
         self.give_back(data_file.slab_bytes(self.capacity_bytes))
         if self.tables.file.taken_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.BESIDES_BYTES:
@@ -148,8 +148,10 @@ class LmdbFiles:
             yield txn
 
     @contextmanager
-    def changing(self, new_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
-        """A change that may need *new_bytes* of new pages: committed at the block's end, undone by any exception."""
+    def changing(self, added_bytes: int = 0, removal_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
+        """A change that may need new pages: *added_bytes* for records that it adds, *removal_bytes* for those that it
+        removes or moves. It is committed at the block's end, and undone by any exception.
+        """
         self._refuse_forked()
         with self.writer:
             if self._users.is_closed:
@@ -160,15 +162,17 @@ class LmdbFiles:
             with self._lmdb_errors():
                 if time.monotonic() - self._readers_checked_at > CHECK_READERS_S:
                     self._clear_stale_readers()
-                self.tables.file.reserve(new_bytes)
+                self.tables.file.reserve(added_bytes + removal_bytes)
                 self.slabs.written.clear()
                 try:
                     with self.tables.env.begin(write=True) as txn:
                         change = Change(self.tables, txn, self._synced_change)
                         yield change
                         change.write_accounts()
-                except BaseException:
+                except BaseException as error:
                     self._undo_writes()
+                    if isinstance(error, lmdb.MapFullError) and self._must_fit(added_bytes, removal_bytes):
+                        raise lmdb.CorruptedError("a row claims more room than the map has") from error
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
@@ -192,7 +196,7 @@ class LmdbFiles:
             if error.errno != errno.ENOSPC:
                 raise
         self._reclaim()
-        with self.changing(LITTLE_BYTES) as change:
+        with self.changing(removal_bytes=LITTLE_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
     def free_pages(self, limit_bytes: int) -> None:
@@ -218,11 +222,21 @@ class LmdbFiles:
         return self._opened.taken_bytes()
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
-        with self.changing(new_bytes + REMOVAL_BYTES) as change:
+        with self.changing(new_bytes) as change:
             result = act(change)
             if self.tables.file.is_nearly_full(new_bytes):
                 change.leave_spare_pages()
             return result
+
+    def _must_fit(self, added_bytes: int, removal_bytes: int) -> bool:
+        """Whether a change, as of `changing`, finds room for certain in a tree that is whole.
+
+        A change that removes or moves any number of records copies each page in use once at most, and fills no more
+        pages with the moved rows than they take now.
+        """
+        if removal_bytes > LITTLE_BYTES:
+            removal_bytes = 2 * self.tables.file.used_bytes()
+        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)
 
     def _mark_open(self) -> None:
         """Sync the files, if the durability level asks for it, and mark the folder as open.
@@ -291,7 +305,7 @@ class LmdbFiles:
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
-        with self.changing(LITTLE_BYTES):
+        with self.changing(removal_bytes=LITTLE_BYTES):
             pass
 
     def _clear_stale_readers(self) -> None:
@@ -332,7 +346,7 @@ class LmdbFiles:
         """Raise errors of LMDB as OSError. A broken tree also marks the folder, so that the next start is empty."""
         try:
             yield
-        except lmdb.MapFullError as error:
+        except (lmdb.MapFullError, NoFreeSlot) as error:
             raise StoreFull(
                 errno.ENOSPC, f"store {self.name}: map full; raise capacity_bytes or use blocks of one size"
             ) from error

@@ -13,7 +13,7 @@ from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import Sealed, charged_bytes, most_charged_bytes, refuse_unfit, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
+from kvtier.store.lmdb.change import Change
 from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.group_commit import GroupCommit
@@ -228,7 +228,7 @@ class LmdbWriter:
         """
         is_done = False
         while not is_done:
-            with self._files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
+            with self._files.changing(_EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
                 new_bytes: Counter[bytes] = Counter()
                 for blob in _mark(change, group):
                     new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)

@@ -413,7 +413,8 @@ class _Worker:
             if not self.has_ended:
                 self.ask_writer("close")
         except OSError as error:
-            _log.warning("store %s: not closed properly: %s", self._folder, error)
+            # Not the error itself: a handler that keeps records would keep this object, and its sockets open.
+            _log.warning("store %s: not closed properly: %s", self._folder, str(error))
         finally:
             self.end("it was closed")
 

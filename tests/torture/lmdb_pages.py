@@ -42,6 +42,12 @@ def map_pages(data: bytes) -> Pages:
     return pages
 
 
+def rows_in(data: bytes, page: int) -> list[int]:
+    """Offsets of the rows in a leaf; none in a branch. A row begins with four bytes that say how long its value is."""
+    _, _, flags, lower, _ = _PAGE.unpack_from(data, page * PAGE_BYTES)
+    return [] if flags & _BRANCH else list(_nodes(data, page, lower))
+
+
 def _newest_root(data: bytes) -> int:
     """Offset of the newer of the two meta pages, behind its page header."""
     starts = (_PAGE.size, PAGE_BYTES + _PAGE.size)

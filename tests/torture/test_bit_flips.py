@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from flipped_store import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
+from lmdb_pages import map_pages, rows_in
 
 from kvtier.store.lmdb.boot_mark import BootMark
 
@@ -67,6 +68,19 @@ def places_of(what: bytes, data: bytes, page_at: int) -> Iterator[int]:
     while place >= 0:
         yield place
         place = data.find(what, place + 1, page_at + PAGE_BYTES)
+
+
+def test_rows_that_claim_more_room_than_the_map_has_are_damage(stores: list[Template], seed: int) -> None:
+    """LMDB says that the map is full, when it moves such a row: only the store can tell that it is not."""
+    template, table = stores[1], Table()
+    index = template.files["data.mdb"]
+    leaves = [page for page in map_pages(index).index if rows_in(index, page)]
+
+    for page in leaves[::3]:
+        rows = rows_in(index, page)
+        judge_alone(template, Flip("data.mdb", rows[len(rows) // 2] + 3, 3), table)  # 128 MiB
+
+    assert_survived(table, seed)
 
 
 def test_flips_in_every_page_of_the_index_are_survived(stores: list[Template], seed: int) -> None:

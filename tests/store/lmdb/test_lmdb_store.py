@@ -269,6 +269,45 @@ def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
     assert num_refused < len(rooms) / 4  # and making room helped: 0 in 400 seeds
 
 
+@pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.COMMIT])
+def test_an_index_that_fills_its_map_is_no_damage_and_can_be_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, durability: Durability
+) -> None:
+    monkeypatch.setattr(data_file, "index_bytes", lambda capacity_bytes: 640 << 10)
+    num_refused = 0
+    with LmdbStore(tmp_path, 64 << 20, durability=durability) as store:
+        for first in range(0, 6000, 20):
+            numbers = range(first, first + 20)
+            try:
+                store.put_many([blob_of(n, 200) for n in numbers])
+            except StoreFull:
+                num_refused += 1
+            store.touch([key_of(n) for n in numbers])
+        store.check()
+        num_records = store.statistics().num_records
+
+        gone = store.evict(64 << 20, 6000)
+
+        assert len(gone.keys) == num_records > 500
+        store.check()
+    assert num_refused < 10  # room was made for the others
+    assert not warnings_in(caplog)
+
+
+def test_a_change_passes_over_no_more_records_than_it_may_evict(tmp_path: Path) -> None:
+    """On a full disk it may evict four, and has pages for no more."""
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(n) for n in range(12)])
+        store.touch([key_of(n) for n in range(12)])
+
+        evicted = []
+        for _ in range(3):
+            with store.files.changing() as change:
+                evicted.append(change.evict(0, 4))
+
+        assert evicted == [[], [], [key_of(n) for n in range(4)]]
+
+
 def test_a_record_whose_slot_is_cut_off_is_corrupt_and_gone(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1), blob_of(2)])
