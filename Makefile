@@ -7,7 +7,7 @@ KILLS ?= 200
 
 .PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs torture planted-bugs bench results gpu-bench check format clean
 
-ROOMS := configs engine store tiers transfer
+ROOMS := cli configs connectors engine routing server sidecar store tiers transfer web
 
 # A source distribution has no links; a fresh clone has these.
 $(ROOMS:%=kvtier/%):
@@ -56,7 +56,7 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 	touch $@
 
 # Clients of Node.js, in the versions of that file. Where there is no npm their tests are skipped.
-NODE_CLIENTS := tests/engine/server/clients/package.json
+NODE_CLIENTS := tests/server/clients/package.json
 .venv/node/installed: $(NODE_CLIENTS) | .venv/installed
 	mkdir -p .venv/node && cp $(NODE_CLIENTS) .venv/node/
 	if command -v npm > /dev/null; then \
@@ -102,12 +102,12 @@ test-slow: .venv/installed
 
 test-engines: .venv/installed .venv/foreign/installed .venv/sglang/installed
 	KVTIER_LMCACHE_PYTHON=$(CURDIR)/.venv/foreign/bin/python $(BIN)/pytest -q -m engines
-	.venv/sglang/bin/python -m pytest -q -m engines tests/engine/doors/test_sglang_storage.py \
-		tests/engine/doors/test_sglang_namespace.py
+	.venv/sglang/bin/python -m pytest -q -m engines tests/connectors/test_sglang_storage.py \
+		tests/connectors/test_sglang_namespace.py
 
 bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python
-	$(BIN)/python -m bench.doors --python .venv/foreign/bin/python
+	$(BIN)/python -m bench.connectors --python .venv/foreign/bin/python
 
 # The wheel in environments with one extra each, and nothing else of this one. `make test-all` runs it too.
 smoke: .venv/installed .venv/extras/installed

@@ -14,25 +14,25 @@ from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, packed
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
-from kvtier.engine.disk_store import disk_tier, open_store, with_rounding_of
-from kvtier.engine.explain.explainer import Explainer, namespace_fields
-from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.gpu_share import device_capacity
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.model.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from kvtier.engine.records.request_accounts import RequestAccounts
-from kvtier.engine.records.request_log import RequestLog, open_request_log
-from kvtier.engine.records.trail import Trails
-from kvtier.engine.remote_store import OpenRemote, open_remote
-from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.observability.explain.explainer import Explainer, namespace_fields
+from kvtier.engine.observability.explain.local_explainer import LocalExplainer
+from kvtier.engine.observability.records.request_accounts import RequestAccounts
+from kvtier.engine.observability.records.request_log import RequestLog, open_request_log
+from kvtier.engine.observability.tracing.request_traces import RequestTraces
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
-from kvtier.engine.tracing.request_traces import RequestTraces
+from kvtier.engine.scheduling.trail import Trails
+from kvtier.engine.stores.disk_store import disk_tier, open_store, with_rounding_of
+from kvtier.engine.stores.remote_store import OpenRemote, open_remote
+from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
-from kvtier.engine.explain.evidence import Evidence
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.drawing.draws import draw_tokens
@@ -26,11 +25,9 @@ from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.grammar import Grammar, GrammarState
 from kvtier.engine.model.structured.grammars import Grammars
-from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
-from kvtier.engine.records.trail import Trail
-from kvtier.engine.remote_store import OpenRemote, remote_stays
-from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
+from kvtier.engine.observability.explain.evidence import Evidence
+from kvtier.engine.observability.records.recent_records import RecentRecords
+from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
@@ -39,6 +36,9 @@ from kvtier.engine.scheduling.stall import Stall
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller, Timeline
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.engine.stores.remote_store import OpenRemote, remote_stays
+from kvtier.engine.stores.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.tiers.cache import TieredCache

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from kvtier.engine.attached.standing import SidecarStanding
-from kvtier.engine.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics

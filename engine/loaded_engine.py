@@ -12,7 +12,7 @@ from kvtier.engine.build import build_core
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model, model_name
-from kvtier.engine.metrics.server import MetricsServer, serve_metrics
+from kvtier.engine.observability.metrics.server import MetricsServer, serve_metrics
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
 

@@ -8,6 +8,7 @@ python examples/ask_anthropic.py report.txt "Who wrote it?" "What does it cost?"
 from pathlib import Path
 
 import anthropic
+
 from server import arguments, origin
 
 

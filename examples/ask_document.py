@@ -8,6 +8,7 @@ python examples/ask_document.py report.pdf "Who wrote it?" "What does it cost?"
 from pathlib import Path
 
 import openai
+
 from server import arguments, origin
 
 

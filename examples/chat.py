@@ -7,6 +7,7 @@ python examples/chat.py --system "You are a patient teacher."
 import sys
 
 import openai
+
 from server import arguments, origin
 
 

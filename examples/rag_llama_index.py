@@ -10,6 +10,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.openai_like import OpenAILike
 from passages import best_passages
+
 from server import arguments, origin
 
 

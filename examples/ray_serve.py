@@ -11,7 +11,7 @@ import argparse
 import ray
 from ray import serve
 
-from kvtier.engine.ray_serve.app import build_app
+from kvtier.routing.ray_serve.app import build_app
 
 
 def main() -> None:

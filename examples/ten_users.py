@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import openai
+
 from server import arguments, origin
 
 

@@ -8,6 +8,7 @@ python examples/tenants.py report.txt "Who wrote it?" --key sk-of-ann --key sk-o
 from pathlib import Path
 
 import openai
+
 from server import arguments, origin
 
 

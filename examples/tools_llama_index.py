@@ -8,6 +8,7 @@ from typing import Literal
 
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+
 from server import arguments
 
 HOURS = {"saturday": "10 to 16", "sunday": "closed"}

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvtier.connectors.transformers import KVTierCache
     from kvtier.engine.async_llm import AsyncLLM, Piece
     from kvtier.engine.config import Config, ConfigError, load_config
-    from kvtier.engine.doors.transformers import KVTierCache
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.sampling import SamplingParams
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs

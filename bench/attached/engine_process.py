@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
-from kvtier.engine.commands.demo.document import is_right, make_document, question
-from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.cli.demo.document import is_right, make_document, question
+from kvtier.cli.demo.model import build_demo_model
 from kvtier.engine.llm import LLM
 from kvtier.engine.model.sampling import SamplingParams
 

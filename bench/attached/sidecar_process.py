@@ -20,7 +20,7 @@ class SidecarProcess:
         arguments += ["--http-port", "none", "--host", host]
         arguments += [] if disk is None else ["--disk", f"{folder / 'store'}:{disk}"]
         self._pids: set[str] = set()  # of all starts
-        self._command = [sys.executable, "-m", "kvtier.engine.commands.cli", *arguments]
+        self._command = [sys.executable, "-m", "kvtier.cli.main", *arguments]
         self.start()
 
     @property

@@ -10,9 +10,9 @@ from redis_servers import free_port, running_server
 
 from bench.cluster.replicas import Replica, Replicas, documents
 from bench.cluster.slow_proxy import slow_proxy
-from bench.engine.cache_control import Seen
 from bench.report import Effort, Row
 from bench.rounds import at_most
+from bench.server.cache_control import Seen
 
 DELAY_S = 0.2
 MOST = 1.02

@@ -5,9 +5,9 @@ from pathlib import Path
 from redis_servers import running_server
 
 from bench.cluster.replicas import Replicas, asked, documents, median_ttft
-from bench.engine.cache_control import NUM_TOKENS
 from bench.report import Effort, Row
 from bench.rounds import at_least, at_most
+from bench.server.cache_control import NUM_TOKENS
 
 LONG_TOKENS = 8192
 NUM_ROUNDS = 2  # of questions to the first: what is used a second time is shared

@@ -10,11 +10,11 @@ from pathlib import Path
 from redis_servers import ClusterOfSix, running_cluster
 
 from bench.cluster.replicas import Replica, Replicas, asked, documents
-from bench.engine.cache_control import Seen
 from bench.report import Effort, Row
 from bench.rounds import at_most, never
+from bench.server.cache_control import Seen
+from kvtier.cli.demo.document import Document
 from kvtier.engine.build import LOAD_TIMEOUT_S
-from kvtier.engine.commands.demo.document import Document
 
 NUM_DOCUMENTS = 10
 NUM_CLIENTS = 2

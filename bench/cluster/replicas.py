@@ -12,9 +12,9 @@ from pathlib import Path
 
 import anthropic
 
-from bench.engine.cache_control import NUM_TOKENS, Seen, ask, save_model
-from bench.engine.serving_bed import BLOCK_SIZE, kvtier_server
-from kvtier.engine.commands.demo.document import Document, make_document
+from bench.server.cache_control import NUM_TOKENS, Seen, ask, save_model
+from bench.server.serving_bed import BLOCK_SIZE, kvtier_server
+from kvtier.cli.demo.document import Document, make_document
 
 WAIT_S = 60.0
 LOOK_S = 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 from foreign.running import Sidecar, Vllm, connector_config, free_endpoint, make_model, transfer_config
 from redis_servers import RedisServer, running_server
 
-from bench.doors.connector_bed import Prompts
+from bench.connectors.connector_bed import Prompts
 from bench.report import Effort, Row
 from bench.rounds import at_most
 

@@ -17,7 +17,7 @@ def main() -> None:
     options = parser.parse_args()
     runs, shorter = [], options.effort.of((), quick=("--tokens", "1500"))
     for _ in range(options.runs or options.effort.of(5, quick=1)):
-        command = [sys.executable, "-m", "kvtier.engine.commands.cli", "demo", "--json", *shorter]
+        command = [sys.executable, "-m", "kvtier.cli.main", "demo", "--json", *shorter]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         runs.append({step["name"]: step for step in json.loads(done.stdout)["steps"]})
     rows = []

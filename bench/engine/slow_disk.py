@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 from bench.report import Row, arguments, publish
 from kvtier import SamplingParams
-from kvtier.engine import reopening_store
-from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.cli.demo.model import build_demo_model
 from kvtier.engine.llm import LLM
+from kvtier.engine.stores import reopening_store
 from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.record import Fault
 

@@ -33,7 +33,7 @@ from transformers import (
 
 from bench.report import Effort, Row
 from bench.rounds import never
-from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason

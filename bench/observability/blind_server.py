@@ -7,12 +7,12 @@ import sys
 from collections.abc import Hashable, Mapping
 from unittest.mock import patch
 
+from kvtier.cli.main import main
 from kvtier.engine import build
-from kvtier.engine.commands.cli import main
-from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
-from kvtier.engine.records.trail import Trail, Trails
+from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
+from kvtier.engine.scheduling.trail import Trail, Trails
 from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.tier import Tier
 

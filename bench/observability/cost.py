@@ -16,16 +16,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from bench.engine.serving import QUICK, Bed, Size
-from bench.engine.serving_bed import kvtier_server
-from bench.engine.serving_load import tokens_per_s
 from bench.report import Effort, Row
 from bench.rounds import at_least, at_most
+from bench.server.serving import QUICK, Bed, Size
+from bench.server.serving_bed import kvtier_server
+from bench.server.serving_load import tokens_per_s
 from kvtier.engine import build
 from kvtier.engine.config import as_config
 from kvtier.engine.llm import load_model
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.tiers.lower.statistics import TierStatistics
@@ -90,7 +90,7 @@ def _server(bed: Bed, kind: str, number: int) -> Iterator[str]:
     options: list[str] = []
     module = "bench.observability.blind_server"
     if kind == SEEN:
-        module = "kvtier.engine.commands.cli"
+        module = "kvtier.cli.main"
         options = ["--request-log", str(bed.folder / f"requests-{number}.jsonl")]
         tables["tracing"] = TRACING
     with kvtier_server(bed.model, bed.folder, tables, options, module) as url:

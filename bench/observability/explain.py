@@ -27,11 +27,11 @@ from small_models import build, byte_tokenizer
 from bench.report import Effort
 from bench.report import Row as Figure
 from kvtier import LLM, SamplingParams
-from kvtier.engine import disk_store
-from kvtier.engine.explain.explanation import Explanation, Why
-from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.observability.explain.explanation import Explanation, Why
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
+from kvtier.engine.stores import disk_store
+from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import ExtraKeys

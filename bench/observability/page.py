@@ -25,12 +25,12 @@ from small_models import VOCAB, build
 
 from bench.report import Effort, Row
 from bench.rounds import at_most
-from kvtier.engine.dashboard.dashboard import Dashboard
-from kvtier.engine.dashboard.data_paths import STREAM
-from kvtier.engine.dashboard.history import RESOLUTIONS
-from kvtier.engine.dashboard.keeper import HistoryKeeper
-from kvtier.engine.dashboard.ring_file import Shape
-from kvtier.engine.server.engine_source import EngineSource
+from kvtier.server.engine_source import EngineSource
+from kvtier.web.dashboard.dashboard import Dashboard
+from kvtier.web.dashboard.data_paths import STREAM
+from kvtier.web.dashboard.history import RESOLUTIONS
+from kvtier.web.dashboard.keeper import HistoryKeeper
+from kvtier.web.dashboard.ring_file import Shape
 
 NUM_VIEWERS = 50
 REQUEST_EVERY_S = 60
@@ -164,7 +164,7 @@ def _served(folder: Path) -> Iterator[tuple[int, int]]:
         f'[device]\ncapacity = "8MiB"\nblock_size = 16\n[host]\ncapacity = "8MiB"\n'
         f'[disk]\npath = "{folder}/served"\ncapacity = "64MiB"\n'
     )
-    command = [sys.executable, "-m", "kvtier.engine.commands.cli", "serve", "--model", str(model)]
+    command = [sys.executable, "-m", "kvtier.cli.main", "serve", "--model", str(model)]
     command += ["--config", str(config), "--port", "0", "--log-format", "json"]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:

@@ -12,9 +12,9 @@ from array import array
 from pathlib import Path
 
 from bench.report import Effort, Row
-from kvtier.engine.explain.explainer import Explainer
-from kvtier.engine.records.request_record import RequestRecord
-from kvtier.engine.records.trail import Trail
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora

@@ -21,7 +21,7 @@ from zmtp_bytes import HANDSHAKE
 from bench.report import Effort, Row
 from bench.rounds import at_most, never
 from bench.sidecar.crowd import percentile
-from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
+from kvtier.sidecar.lmcache.zmtp import message_bytes
 
 BYSTANDER = 0
 ALONE_S = 4.0

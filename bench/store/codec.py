@@ -8,8 +8,8 @@ import torch
 
 from bench.report import Row
 from bench.rounds import KIB, gb_per_s, seconds
-from kvtier.engine.commands.demo.document import make_document
-from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.cli.demo.document import make_document
+from kvtier.cli.demo.model import build_demo_model
 from kvtier.store.codec.codec import CODECS
 
 CODEC = "zstd-plane-2"

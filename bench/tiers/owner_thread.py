@@ -20,9 +20,6 @@ import numpy as np
 
 from bench.report import Effort, Row, arguments, publish
 from kvtier.engine.config import SchedulerConfig, as_config
-from kvtier.engine.documents.document import Document, Form
-from kvtier.engine.documents.pin_shares import PinShares
-from kvtier.engine.documents.pins import RENEW_S, DocumentPins
 from kvtier.engine.garbage import Garbage
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
@@ -31,6 +28,9 @@ from kvtier.engine.scheduling.shared_prefill import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
+from kvtier.server.documents.document import Document, Form
+from kvtier.server.documents.pin_shares import PinShares
+from kvtier.server.documents.pins import RENEW_S, DocumentPins
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
 from kvtier.tiers.cache import CacheOptions, TieredCache

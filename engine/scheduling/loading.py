@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvtier.engine.records.trail import Trail
 from kvtier.engine.scheduling.slot_demand import num_leased
 from kvtier.engine.scheduling.timeline import Stage
+from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry

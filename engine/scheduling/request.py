@@ -11,9 +11,9 @@ from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.structured.grammar import GrammarState
-from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.scheduling.prompt_scores import PromptScores
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
+from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance

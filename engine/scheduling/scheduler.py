@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.records.trail import Trails
 from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, State, Surroundings
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.shared_prefill import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand
+from kvtier.engine.scheduling.trail import Trails
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.hit_ratio import HitRatio

@@ -27,7 +27,7 @@ sidecar_pid=$!
 # vLLM attaches whenever the sidecar is there, and serves without it until then.
 "$vllm_python" -m vllm.entrypoints.openai.api_server --model "$model" --kv-transfer-config '{
     "kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier.engine.doors.vllm",
+    "kv_connector_module_path": "kvtier.connectors.vllm",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"sidecar": "'"$socket"'"}
   }' "$@" &

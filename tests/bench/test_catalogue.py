@@ -36,7 +36,7 @@ print(json.dumps([
 """
 # Each question of the benchmarks that have several, and those that the catalogue asks.
 QUESTIONS = """import importlib, json; from bench.catalogue import RESULTS
-rooms = ["bench.attached", "bench.cluster", "bench.doors", "bench.observability", "bench.sidecar"]
+rooms = ["bench.attached", "bench.cluster", "bench.connectors", "bench.observability", "bench.sidecar"]
 there = [[room, name] for room in rooms for name in importlib.import_module(room + ".__main__").QUESTIONS]
 asked = [
     [room, name] for each in RESULTS if (room := each.module) in rooms

@@ -12,7 +12,7 @@ PROMISED = 7
 
 @pytest.mark.long
 def test_a_question_that_there_is_not_is_one_line() -> None:
-    done = run_benchmark("bench.engine.strangers", "--python", "python", "nonsense")
+    done = run_benchmark("bench.server.strangers", "--python", "python", "nonsense")
 
     assert done.returncode == 2
     assert "no such question: nonsense; there are long-doc-qa, multi-round-chat" in done.stderr.splitlines()[-1]
@@ -24,7 +24,7 @@ def test_they_run_against_our_server() -> None:
     questions = ("long-doc-qa", "vllm-bench-serve")
 
     done = run_benchmark(
-        "bench.engine.strangers", "--python", PYTHON, "--quick", "--without-vllm", "--json", *questions
+        "bench.server.strangers", "--python", PYTHON, "--quick", "--without-vllm", "--json", *questions
     )
 
     assert done.returncode == 0, done.stderr

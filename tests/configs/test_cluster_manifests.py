@@ -13,13 +13,13 @@ import pytest
 import yaml
 from manifests import CLUSTER, SERVERS, WORKLOADS, Connection, Manifests, containers_of, objects_in
 
-from kvtier.engine.commands.cli import build_parser
+from kvtier.cli.main import build_parser
 from kvtier.engine.config import Config, config_from_dict, load_toml, parse_bytes
-from kvtier.engine.routing.config import RouteConfig, route_config
-from kvtier.engine.server.api_keys import ApiKeys
-from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
+from kvtier.routing.config import RouteConfig, route_config
+from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.remote.redis_settings import RedisSettings
+from kvtier.web.api_keys import ApiKeys
 
 OF_KUSTOMIZE = ("kustomization.yaml", "compose.yaml")
 FILES = sorted(path.name for path in CLUSTER.glob("*.yaml") if path.name not in OF_KUSTOMIZE)

@@ -13,9 +13,9 @@ import yaml
 from manifests import CLUSTER
 from package_builds import ROOT, build, copy_of_tree
 
-from kvtier.engine.commands.cli import build_parser
+from kvtier.cli.main import build_parser
 from kvtier.engine.config import config_from_dict, load_toml
-from kvtier.engine.routing.config import route_config
+from kvtier.routing.config import route_config
 
 FILE = CLUSTER / "compose.yaml"
 DOCKERFILE = (CLUSTER / "Dockerfile").read_text()

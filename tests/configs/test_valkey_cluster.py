@@ -15,7 +15,7 @@ from store_cases import blob_of
 from waiting import wait_for
 
 from kvtier.engine.config import RemoteConfig
-from kvtier.engine.remote_store import remote_store
+from kvtier.engine.stores.remote_store import remote_store
 
 CLUSTER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
 CLI = shutil.which("valkey-cli") or shutil.which("redis-cli")

@@ -21,7 +21,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine import build as engine_build
 from kvtier.engine.config import ConfigError
 from kvtier.engine.llm import Completion
-from kvtier.engine.metrics.collector import EngineCollector
+from kvtier.engine.observability.metrics.collector import EngineCollector
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 BLOCK_SIZE = 16

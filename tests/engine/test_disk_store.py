@@ -10,10 +10,10 @@ from waiting import DEADLINE_S
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.config import DiskConfig
-from kvtier.engine.disk_store import codec_of, disk_tier, store_settings, with_rounding_of
 from kvtier.engine.llm import Completion
-from kvtier.engine.metrics.collector import EngineCollector
-from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.observability.metrics.collector import EngineCollector
+from kvtier.engine.stores.disk_store import codec_of, disk_tier, store_settings, with_rounding_of
+from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tier import Reason
 

@@ -10,7 +10,7 @@ from chaos import FakeClock
 
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
-from kvtier.engine.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier

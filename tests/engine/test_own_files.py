@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.config import RequestLogConfig
-from kvtier.engine.dashboard.history import RESOLUTIONS
-from kvtier.engine.dashboard.ring_file import RingFile, Shape
-from kvtier.engine.explain.seen_contents import SeenContents, Way
-from kvtier.engine.operating.audit_log import AuditLog
-from kvtier.engine.records.request_log import open_request_log
+from kvtier.engine.observability.explain.seen_contents import SeenContents, Way
+from kvtier.engine.observability.records.request_log import open_request_log
+from kvtier.web.dashboard.history import RESOLUTIONS
+from kvtier.web.dashboard.ring_file import RingFile, Shape
+from kvtier.web.operating.audit_log import AuditLog
 
 OTHERS = b"another file, which must stay as it is"
 NOBODY = 65534

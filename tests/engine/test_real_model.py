@@ -9,7 +9,7 @@ from small_models import plain_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.commands.demo.document import make_document
+from kvtier.cli.demo.document import make_document
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import bytes_per_block
 from kvtier.tiers.naming.tier import Tier

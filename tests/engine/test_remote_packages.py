@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.config import RemoteConfig
-from kvtier.engine.remote_store import remote_store
+from kvtier.engine.stores.remote_store import remote_store
 from kvtier.extras import MissingExtra
 
 

@@ -8,7 +8,7 @@ from redis_servers import RedisServer, running_server
 from remote_cases import needs_redis, put_blocks
 
 from kvtier.engine.config import RemoteConfig
-from kvtier.engine.remote_store import remote_store
+from kvtier.engine.stores.remote_store import remote_store
 
 WORD = "keeper-word"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engine.reopening_store import MAX_REST_S, WATCH_S, NotOpen, ReopeningStore
+from kvtier.engine.stores.reopening_store import MAX_REST_S, WATCH_S, NotOpen, ReopeningStore
 from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import FolderInUse

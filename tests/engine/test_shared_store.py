@@ -19,9 +19,9 @@ from waiting import DEADLINE_S, wait_for
 from kvtier.engine.build import build_core
 from kvtier.engine.config import DiskConfig, RemoteConfig, as_config
 from kvtier.engine.core import EngineCore
-from kvtier.engine.disk_store import codec_of
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.stores.disk_store import codec_of
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.remote.object_settings import ObjectSettings
 from kvtier.tiers.lower.block_key import block_key

@@ -14,8 +14,8 @@ from serving import MODEL, Address, serving, tables
 from small_models import build
 from tool_templates import tool_tokenizer
 
-from kvtier.engine.commands.demo.document import Document, Fact, make_document
-from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.cli.demo.document import Document, Fact, make_document
+from kvtier.cli.demo.model import build_demo_model
 
 pytestmark = pytest.mark.long
 

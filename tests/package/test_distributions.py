@@ -34,7 +34,7 @@ def test_the_wheel_has_each_module_marker_and_configuration_once_and_nothing_els
     package = ROOT / "kvtier"
     page = (ROOT / "engine" / "dashboard" / "page").iterdir()
     expected = {f"kvtier/{path.name}" for path in package.iterdir() if path.suffix in (".py", ".typed")}
-    expected |= {f"kvtier/engine/dashboard/page/{path.name}" for path in page}
+    expected |= {f"kvtier/web/dashboard/page/{path.name}" for path in page}
     for room in ROOMS:
         patterns = ("*.py", "*.toml", "*.service", "*.socket", "*.yaml", "*.yml", "*.json", "py.typed")
         patterns += ("*.sh", "*.conf", "Dockerfile") if room == "configs" else ()

@@ -19,21 +19,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What users import or start, without any extra. Adapters are imported by the engine that they are for.
 STARTS = [
-    "kvtier.engine.commands.cli",
+    "kvtier.cli.main",
     "kvtier.store.remote.object_remote",
     *sorted({getattr(kvtier, name).__module__ for name in kvtier.__all__ if name != "__version__"}),
 ]
 FALLS_BACK = {"triton", "cuda", "cupy"}  # kvtier tries these, and has another way
 # Functions of these modules are called only after the extra was asked for, in the module or by its caller.
 ASKED_BEFORE = {
-    "kvtier.engine.commands.route": "route",
+    "kvtier.cli.route": "route",
     "kvtier.engine.kv_events": "events",
     "kvtier.engine.model.lora_adapter": "lora",  # by adapter_folder
     "kvtier.engine.model.structured.grammar": "structured",  # by grammars, as for the next three
     "kvtier.engine.model.structured.grammars": "structured",
     "kvtier.engine.model.structured.notation": "structured",
     "kvtier.engine.model.structured.trial": "structured",
-    "kvtier.engine.tracing.span_sender": "otel",
+    "kvtier.engine.observability.tracing.span_sender": "otel",
     "kvtier.store.codec.cipher": "crypto",
     "kvtier.store.remote.objects.bucket": "object",
 }
@@ -185,4 +185,4 @@ def test_no_message_names_an_extra_on_its_own() -> None:
         if re.search(r"pip install 'kvtier\[", path.read_text())
     ]
 
-    assert sorted(told) == ["engine/commands/cli.py", "engine/model/checkpoint.py", "kvtier/extras.py"]
+    assert sorted(told) == ["cli/main.py", "engine/model/checkpoint.py", "kvtier/extras.py"]

@@ -13,14 +13,14 @@ import yaml
 from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages
 from reading_list import count_lines, said_lines, said_sum
 
+from kvtier.connectors.sglang_storage.options import JUDGED as SGLANG_OPTIONS
+from kvtier.connectors.vllm_connector import counts
+from kvtier.connectors.vllm_connector.options import JUDGED as VLLM_OPTIONS
+from kvtier.connectors.vllm_offloading import tier_counts
 from kvtier.engine.config import Config, as_config, tree_from_dict
-from kvtier.engine.doors.sglang_storage.options import JUDGED as SGLANG_OPTIONS
-from kvtier.engine.doors.vllm_connector import counts
-from kvtier.engine.doors.vllm_connector.options import JUDGED as VLLM_OPTIONS
-from kvtier.engine.doors.vllm_offloading import tier_counts
-from kvtier.engine.metrics.names import CATALOGUE
-from kvtier.engine.routing.metrics import CATALOGUE as ROUTERS
-from kvtier.engine.sidecar.config import SidecarConfig
+from kvtier.engine.observability.metrics.names import CATALOGUE
+from kvtier.routing.metrics import CATALOGUE as ROUTERS
+from kvtier.sidecar.config import SidecarConfig
 
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 # DESIGN.md and CHANGELOG.md also name what is planned, or gone.

@@ -68,7 +68,7 @@ EVERY_NAME = "import kvtier; print([getattr(kvtier, name) is not None for name i
 FIGURES = {"rows": [{"name": "16 KiB up: plain pinned copy", "unit": "GB/s", "value": 1.0}]}
 RAY_APP = """
 import json, sys
-from kvtier.engine.ray_serve.app import build_app
+from kvtier.routing.ray_serve.app import build_app
 print(build_app(json.loads(sys.argv[1])))
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from store_cases import blob_of
 
-from kvtier.engine.documents.file import DocumentFolder
+from kvtier.server.documents.file import DocumentFolder
 from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
 from kvtier.store.lmdb.lmdb_store import LmdbStore

@@ -15,14 +15,14 @@ from kvtier.engine.attached.attachment import Attached, Attachment
 from kvtier.engine.attached.session import open_session
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, new_engine
-from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.own.block_layout import BlockLayout, BlockShape
-from kvtier.engine.sidecar.own.door import EngineDoor
-from kvtier.engine.sidecar.own.framing import EngineFrames
-from kvtier.engine.sidecar.port import Port, listen_at_path
-from kvtier.engine.sidecar.refusals import Refusals
-from kvtier.engine.sidecar.shares import Shares
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.own.block_layout import BlockLayout, BlockShape
+from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.port import Port, listen_at_path
+from kvtier.sidecar.refusals import Refusals
+from kvtier.sidecar.shares import Shares
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier

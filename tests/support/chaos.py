@@ -10,7 +10,7 @@ import numpy as np
 from attached_bed import SidecarBed, SteppedTiers, attached_memory
 from unreliable_tiers import UnreliableTiers
 
-from kvtier.engine.sidecar.own.block_layout import BlockShape
+from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.device.group_slots import GroupSlots

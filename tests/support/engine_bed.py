@@ -17,15 +17,15 @@ from lmcache_bed import Lane
 from waiting import DEADLINE_S
 
 from kvtier.engine.attached import wire
-from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
-from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.own.door import EngineDoor
-from kvtier.engine.sidecar.own.framing import EngineFrames
-from kvtier.engine.sidecar.port import Port, listen_at_path
-from kvtier.engine.sidecar.refusals import Refusals
-from kvtier.engine.sidecar.sidecar import Sidecar
-from kvtier.engine.tracing.tracer import Tracer
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.sidecar.finished_transfers import FinishedTransfers
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.port import Port, listen_at_path
+from kvtier.sidecar.refusals import Refusals
+from kvtier.sidecar.sidecar import Sidecar
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.naming.block_hash import BlockName

@@ -14,7 +14,7 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from kvtier.engine.proving.writing import WORDS
+from kvtier.cli.prove.writing import WORDS
 
 BLOCK_SIZE = 16
 FIRST_ID = 3

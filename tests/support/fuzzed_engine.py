@@ -24,7 +24,6 @@ from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.records.trail import Trails
 from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
@@ -32,6 +31,7 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import Caller
+from kvtier.engine.scheduling.trail import Trails
 from kvtier.store.blob_store import Blob, BlobStore, Evicted, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore

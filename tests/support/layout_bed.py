@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from chaos import FakeClock
 
-from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row

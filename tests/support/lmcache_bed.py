@@ -15,11 +15,11 @@ import zmq
 from chaos import FakeClock
 from waiting import DEADLINE_S
 
-from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
-from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
-from kvtier.engine.sidecar.port import Port, listen
-from kvtier.engine.sidecar.refusals import Refusals
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.lmcache.door import LmcacheDoor
+from kvtier.sidecar.lmcache.zmtp import Zmtp
+from kvtier.sidecar.port import Port, listen
+from kvtier.sidecar.refusals import Refusals
 from kvtier.store.memory_store import MemoryStore
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.segment import Segment

@@ -20,10 +20,10 @@ os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "60"  # a busy machin
 import ray
 from ray import serve
 
-from kvtier.engine.ray_serve.app import build_app
-from kvtier.engine.ray_serve.call import Call, Stage, Wanted, Way
-from kvtier.engine.ray_serve.request_router import PrefixRequestRouter
-from kvtier.engine.routing.question import COMPLETIONS, Question
+from kvtier.routing.question import COMPLETIONS, Question
+from kvtier.routing.ray_serve.app import build_app
+from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
+from kvtier.routing.ray_serve.request_router import PrefixRequestRouter
 
 
 def deploy(name: str, args: dict[str, Any]) -> None:

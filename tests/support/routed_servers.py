@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from serving import DEADLINE_S, Address, come_true
 
-from kvtier.engine.routing.config import RouteConfig, route_config
-from kvtier.engine.routing.server import RouteServer
+from kvtier.routing.config import RouteConfig, route_config
+from kvtier.routing.server import RouteServer
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sidecars import OpenDoor
 
-from kvtier.engine.commands.sidecar import serve_engines
-from kvtier.engine.server.log_lines import write_log
-from kvtier.engine.sidecar.config import sidecar_config
+from kvtier.cli.sidecar import serve_engines
+from kvtier.server.log_lines import write_log
+from kvtier.sidecar.config import sidecar_config
 
 
 class StickingDoor(OpenDoor):

@@ -48,9 +48,7 @@ class ServiceManager:
         environment = os.environ | {"NOTIFY_SOCKET": str(self._folder / "notify")}
         if passed:
             environment |= {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(name for name, _ in passed)}
-        program = (
-            f"{self._before}\nfrom kvtier.engine.commands.cli import main; raise SystemExit(main({list(arguments)!r}))"
-        )
+        program = f"{self._before}\nfrom kvtier.cli.main import main; raise SystemExit(main({list(arguments)!r}))"
         files = [str(file) for _, file in passed]
         command = [sys.executable, "-c", _LAUNCHER, str(len(files)), *files, sys.executable, "-c", program]
         self.told.clear()

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
-from kvtier.engine.operating.routes import Operating
-from kvtier.engine.server.api_keys import ApiKeys
-from kvtier.engine.server.build import build_server
-from kvtier.engine.server.http_server import HttpServer
-from kvtier.engine.server.service import Service
+from kvtier.server.build import build_server
+from kvtier.server.http_server import HttpServer
+from kvtier.server.service import Service
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.operating.routes import Operating
 
 MODEL = "small"
 BLOCK_SIZE = 16
@@ -185,7 +185,7 @@ def serving_process(folder: Path, model: Path, config: str, *arguments: object) 
     command = [
         sys.executable,
         "-m",
-        "kvtier.engine.commands.cli",
+        "kvtier.cli.main",
         "serve",
         "--model",
         model,

@@ -14,17 +14,17 @@ from layout_bed import content, layout
 from plain_http import NO_TLS
 from waiting import DEADLINE_S, join, wait_for
 
-from kvtier.engine.operating.routes import Operating
-from kvtier.engine.sidecar.build import build_sidecar
-from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
-from kvtier.engine.sidecar.http.build import serve_http
-from kvtier.engine.sidecar.layout import Layout
-from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.sidecar.build import build_sidecar
+from kvtier.sidecar.config import SidecarConfig, sidecar_config
+from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.http.build import serve_http
+from kvtier.sidecar.layout import Layout
+from kvtier.sidecar.sidecar import Sidecar
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.tenant import number_of, tenant_of
+from kvtier.web.operating.routes import Operating
 
 T = TypeVar("T")
 TOKEN = "a-token-of-operators"

@@ -14,13 +14,14 @@ from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import SamplingParams
-from kvtier.engine import build, disk_store
+from kvtier.engine import build
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
-from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
+from kvtier.engine.stores import disk_store
+from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.record import Fault
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS

@@ -91,6 +91,6 @@ def imported_with_vllm(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     before = set(sys.modules)
     found = importlib.import_module(name)
     for new in set(sys.modules) - before:
-        if new.startswith("kvtier.engine.doors."):
+        if new.startswith("kvtier.connectors."):
             del sys.modules[new]
     return found

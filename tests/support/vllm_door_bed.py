@@ -15,18 +15,18 @@ from attached_bed import NAMESPACE, SidecarBed, SteppedTiers
 from chaos import FakeClock
 from waiting import wait_for
 
+from kvtier.connectors.vllm_connector.adapters import Adapters
+from kvtier.connectors.vllm_connector.build import host_slots
+from kvtier.connectors.vllm_connector.digests import Digests
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout
+from kvtier.connectors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment
+from kvtier.connectors.vllm_connector.pages import Slots
+from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
+from kvtier.connectors.vllm_connector.step_work import Segment, StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.worker_side import WorkerSide
 from kvtier.engine.attached.session import Session, open_session
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Map
-from kvtier.engine.doors.vllm_connector.adapters import Adapters
-from kvtier.engine.doors.vllm_connector.build import host_slots
-from kvtier.engine.doors.vllm_connector.digests import Digests
-from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout
-from kvtier.engine.doors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment
-from kvtier.engine.doors.vllm_connector.pages import Slots
-from kvtier.engine.doors.vllm_connector.scheduler_side import SchedulerSide
-from kvtier.engine.doors.vllm_connector.step_work import Segment, StepWork, WorkerReport
-from kvtier.engine.doors.vllm_connector.worker_side import WorkerSide
-from kvtier.engine.sidecar.own.block_layout import BlockShape
+from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow, alignment
 from kvtier.transfer.lane import Finished, InlineLane

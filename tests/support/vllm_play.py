@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_door_bed import BLOCK, DoorBed, FakeRequest
 
-from kvtier.engine.doors.vllm_connector.step_work import StepWork
+from kvtier.connectors.vllm_connector.step_work import StepWork
 
 NUM_PAGES = 64
 MAX_RUNNING = 4

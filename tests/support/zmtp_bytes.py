@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
+from kvtier.sidecar.lmcache.zmtp import message_bytes
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"

@@ -17,11 +17,11 @@ from types import FrameType
 
 import numpy as np
 
+from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
+from kvtier.connectors.vllm_connector.step_work import Segment
 from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
-from kvtier.engine.doors.vllm_connector.mapped_segment import MappedSegment
-from kvtier.engine.doors.vllm_connector.step_work import Segment
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from waiting import DEADLINE_S, wait_for
 
 from kvtier import LLM, AsyncLLM, Completion, SamplingParams
-from kvtier.engine.documents.documents import Documents
-from kvtier.engine.documents.draft import Draft
-from kvtier.engine.documents.worker import Status
 from kvtier.engine.scheduling.request import Request
+from kvtier.server.documents.documents import Documents
+from kvtier.server.documents.draft import Draft
+from kvtier.server.documents.worker import Status
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import Plan

@@ -10,7 +10,7 @@ import pytest
 from kvtier.engine.attached import session as session_module
 from kvtier.engine.attached.session import MAX_HINT_BYTES, Session, open_session
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Refresh, Release, Welcome, frame_of
-from kvtier.engine.sidecar.port import listen_at_path
+from kvtier.sidecar.port import listen_at_path
 
 HELLO = Hello(VERSION, "a test", "a model", b"n" * 16, [GroupShape(16, False, 4096)])
 NAMES = bytes(32 * 1000)

@@ -7,8 +7,8 @@ import pytest
 from attached_bed import SidecarBed, SteppedTiers, attached_memory
 from chaos import FakeClock
 
-from kvtier.engine.sidecar.own.block_layout import BlockShape
-from kvtier.engine.sidecar.port import STUCK_S
+from kvtier.sidecar.own.block_layout import BlockShape
+from kvtier.sidecar.port import STUCK_S
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.naming.block_hash import BlockName

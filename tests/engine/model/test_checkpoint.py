@@ -13,10 +13,10 @@ pytest.importorskip("gguf", reason="GGUF files need kvtier[real]")
 from gguf_files import TEMPLATE, write_gguf
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.commands.cli import main
+from kvtier.cli.main import main
 from kvtier.engine.config import as_config
 from kvtier.engine.model.checkpoint import Checkpoint
-from kvtier.engine.server.plan import make_plan
+from kvtier.server.plan import make_plan
 
 TINY = {"device": {"capacity": "1MiB", "block_size": 16}}
 PROMPT = list(range(7, 90))
@@ -149,7 +149,7 @@ def test_what_is_not_installed_is_one_line_that_says_how_to(
 import importlib.util, sys
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else find_spec(name, *rest)
-from kvtier.engine.commands.cli import main
+from kvtier.cli.main import main
 sys.exit(main(["demo", "--model", {str(gguf_file) if model == "FILE" else model!r}]))
 """
     done = subprocess.run(

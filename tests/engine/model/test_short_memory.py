@@ -13,7 +13,7 @@ from small_models import COMMON, build
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvtier.engine.commands.cli import main
+from kvtier.cli.main import main
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.runner import ModelRunner

@@ -7,7 +7,7 @@ from small_models import byte_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.engine.commands.demo.model import build_tokenizer
+from kvtier.cli.demo.model import build_tokenizer
 from kvtier.engine.text.least_tokens import LeastTokens, TooManyTokens
 
 WORDS = ["the", "code", "of", "Falmouth", "is", "yarrow", "naïve", "e\u0301te\u0301", "한글", "1234567", "\t", "\n\n"]

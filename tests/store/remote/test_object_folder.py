@@ -9,7 +9,7 @@ import pytest
 from remote_cases import put_blocks
 
 from kvtier.engine.config import RemoteConfig
-from kvtier.engine.remote_store import remote_store
+from kvtier.engine.stores.remote_store import remote_store
 
 
 @pytest.fixture(autouse=True)

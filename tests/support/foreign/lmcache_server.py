@@ -16,7 +16,7 @@ from waiting import wait_for
 
 CHUNK_TOKENS = 256  # as the sidecar has them by default
 STARTING_S = 60.0
-OUR_L2 = {"type": "plugin", "module_path": "kvtier.engine.doors.lmcache", "class_name": "KVTierL2"}
+OUR_L2 = {"type": "plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KVTierL2"}
 
 
 class LmcacheServer:

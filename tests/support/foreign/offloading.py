@@ -8,14 +8,14 @@ from uuid import uuid4
 
 from foreign.running import Vllm
 
-SPEC = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "kvtier.engine.doors.vllm"}
+SPEC = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "kvtier.connectors.vllm"}
 
 
 def kvtier_tier(folder: Path, capacity: str = "1GiB", **settings: object) -> dict[str, Any]:
     """kvtier's disk, as `secondary_tiers` names it."""
     return {
         "type": "KVTier",
-        "module_path": "kvtier.engine.doors.vllm",
+        "module_path": "kvtier.connectors.vllm",
         "path": str(folder),
         "capacity": capacity,
         **settings,

@@ -59,7 +59,7 @@ class Sidecar:
         self.endpoint = endpoint
         port = "none" if http_port is None else str(http_port)
         arguments = ["sidecar", "--listen", endpoint, "--socket", "none", "--http-port", port, *options]
-        script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
+        script = f"{before}\nfrom kvtier.cli.main import main\nraise SystemExit(main({arguments!r}))"
         self._command = [sys.executable, "-c", script]
         self.start()
 
@@ -453,7 +453,7 @@ def connector_config(socket: str, policy: str = "fail", **extra: object) -> dict
     """What attaches vLLM by our own connector, as a value; *extra*: of its settings."""
     return {
         "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.engine.doors.vllm",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"sidecar": socket, **extra},

@@ -16,8 +16,8 @@ import vllm  # noqa: E402  # it reads the environment
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from kvtier.engine.doors.vllm_connector.engine_facts import engine_facts  # noqa: E402
-from kvtier.engine.doors.vllm_connector.engine_layout import namespace_of  # noqa: E402
+from kvtier.connectors.vllm_connector.engine_facts import engine_facts  # noqa: E402
+from kvtier.connectors.vllm_connector.engine_layout import namespace_of  # noqa: E402
 
 USUAL = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 

@@ -12,7 +12,7 @@ from chaos import NAMESPACE, FakeClock
 from unreliable_tiers import UnreliableTiers
 
 from kvtier.engine.attached.wire import Fetched, FromSidecar, InHost, LeftDisk, Reserved, frame_of, packed
-from kvtier.engine.sidecar.own.block_layout import BlockShape
+from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row

@@ -1,0 +1,141 @@
+"""`kvtier bench-remote`: how fast blocks come from a remote store, and for whom that is fast enough."""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.cli.remote_arguments import remote_of
+from kvtier.engine.byte_size import size_text
+from kvtier.engine.stores.remote_store import remote_store
+from kvtier.store.blob_store import Blob
+from kvtier.store.record import NAMESPACE_BYTES, digest
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.tiers.lower.block_key import block_key
+from kvtier.tiers.lower.reads import BATCH_BLOCKS, BATCH_BYTES
+from kvtier.tiers.naming.block_hash import BlockName
+
+NUM_QUESTIONS = 64
+ROUNDS = 3  # of reading; the median counts
+# Bytes of keys and values of a token, in bfloat16: 2 x layers x KV heads x head size x 2.
+MODELS = {"1B, as Llama 3.2 1B": 32 << 10, "8B, as Llama 3.1 8B": 128 << 10, "70B, as Llama 3.1 70B": 320 << 10}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a store does on this network. Seconds of a question are medians, speeds those of verified blocks."""
+
+    where: str
+    block_bytes: int
+    num_blocks: int
+    ask_s: float
+    ask_p99_s: float
+    put_bytes_per_s: float
+    read_bytes_per_s: float
+    num_wrong: int  # blocks that did not come back as they were put
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and say for whom it pays; the exit status."""
+    with remote_store(remote_of(options, "bench-remote")) as store:
+        namespace = os.urandom(NAMESPACE_BYTES)
+        try:
+            found = measure(SealedRemote(store), namespace, options.block, options.blocks, options.readers)
+        finally:
+            store.forget(namespace)
+    models = MODELS if options.token_bytes is None else {"yours": options.token_bytes}
+    if options.json:
+        pays = {name: tokens_per_s(found, each) for name, each in models.items()}
+        print(json.dumps({**asdict(found), "pays_below_tokens_per_s": pays}))
+    else:
+        _print(found, models, options.prefill)
+    return 1 if found.num_wrong else 0
+
+
+def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_blocks: int, num_readers: int) -> Measured:
+    """Put blocks of noise, ask about them and read them as an engine does. Raises `RemoteUnavailable`."""
+    blobs, parent = list[Blob](), b""
+    for _ in range(num_blocks):
+        raw = os.urandom(block_bytes)
+        blobs.append(Blob(block_key(namespace, 0, BlockName(os.urandom(32))), digest(raw), memoryview(raw), parent))
+        parent = blobs[-1].key
+    most = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
+    began_at = time.perf_counter()
+    are_put = [is_put for part in _parts(blobs, BATCH_BLOCKS) for is_put in records.put_many(part)]
+    put_s = time.perf_counter() - began_at
+    ask_s = [_seconds(lambda: records.ask_many([blobs[0].key])) for _ in range(NUM_QUESTIONS)]
+    rounds, num_wrong = [], are_put.count(False)
+    with ThreadPoolExecutor(num_readers) as readers:
+        for _ in range(ROUNDS):
+            began_at = time.perf_counter()
+            good = sum(readers.map(lambda part: _num_good(records, part, block_bytes), _parts(blobs, most)))
+            rounds.append(time.perf_counter() - began_at)
+            num_wrong = max(num_wrong, num_blocks - good)
+    num_bytes = block_bytes * num_blocks
+    return Measured(
+        records.where,
+        block_bytes,
+        num_blocks,
+        statistics.median(ask_s),
+        sorted(ask_s)[-1],
+        num_bytes / put_s,
+        num_bytes / statistics.median(rounds),
+        num_wrong,
+    )
+
+
+def tokens_per_s(found: Measured, token_bytes: int) -> float:
+    """How fast an engine has to compute for loading a long prefix to be slower."""
+    return found.read_bytes_per_s / token_bytes
+
+
+def least_tokens(found: Measured, token_bytes: int, prefill: int) -> float | None:
+    """From how many tokens on loading is faster than computing so many a second; None: never."""
+    gained_s = 1 / prefill - token_bytes / found.read_bytes_per_s
+    return found.ask_s * 2 / gained_s if gained_s > 0 else None  # a question, and the first block
+
+
+def _num_good(records: SealedRemote, blobs: Sequence[Blob], block_bytes: int) -> int:
+    outs = [memoryview(bytearray(block_bytes)) for _ in blobs]
+    found = records.read_many([blob.key for blob in blobs], outs)
+    return sum(each == blob.digest for each, blob in zip(found, blobs, strict=True))
+
+
+def _parts(blobs: Sequence[Blob], most: int) -> Iterator[Sequence[Blob]]:
+    for start in range(0, len(blobs), most):
+        yield blobs[start : start + most]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began_at = time.perf_counter()
+    work()
+    return time.perf_counter() - began_at
+
+
+def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{found.where}: {found.num_blocks:,} blocks of {size_text(found.block_bytes)}, verified")
+    console.print(f"a question takes {1e3 * found.ask_s:.2f} ms, {1e3 * found.ask_p99_s:.2f} at most")
+    console.print(f"puts {found.put_bytes_per_s / 1e9:.2f} GB/s, reads {found.read_bytes_per_s / 1e9:.2f} GB/s")
+    if found.num_wrong:
+        console.print(f"{found.num_wrong:,} blocks did not come back as they were put")
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("model", "KV of a token", "loading pays below"):
+        table.add_column(heading)
+    for name, token_bytes in models.items():
+        table.add_row(name, size_text(token_bytes), f"{tokens_per_s(found, token_bytes):,.0f} computed tokens/s")
+    console.print(table)
+    if prefill is not None:
+        for name, token_bytes in models.items():
+            least = least_tokens(found, token_bytes, prefill)
+            verdict = "never pays" if least is None else f"pays for prefixes of {math.ceil(least):,} tokens or more"
+            console.print(f"{name}, where {prefill:,} tokens a second are computed: {verdict}")

@@ -1,0 +1,275 @@
+"""run_demo: asks questions about one long document, answered from device, host, disk, and after a restart."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.cli.demo.document import Document, Fact, is_right, make_document, question, with_facts
+from kvtier.cli.demo.model import build_demo_model
+from kvtier.engine.config import Config, as_config
+from kvtier.engine.llm import LLM, encode, load_model, torch_device
+from kvtier.engine.model.layers import bytes_per_block
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Completion
+from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.tiers.lower.block_key import GROUP_BYTES, NAMESPACE_BYTES
+from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.naming.tier import Tier
+
+BLOCK_SIZE = 64  # tokens
+DEVICE_DOCUMENTS = 1.25  # documents that the device pool holds: reading a second one pushes the first out
+HOST_DOCUMENTS = 2.25
+DISK_DOCUMENTS = 12
+MIN_TOKENS = 1000
+MAX_OTHERS = 48  # the most other documents that are read to push the first one out of a tier
+QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
+MAX_ANSWER_TOKENS = 12
+QUESTION_TOKENS = 200  # room for the question, its answer, and the end of the document's last sentence
+
+Note = Callable[[str], None]
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Where the prompt tokens of a step's first question came from."""
+
+    device: int
+    host: int
+    disk: int
+    recomputed: int
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One row of the demo's table. *ttft_s* is that of the first question (of "device": the median of all)."""
+
+    name: str
+    ttft_s: float
+    tokens: Tokens
+    answers_equal: bool  # to the answers the same questions got before
+    answers_correct: int
+    questions: int
+    answers: dict[str, str]
+    corrupt_blocks: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a process needs to ask the same questions of the same store; the next process gets it as JSON."""
+
+    model: str | None  # None: the bundled one
+    document: str | None  # a file's path; None: a made one
+    num_tokens: int
+    store: str
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Model, tokenizer, document, and a configuration under which the document outgrows every tier but the disk."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    document: Document
+    num_tokens: int
+    num_words: int  # length of other documents in words, of which the bundled tokenizer makes a token each
+    config: Config
+    asked: tuple[Fact, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Stage":
+        """Load or build the model, the document and the configuration that *plan* names."""
+        model, tokenizer = _model(plan)
+        most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if plan.document is None and most is not None and plan.num_tokens > most - QUESTION_TOKENS:
+            advice = f"give {most - QUESTION_TOKENS} or fewer, or another --model"
+            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {most:,} with a question; {advice}")
+        if plan.document is None:
+            document = make_document(0, plan.num_tokens)
+        else:
+            document = with_facts(_text_of(Path(plan.document)), 0)
+        num_tokens = len(encode(tokenizer, document.text))
+        if num_tokens < MIN_TOKENS:
+            raise ValueError(f"document: {num_tokens} tokens are too few to show anything; use {MIN_TOKENS} or more")
+        blocks = num_tokens // BLOCK_SIZE * bytes_per_block(model, BLOCK_SIZE)
+        config = as_config(
+            {
+                "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
+                "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
+                "disk": {"path": plan.store, "capacity": most_bytes(int(DISK_DOCUMENTS * blocks))},
+                # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
+                "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
+            }
+        )
+        # From the middle outwards: the first question's answer is in the block that the last step damages.
+        middle = len(document.facts) // 2
+        asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
+        num_words = num_tokens * plan.num_tokens // len(encode(tokenizer, make_document(1, plan.num_tokens).text))
+        return cls(
+            model, tokenizer, document, num_tokens, num_words, config, tuple(asked[: max(QUESTIONS.values()) + 1])
+        )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"document {path}: is no text in UTF-8 ({error.reason})") from error
+    except OSError as error:
+        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
+
+
+def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if plan.model is not None:
+        return load_model(plan.model, as_config({"model": {"device": plan.device}}).model, None)
+    model, tokenizer = build_demo_model()
+    torch.nn.Module.to(model, torch_device("cpu" if plan.device == "auto" else plan.device))
+    return model, tokenizer
+
+
+class Questioner:
+    """Asks questions about a stage's document on one engine. *answers* has the earlier answers by name."""
+
+    def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
+        self._stage = stage
+        self._llm = llm
+        self._answers = answers
+        self._num_others = 0
+
+    def step(self, name: str) -> Step:
+        """Ask the questions of the step *name* one after the other; the step's row of the table."""
+        facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
+        completions = [self._ask(self._stage.document.text, fact) for fact in facts]
+        answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
+        equal = all(self._answers.get(asked, answer) == answer for asked, answer in answers.items())
+        self._answers.update(answers)
+        first = completions[0]
+        times = [done.ttft_s for done in completions]
+        tiers = self._llm.statistics().cache.tiers.values()
+        return Step(
+            name=name,
+            ttft_s=statistics.median(times) if name == "device" else first.ttft_s,
+            tokens=Tokens(first.tokens.device, first.tokens.host, first.tokens.disk, first.tokens.recomputed),
+            answers_equal=equal,
+            answers_correct=sum(is_right(answers[fact.name], fact) for fact in facts),
+            questions=len(facts),
+            answers=answers,
+            corrupt_blocks=sum(sum(tier.corrupt.values()) for tier in tiers),
+        )
+
+    def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
+        """Read other, shorter documents until no block of the first one is left in *tiers*.
+
+        They are read one at a time, each a quarter as long, so that copying down keeps up also on a busy machine: an
+        allocation does not wait for copies, and a block that it drops would be missing in the demo's next step.
+        """
+        for _ in range(MAX_OTHERS):
+            where = self._llm.where(self._stage.document.text)
+            if not any(where[tier] for tier in tiers):
+                return
+            self._num_others += 1
+            note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
+            other = make_document(self._num_others, self._stage.num_words // 4, num_facts=0)
+            self._llm.generate(other.text, SamplingParams(max_tokens=1))
+            while self._llm.core.cache.num_under_way:
+                self._llm.core.idle()
+                time.sleep(0.001)
+
+    def warm_up(self) -> None:
+        """Run a first pass on tokens of no document: a process's first passes are slower, whatever is cached."""
+        first = encode(self._stage.tokenizer, self._stage.document.text)[0]
+        self._llm.generate(
+            [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
+        )
+
+    def _ask(self, text: str, fact: Fact) -> Completion:
+        sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop="\n")
+        return self._llm.generate(question(text, fact.name), sampling)[0]
+
+
+def run_demo(plan: Plan, note: Note) -> list[Step]:
+    """Run all steps of the demo. *note* is called with a line on what is going on."""
+    note("building the model" if plan.model is None else f"loading {plan.model}")
+    stage = Stage.of(plan)
+    answers: dict[str, str] = {}
+    steps = []
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, answers)
+        asker.warm_up()
+        note(f"reading a document of {stage.num_tokens} tokens for the first time")
+        steps.append(asker.step("cold"))
+        note("asking more of it")
+        steps.append(asker.step("device"))
+        asker.push_out_of([Tier.DEVICE], note)
+        steps.append(asker.step("host"))
+        asker.push_out_of([Tier.DEVICE, Tier.HOST], note)
+        steps.append(asker.step("disk"))
+        note("writing what is left to disk, ending the engine")
+    note("a new process asks on the same store")
+    steps.append(_step_elsewhere(plan, "restart", answers))
+    flip_a_byte(stage)
+    note("one byte of a stored block is flipped; a new process asks again")
+    steps.append(_step_elsewhere(plan, "corrupt", answers))
+    return steps
+
+
+def flip_a_byte(stage: Stage) -> None:
+    """Flip a byte of the stored block that holds the first question's answer, in the store's file."""
+    token_ids = encode(stage.tokenizer, stage.document.text)
+    before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
+    block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
+    names = stage.config.names
+    chain = BlockChain(BLOCK_SIZE, algorithm=HashAlgorithm(names.algorithm), seed=names.seed)
+    chain.extend(token_ids)
+    assert stage.config.disk is not None, "the demo has a disk"
+    with LmdbStore(Path(stage.config.disk.path)) as store:
+        keys = [key for key in store.keys() if key[NAMESPACE_BYTES:-GROUP_BYTES] == chain.names[block_id]]  # noqa: SIM118  # no dict
+        places = [place for key in keys if (place := store.place(key)) is not None]
+    for path, offset, length in places:
+        with path.open("r+b") as file:
+            file.seek(offset + length // 2)
+            (byte,) = file.read(1)
+            file.seek(offset + length // 2)
+            file.write(bytes([byte ^ 0x10]))
+
+
+def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
+    """Run one step in a process of its own, which has the store and an empty host and device tier."""
+    order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
+    command = [sys.executable, "-m", "kvtier.cli.demo.demo"]
+    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the {name} process failed: {done.stderr.strip().splitlines()[-1]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Step)
+
+
+def _main() -> None:
+    order: dict[str, Any] = json.loads(sys.stdin.read())
+    stage = Stage.of(msgspec.convert(order["plan"], Plan))
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, order["answers"])
+        asker.warm_up()
+        print(msgspec.json.encode(asker.step(order["name"])).decode())
+
+
+def usual_length(model: str | None, device: str) -> int:
+    """How many tokens are read in seconds: a real model on a CPU reads some hundred tokens a second."""
+    return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
+
+
+def default_store() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder for the demo's store, which is deleted with the demo."""
+    return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,150 @@
+"""`kvtier explain`: asks a running server or sidecar why a prompt was found in the cache or not."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+from urllib.parse import quote
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.cli.given_text import text_of, token_of
+from kvtier.web.json_client import JsonClient
+
+_TIMEOUT_S = 60.0
+_OTHER_WIDTH = 120  # characters of a line where there is no terminal
+_PATH = "/v1/kvtier/explain"
+_MOST_ID = 4096  # characters: an engine at a sidecar may have long ones
+_WHY = {
+    "other": "seen, but with another {differs}",
+    "other_template": "the same messages were seen; the template made other text of them",
+    "shorter_than_block": "the prompt has fewer tokens than a block",
+    "behind_a_missed_block": "in a tier, but of no use behind a block that is not",
+    "evicted_long_ago": "seen, and evicted so long ago that nobody remembers how",
+    "never_seen": "never seen",
+    "capacity": "found, but there was no room to bring it up into",
+    "corrupt": "found, but its bytes were not what had been stored",
+    "failed": "found, but the copy failed",
+    "deadline": "found, but the copy was too late",
+    "cost": "found, but computing it was expected to be faster",
+    "skipped": "the request asked not to read the cache, or only so much of it",
+    "scored": "found, but the request asked for log probabilities of its prompt",
+    "aborted": "the request ended before its prefix had come",
+    "last_block": "always computed: no full block, or the last token",
+}
+_CAUSES = {
+    "room": "newer blocks needed its place",
+    "quota": "its tenant was over its quota",
+    "layout": "another layout of the sidecar needed its place",
+    "superseded": "a longer block has its tokens",
+    "corrupt": "its bytes were damaged",
+    "unreadable": "it could not be read",
+}
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Ask, and print the answer; the exit status. ValueError, OSError and `Refused` for what goes wrong."""
+    if options.id is None and options.prompt is None:
+        raise ValueError("explain: give the id of a request, or --prompt FILE")
+    if options.prompt is None and (options.model or options.cache_salt):
+        raise ValueError("explain: --model and --cache-salt are of a prompt; give --prompt FILE as well")
+    if options.id is not None and len(options.id) > _MOST_ID:
+        raise ValueError(f"explain: an id of {len(options.id):,} characters; no request's has more than {_MOST_ID:,}")
+    if options.id is not None and not options.id.isprintable():
+        raise ValueError(f"explain: {options.id!r} has a character that no request's id has")
+    where = "--api-key, KVTIER_API_KEY or --token-file"
+    client = JsonClient(options.url, _key(options), where, "kvtier serve --model …", _TIMEOUT_S)
+    if options.prompt is None:
+        answer = client.ask("GET", f"{_PATH}/{_id(options.id)}")
+    else:
+        answer = client.ask("POST", _PATH, _question(options))
+    if options.json:
+        print(json.dumps(answer))
+        return 0
+    console = Console() if sys.stdout.isatty() else Console(width=_OTHER_WIDTH)
+    for found in answer["data"]:
+        _show(console, found)
+    return 0
+
+
+def _key(options: argparse.Namespace) -> str | None:
+    if options.token_file is not None:
+        return token_of(options.token_file)
+    key: str | None = options.api_key or os.environ.get("KVTIER_API_KEY")
+    return key
+
+
+def _id(request_id: str) -> str:
+    return quote(request_id, safe="")
+
+
+def _question(options: argparse.Namespace) -> dict[str, object]:
+    """The body of the question: that of a file of JSON, or its text as the prompt."""
+    text = text_of("--prompt", options.prompt)
+    if not text:
+        raise ValueError(f"--prompt {options.prompt}: is empty; give a prompt")
+    question: dict[str, object] = {"prompt": text}
+    if text.lstrip()[:1] == "{":
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        except RecursionError:
+            raise ValueError(f"--prompt {options.prompt}: is nested too deep; give a prompt") from None
+        if isinstance(found, dict) and ("messages" in found or "prompt" in found):
+            names = ("prompt", "messages", "chat_template_kwargs", "model", "cache_salt")
+            question = {name: found[name] for name in names if name in found}
+    given = {"model": options.model, "cache_salt": options.cache_salt, "request_id": options.id}
+    return question | {name: value for name, value in given.items() if value is not None}
+
+
+def _show(console: Console, found: dict[str, Any]) -> None:
+    title = "a prompt, now" if found["id"] is None else f"request {found['id']}, {_when(found['arrived_at'])}"
+    console.print(Text(f"{title}: {found['prompt_tokens']:,} tokens, in blocks of {found['block_size']}"))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    table.add_column("because")
+    for row in found["rows"]:
+        where = "computed" if row["hit"] is None else row["hit"]
+        table.add_row(f"{row['start']:,} to {row['end']:,}", where, Text(_because(row)))
+    console.print(table)
+    console.print(Text(_departure(found["departure"])))
+    for note in found["notes"]:
+        console.print(Text(note))
+
+
+def _because(row: dict[str, Any]) -> str:
+    if row["hit"] is not None:
+        return "copied out of a block that begins with these tokens" if row["copied"] else ""
+    evicted, missed = row["evicted"], str(row["missed"])
+    if evicted is None:
+        return _WHY.get(missed, missed).format(differs=", ".join(row["differs"]))
+    tier = missed.removeprefix("evicted_from_")
+    when = _when(evicted["first_at"])
+    if round(evicted["last_at"] - evicted["first_at"]):
+        when += f" to {_when(evicted['last_at'])}"
+    if evicted["cause"] == "cleared":
+        return f"cleared by a reset or an operator, {when}: it was last in {tier}"
+    during = f", during {', '.join(evicted['during'])}" if evicted["during"] else ""
+    return f"evicted from {tier}, {when}: {_CAUSES.get(evicted['cause'], evicted['cause'])}{during}"
+
+
+def _departure(departure: dict[str, Any] | None) -> str:
+    if departure is None:
+        return "No known prompt begins like it."
+    shared = f"The nearest known prompt shares the first {departure['shared_tokens']:,} tokens"
+    if not departure["departs"]:
+        return f"{shared}, and one of the two ends there."
+    if departure["text"] is None:
+        return f"{shared}, and goes on otherwise. (With --prompt FILE: the text.)"
+    return f"{shared}, and goes on otherwise than with {departure['text']!r}, after {departure['before']!r}."
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -1,0 +1,78 @@
+"""Refuses a model or a file that a command cannot use before torch is imported, which takes seconds.
+
+Only what is sure to fail later is refused here; loading refuses the rest.
+"""
+
+import ctypes
+import json
+from pathlib import Path
+
+from kvtier.engine.config import Config
+from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
+from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.observability.records.request_log import refuse_unusable
+from kvtier.store.codec.cipher import Cipher
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that cannot be loaded with a ValueError: a path that does not exist, a folder without a model."""
+    checkpoint = Checkpoint.of(name)
+    why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
+    if why is not None:
+        raise ValueError(f"model {name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub")
+
+
+def check_device(config: Config) -> None:
+    """Refuse a part of a GPU's memory with a ValueError where there is surely no GPU: no driver, or it is unused."""
+    is_wanted = config.device.gpu_memory_utilization is not None
+    if is_wanted and (config.model.device == "cpu" or not _has_driver()):
+        raise config.device.no_gpu()
+
+
+def check_files(config: Config) -> None:
+    """Raise what loading would raise for unusable adapters, encryption keys, logs and folders of documents."""
+    refuse_unusable(config.request_log)
+    for name, table in config.lora.items():
+        check_adapter_folder(name, Path(table.path).expanduser())
+    if config.disk is not None and config.disk.encryption_key_file is not None:
+        Cipher.from_file(Path(config.disk.encryption_key_file).expanduser())
+    if config.documents.path is not None:
+        folder = Path(config.documents.path)
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise OSError(f"documents {folder}: {there} is not a folder; give [documents] another path")
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _fault_of(name: str, folder: Path) -> str | None:
+    if not folder.is_dir():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names are looked up on the hub
+        return "there is no such folder" if is_path else None
+    if (folder / CONFIG_FILE).is_file():  # it names its model, which may be on the hub
+        return None
+    return _fault_in(folder)
+
+
+def _fault_in(folder: Path) -> str | None:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "the folder has no config.json"
+    except OSError as error:
+        return f"its config.json: {error.strerror}"
+    except ValueError:
+        return "its config.json is no JSON"
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        return "its config.json has no model_type"
+    if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
+        return "the folder has no weights, *.safetensors or *.bin"
+    return None

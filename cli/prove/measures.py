@@ -1,0 +1,154 @@
+"""Measures: what is measured of the evidence: noise, distances, and what may have been cached."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import combinations
+from statistics import median
+
+from kvtier.cli.prove.answer import distance
+from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.evidence import Asked, Evidence
+from kvtier.cli.prove.families import Pieces, shared
+
+FACTOR = 3.0  # of the noise: further away is wrong
+LEAST_BOUND = 0.001  # of a log probability: float32 rounds to a hundredth of it, and no answer hangs on less
+UNMEASURED_BOUND = 0.3  # where other shapes of computation could not be tried: FACTOR times what bfloat16 did to vLLM
+_LEAST_UNSTEADY = 0.5  # five times what bfloat16 did
+_OF_ALL_PROMPTS = 8  # tokens that a server may put before each prompt, and have cached
+
+
+class Measures:
+    """Of evidence that does not grow any more."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self._references: dict[tuple[Asker, Pieces], list[Asked]] = {}
+        self._by_salt: dict[str | None, list[Asked]] = {}
+        for one in evidence.asked:
+            request = one.request
+            self._by_salt.setdefault(request.salt, []).append(one)
+            if request.is_reference and (one.answer.cached_tokens or 0) <= _OF_ALL_PROMPTS:
+                self._references.setdefault((request.asker, request.pieces), []).append(one)
+
+    def references(self, asker: Asker, pieces: Pieces) -> Sequence[Asked]:
+        """Where *asker* has computed this prompt as a whole, as far as the server tells."""
+        return self._references.get((asker, pieces), ())
+
+    @cached_property
+    def noise(self) -> float | None:
+        """The largest distance between answers to one prompt that were computed as a whole, without those that are as
+        far apart as answers to other prompts; None: no prompt has two."""
+        found = [each for *_, each in self._repeats] + self.evidence.shapes
+        if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # else a text is another, or not
+            found = [each for each in found if each <= self._unsteady_from]
+        return max(found, default=None)
+
+    @cached_property
+    def bound(self) -> float:
+        """An answer that is further from each reference is wrong."""
+        return max(LEAST_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
+
+    @cached_property
+    def _repeats(self) -> list[tuple[Asked, Asked, float]]:
+        """Pairs of answers to one prompt that were computed as a whole, and their distances."""
+        return [
+            (*pair, apart)
+            for references in self._references.values()
+            for pair in combinations(references, 2)
+            for apart in _distances([pair])
+        ]
+
+    def unsteady(self) -> list[tuple[Asked, float]]:
+        """Prompts to which answers that were computed as a whole differ as those to other prompts do: one of them, and
+        by how much."""
+        found: dict[tuple[Asker, Pieces], tuple[Asked, float]] = {}
+        for one, _, apart in self._repeats:
+            key = (one.request.asker, one.request.pieces)
+            if apart > max(self.bound, self._unsteady_from) and apart > found.get(key, (one, 0.0))[1]:
+                found[key] = (one, apart)
+        return list(found.values())
+
+    def apart(self, one: Asked) -> float | None:
+        """The distance of an answer to the nearest reference; None: there is none, or nothing to compare."""
+        references = self.references(one.request.asker, one.request.pieces)
+        return min(_distances((one, reference) for reference in references), default=None)
+
+    def suspects(self) -> list[Asked]:
+        """The answers to questions that are too far from all references."""
+        return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
+
+    def excess(self, one: Asked) -> int:
+        """How many more tokens came from a cache, as the server tells, than it had been given with this salt and
+        beginning. 0 where a piece is no token."""
+        if not self.evidence.is_exact:
+            return 0
+        request, most = one.request, 0
+        if request.is_read:
+            before = [
+                other.request.pieces
+                for other in self._by_salt[request.salt]
+                if other is not one and other.batch <= one.batch and other.request.asker in self._kin[request.asker]
+            ]
+            most = max((shared(request.pieces, pieces) for pieces in before), default=0)
+        num_before = max(0, (one.answer.prompt_tokens or 0) - len(request.pieces))  # that the server puts there
+        return max(0, (one.answer.cached_tokens or 0) - num_before - most)
+
+    def computed_alone(self, length: int) -> list[Asked]:
+        """Prompts of that length that were computed as a whole while no other was asked."""
+        prompts = [
+            (each.asker, prompt)
+            for each in self.evidence.plan.controls
+            if each.length == length
+            for prompt in each.prompts
+        ]
+        return [one for key in prompts for one in self.references(*key) if one.is_alone]
+
+    def is_sensitive(self, length: int) -> bool:
+        """Whether answers to prompts of that length, with one end behind other beginnings, are further apart than a
+        right one may be: most of them."""
+        found = self._controls[length]
+        return bool(found) and median(found) > self.bound
+
+    @cached_property
+    def _controls(self) -> dict[int, list[float]]:
+        """By length the distances of answers to prompts with one end behind other beginnings."""
+        found: dict[int, list[float]] = {}
+        for control in self.evidence.plan.controls:
+            ones, others = (self.references(control.asker, prompt) for prompt in control.prompts)
+            found.setdefault(control.length, []).extend(_distances((one, other) for one in ones for other in others))
+        return found
+
+    @cached_property
+    def _unsteady_from(self) -> float:
+        """A distance that is no rounding: half of that to prompts with other beginnings."""
+        found = [each for found in self._controls.values() for each in found]
+        return max(_LEAST_UNSTEADY, median(found) / 2) if found else math.inf
+
+    @cached_property
+    def alike(self) -> frozenset[frozenset[Asker]]:
+        """Pairs of askers that answered the same prompts alike, and so may have each other's blocks.
+
+        Where that could not be seen a model of another server counts as the same, and an adapter does not.
+        """
+        found: dict[frozenset[Asker], list[float]] = {}
+        for question in self.evidence.plan.questions:
+            pair = frozenset({question.giver, question.taker})
+            if len(pair) == 2:
+                mine = self.references(question.giver, question.pair.earlier)
+                theirs = self.references(question.taker, question.pair.later)
+                found.setdefault(pair, []).extend(_distances((one, other) for one in mine for other in theirs))
+        return frozenset(pair for pair, seen in found.items() if self._is_alike(pair, seen))
+
+    def _is_alike(self, pair: frozenset[Asker], seen: Sequence[float]) -> bool:
+        return max(seen) <= self.bound if seen else len({asker.endpoint for asker in pair}) == 2
+
+    @cached_property
+    def _kin(self) -> dict[Asker, frozenset[Asker]]:
+        askers = {one.request.asker for one in self.evidence.asked}
+        return {asker: frozenset({asker}).union(*(pair for pair in self.alike if asker in pair)) for asker in askers}
+
+
+def _distances(pairs: Iterable[tuple[Asked, Asked]]) -> list[float]:
+    found = (distance(one.answer, other.answer) for one, other in pairs)
+    return [each for each in found if each is not None]

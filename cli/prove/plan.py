@@ -1,0 +1,94 @@
+"""Plan: which prompts are asked, of whom and under which salt."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.cold import Cold
+from kvtier.cli.prove.families import CUE, FAMILIES, SAME_PROMPT, Draw, Pair, Pieces
+from kvtier.cli.prove.salts import Salts
+
+OTHER_SALT = "another salt"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """*giver* is asked the earlier prompt of the pair, then *taker* the later one: alone, or among others."""
+
+    family: str
+    length: int  # tokens of the earlier prompt, as asked for
+    pair: Pair
+    giver: Asker
+    taker: Asker
+    earlier_salt: str | None
+    later_salt: str | None
+    is_alone: bool
+
+    @property
+    def shares(self) -> bool:
+        """Whether what the earlier prompt has computed may serve the later one."""
+        return self.giver == self.taker and self.earlier_salt == self.later_salt and self.pair.num_shared > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Two prompts that end alike behind different beginnings."""
+
+    length: int
+    asker: Asker
+    prompts: tuple[Pieces, Pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All questions, and the controls."""
+
+    questions: tuple[Question, ...]
+    controls: tuple[Control, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans questions to *askers*, of whom the first is asked in all ways, and the others whether they find their own
+    and nothing of the one before. Only a server
+    that is asked cold by salts is given others."""
+
+    askers: Sequence[Asker]
+    draw: Draw
+    salts: Salts
+    cold: Cold | None
+
+    def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> Plan:
+        """*num_rounds* questions of each family for each of *lengths*, in tokens and in pieces.
+
+        Every other round is asked among others, and the second and third of four under a salt.
+        """
+        questions: list[Question] = []
+        controls: list[Control] = []
+        for length, num_pieces in lengths:
+            for number in range(num_rounds):
+                salt = self.salts.new() if self.cold is Cold.SALT and number % 4 in (1, 2) else None
+                questions += self._round(length, num_pieces, salt, number % 2 == 0)
+                controls.append(Control(length, self.askers[0], self._alike_ends(num_pieces)))
+        return Plan(tuple(questions), tuple(controls))
+
+    def _round(self, length: int, num_pieces: int, salt: str | None, is_alone: bool) -> Iterator[Question]:
+        first = self.askers[0]
+        for family, make in FAMILIES.items():
+            yield Question(family, length, make(self.draw, num_pieces), first, first, salt, salt, is_alone)
+        if self.cold is Cold.SALT:
+            yield Question(OTHER_SALT, length, self._same(num_pieces), first, first, salt, self.salts.new(), is_alone)
+        for giver, taker in zip(self.askers, [*self.askers[1:], first], strict=True):
+            if giver != taker:
+                name = f"{taker.name} after {giver.name}"
+                yield Question(name, length, self._same(num_pieces), giver, taker, salt, salt, is_alone)
+            if taker != first:
+                name = f"{taker.name}, {SAME_PROMPT}"
+                yield Question(name, length, self._same(num_pieces), taker, taker, salt, salt, is_alone)
+
+    def _same(self, num_pieces: int) -> Pair:
+        return FAMILIES[SAME_PROMPT](self.draw, num_pieces)
+
+    def _alike_ends(self, num_pieces: int) -> tuple[Pieces, Pieces]:
+        prompt = self.draw.prompt(num_pieces)
+        return prompt, self.draw.fresh(num_pieces - CUE) + prompt[-CUE:]

@@ -1,0 +1,112 @@
+"""prove: one run, from a server's address to what it comes to."""
+
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.cli.prove.asker import NUM_TOKENS, Asker
+from kvtier.cli.prove.cold import find_cold
+from kvtier.cli.prove.dialect import learn
+from kvtier.cli.prove.doubts import doubts_of
+from kvtier.cli.prove.endpoint import Endpoint
+from kvtier.cli.prove.families import CUE, Draw
+from kvtier.cli.prove.judgement import Judgement, judge
+from kvtier.cli.prove.listed_model import ListedModel, list_models
+from kvtier.cli.prove.measures import Measures
+from kvtier.cli.prove.plan import Planner
+from kvtier.cli.prove.prover import Prover
+from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.questioner import Note
+from kvtier.cli.prove.salts import Salts
+from kvtier.cli.prove.setting import Setting
+from kvtier.cli.prove.writing import Writing
+from kvtier.cli.prove.writing_choice import choose_writing
+
+LENGTHS = (200, 1000, 4000)  # tokens; no block ends there
+LEAST_LENGTH = 64
+_MOST_LISTED = 4  # adapters that are asked without being named
+_NUM_PROBES = 3  # prompts by which it is seen how the server is asked cold
+_EXTRA_TOKENS = 32  # that a server may put around a prompt, and an answer
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be proven. *model* and *adapters* are None for what the server lists, *lengths* (tokens) for those of
+    `LENGTHS` that the model takes, *seed* for prompts that no run has asked."""
+
+    endpoint: Endpoint
+    other: Endpoint | None  # a server that shares the cache
+    model: str | None
+    adapters: Sequence[str] | None
+    lengths: Sequence[int] | None
+    num_rounds: int
+    concurrency: int
+    push_out: PushOut | None
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What has come out; *doubts* are sentences about what has not."""
+
+    askers: Sequence[Asker]
+    writing: Writing
+    measures: Measures
+    judgement: Judgement
+    doubts: Sequence[str]
+
+
+def prove(order: Order, note: Note) -> Proof:
+    """Ask, and judge. *note* hears what goes on. ValueError for an order that the server cannot be given, OSError and
+    `Refused` if it cannot be asked."""
+    note("asking what the server takes", 0, 1)
+    askers, longest = _askers(order)
+    asked_for = _lengths(order.lengths, longest)
+    writing, words = choose_writing(askers[0])
+    source = random.Random(order.seed) if order.seed is not None else random.SystemRandom()
+    salts = Salts(secrets.token_hex(4))
+    draw = Draw(source, writing.num_pieces)
+    lengths = [(length, writing.pieces_of(length)) for length in asked_for]
+
+    note("asking how the server computes what it has cached", 0, 1)
+    probes = [writing.write(draw.prompt(lengths[-1][1])) for _ in range(_NUM_PROBES)]
+    cold = find_cold(askers[0], probes, salts.new())
+    plan = Planner(askers, draw, salts, cold).plan(lengths, order.num_rounds)
+    prover = Prover(plan, Setting(source, salts, writing, words, cold), order.concurrency, note)
+    measures = Measures(prover.prove(order.push_out))
+    judgement = judge(measures)
+    return Proof(askers, writing, measures, judgement, doubts_of(measures, judgement.rows))
+
+
+def _askers(order: Order) -> tuple[list[Asker], int | None]:
+    """The model, its adapters, and the other server's model; and how many tokens a request of the first may have."""
+    listed = list_models(order.endpoint)
+    model = next((each for each in listed if order.model in (None, each.name) and each.parent is None), None)
+    if model is None:
+        if order.model is None:
+            raise ValueError(f"{order.endpoint.url}: lists no models; give --model NAME")
+        model = ListedModel(order.model, None, None)
+    adapters = order.adapters
+    if adapters is None:
+        adapters = [each.name for each in listed if each.parent == model.name][:_MOST_LISTED]
+    dialect = learn(order.endpoint, model.name)
+    askers = [Asker(order.endpoint, model.name, "the model", dialect)]
+    askers += [Asker(order.endpoint, name, name, dialect) for name in adapters]
+    if order.other is not None:
+        askers.append(Asker(order.other, model.name, "the other server", learn(order.other, model.name)))
+    return askers, model.max_tokens
+
+
+def _lengths(asked: Sequence[int] | None, longest: int | None) -> list[int]:
+    """The lengths of prompts, the shortest first."""
+    if longest is None:
+        return sorted(asked or LENGTHS)
+    most = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one goes on for an eighth
+    if most < LEAST_LENGTH:
+        raise ValueError(f"the model takes {longest:,} tokens, too few to see anything")
+    if asked is None:
+        return [length for length in LENGTHS if length <= most] or [most]
+    if max(asked) > most:
+        raise ValueError(f"--lengths {max(asked)}: the model takes {longest:,} tokens; give {most} or less")
+    return sorted(asked)

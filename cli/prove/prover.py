@@ -1,0 +1,121 @@
+"""Prover: asks all that is planned, in an order by which it is known what may be cached."""
+
+from functools import partial
+
+from kvtier.cli.prove.answer import Answer
+from kvtier.cli.prove.asker import Asker, Prompt
+from kvtier.cli.prove.cold import Cold
+from kvtier.cli.prove.evidence import Evidence, Request
+from kvtier.cli.prove.families import Draw, Pieces
+from kvtier.cli.prove.measures import Measures
+from kvtier.cli.prove.other_shapes import shapes_apart
+from kvtier.cli.prove.plan import Plan, Question
+from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.questioner import Note, Questioner
+from kvtier.cli.prove.setting import Setting
+from kvtier.cli.prove.writing import Writing
+
+_NUM_SHAPES, _MOST_SHAPE_TRIES = 3, 6  # prompts of each length
+_NUM_AGAIN = 2  # times that a suspect's prompt is computed as a whole again, alone, and as often among others
+
+
+class Prover:
+    """Asks one plan, once. *concurrency* requests are under way where they are asked among others."""
+
+    def __init__(self, plan: Plan, setting: Setting, concurrency: int, note: Note) -> None:
+        self._plan = plan
+        self._setting = setting
+        self._note = note
+        self._evidence = Evidence(plan, setting.writing.is_exact, setting.cold)
+        self._questioner = Questioner(self._evidence.asked, setting.writing, concurrency, note)
+
+    def prove(self, push_out: PushOut | None) -> Evidence:
+        """Ask everything. OSError and `Refused` if a server ends or fails meanwhile."""
+        self._ask_references()
+        self._measure_shapes()
+        alone = [question for question in self._plan.questions if question.is_alone]
+        others = [question for question in self._plan.questions if not question.is_alone]
+        if push_out is None:
+            pairs = [request for each in alone for request in (self._earlier(each), _later(each))]
+            later = self._questioner.ask_each("asking each prompt and what shares its beginning", pairs)[1::2]
+            self._questioner.ask_at_once("asking prompts at once", [self._earlier(each) for each in others])
+        else:
+            self._questioner.ask_each("asking prompts one by one", [self._earlier(each) for each in alone])
+            self._questioner.ask_at_once("asking prompts at once", [self._earlier(each) for each in others])
+            self._push_out(push_out)
+            later = self._questioner.ask_each("asking what shares their beginnings", [_later(each) for each in alone])
+        later += self._questioner.ask_at_once("asking that at once", [_later(each) for each in others])
+        self._evidence.later = list(zip([*alone, *others], later, strict=True))
+        self._ask_suspects_again()
+        return self._evidence
+
+    def _ask_references(self) -> None:
+        """Each prompt as a whole, alone and among others; where that cannot be asked for, only what no other shares."""
+        controls = [(each.asker, prompt) for each in self._plan.controls for prompt in each.prompts]
+        if self._setting.cold is None:
+            requests = [Request(asker, prompt, is_reference=True) for asker, prompt in controls]
+            self._questioner.ask_each("asking prompts that share nothing", requests)
+            return
+        prompts = [*controls, *((each.taker, each.pair.later) for each in self._plan.questions)]
+        self._questioner.ask_each("computing prompts one by one", [self._cold(*each) for each in prompts])
+        self._questioner.ask_at_once("computing prompts at once", [self._cold(*each) for each in prompts])
+
+    def _measure_shapes(self) -> None:
+        cold, asker = self._setting.cold, self._plan.controls[0].asker
+        if cold is None or not asker.dialect.tells_logprobs:
+            return
+        lengths = sorted({control.length for control in self._plan.controls})
+        for number, length in enumerate(lengths):
+            self._note("computing answers in other shapes", number, len(lengths))
+            found: list[float] = []
+            for _ in range(_MOST_SHAPE_TRIES):
+                apart = shapes_apart(self._continuable(asker, length), partial(self._computed, cold, asker))
+                found += [] if apart is None else [apart]
+                if len(found) == _NUM_SHAPES:
+                    break
+            self._evidence.shapes += found
+
+    def _continuable(self, asker: Asker, length: int) -> Prompt:
+        """A prompt behind which its answer can be put: of ids where the answer's are told, else of words."""
+        writing: Writing = self._setting.words
+        if asker.dialect.tells_ids and self._setting.writing.is_exact:
+            writing = self._setting.writing
+        return writing.write(Draw(self._setting.source, writing.num_pieces).prompt(writing.pieces_of(length)))
+
+    def _computed(self, cold: Cold, asker: Asker, prompt: Prompt) -> Answer:
+        return cold.ask(asker, prompt, self._setting.salts.new())
+
+    def _push_out(self, push_out: PushOut) -> None:
+        asker = self._plan.controls[0].asker
+        longest = max(len(control.prompts[0]) for control in self._plan.controls)
+        num_prompts = -(-push_out.num_tokens // max(control.length for control in self._plan.controls))
+        draw = Draw(self._setting.source, self._setting.writing.num_pieces)
+        fillers = [Request(asker, draw.fresh(longest)) for _ in range(num_prompts)]
+        self._questioner.ask_at_once("asking other prompts, to push these out", fillers)
+        self._note("waiting for the command and the server", 0, 1)
+        push_out.run_command(list({question.taker: None for question in self._plan.questions}))
+        self._evidence.is_pushed_out = True
+
+    def _ask_suspects_again(self) -> None:
+        """A suspect's prompt, as a whole once more: where answers are far apart anyhow, it is none."""
+        suspects = Measures(self._evidence).suspects()
+        if self._setting.cold is None or not suspects:
+            return
+        requests = [self._cold(one.request.asker, one.request.pieces) for one in suspects for _ in range(_NUM_AGAIN)]
+        self._questioner.ask_each("computing suspects once more", requests)
+        requests = [self._cold(one.request.asker, one.request.pieces) for one in suspects for _ in range(_NUM_AGAIN)]
+        self._questioner.ask_at_once("computing suspects once more, at once", requests)
+
+    def _cold(self, asker: Asker, pieces: Pieces) -> Request:
+        if self._setting.cold is Cold.SALT:
+            return Request(asker, pieces, self._setting.salts.new(), is_reference=True)
+        return Request(asker, pieces, is_read=False, is_reference=True)
+
+    def _earlier(self, question: Question) -> Request:
+        # Where cold prompts have no salt, what was computed as a whole may serve this one.
+        is_first = self._setting.cold is not Cold.UNREAD
+        return Request(question.giver, question.pair.earlier, question.earlier_salt, is_reference=is_first)
+
+
+def _later(question: Question) -> Request:
+    return Request(question.taker, question.pair.later, question.later_salt)

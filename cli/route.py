@@ -1,0 +1,89 @@
+"""`kvtier route`: what belongs to the process: configuration, the port, signals, the log."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from types import FrameType
+
+from kvtier.engine.config import is_loopback
+from kvtier.extras import extra
+from kvtier.routing.config import RouteConfig, route_config
+from kvtier.server.log_lines import write_log
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.operating.operators import Operators
+
+log = logging.getLogger(__name__)
+
+
+def route(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
+    """Route until a signal; the exit status. *given* are tables that replace the file's, key by key.
+
+    ValueError, OSError: what cannot be used. With *checks_only* nothing is routed: the configuration is checked, and
+    what it comes to is printed.
+    """
+    with extra("route", "kvtier route"):
+        from kvtier.routing.server import keys_of
+
+    config = route_config(source, given)
+    operators, keys = Operators.of(config.operators.tokens, os.environ), keys_of(config)
+    if operators is not None:
+        operators.refuse_keys_of(keys)
+    for line in _plan(config, operators is not None):
+        print(line, flush=True)
+    if checks_only:
+        return 0
+    write_log(config.log_format)
+    with _bound(config.host, config.port) as bound:
+        port = bound.getsockname()[1]
+        log.info("listening", extra={"fields": {"host": config.host, "port": port, "pid": os.getpid()}})
+        if operators is None and not is_loopback(config.host):
+            log.warning("every client that reaches %s may read /v1/route/replicas: there are no operators", config.host)
+        asyncio.run(_run(config, bound, operators, keys))
+    return 0
+
+
+async def _run(config: RouteConfig, bound: socket.socket, operators: Operators | None, keys: ApiKeys | None) -> None:
+    from kvtier.routing.server import RouteServer
+
+    server = RouteServer(config, bound, operators, keys)
+    loop, signals = asyncio.get_running_loop(), []
+
+    def end(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(128 + number)
+        log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
+        loop.call_soon_threadsafe(server.stop)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        await server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _plan(config: RouteConfig, has_operators: bool) -> list[str]:
+    lines = []
+    for each in config.replicas:
+        events = "no events: by what is sent there" if each.events is None else f"events of {each.events}"
+        replay = f", replayed by {each.replay}" if each.replay else ""
+        name = "" if each.name == each.url else f"{each.name} at "
+        lines.append(f"replica      {name}{each.url}, {events}{replay}")
+    lines.append(
+        f"index        {config.index.max_blocks:,} blocks, {config.index.max_sessions:,} conversations at most"
+    )
+    lines.append(f"draining     {'by operators' if has_operators else 'nobody may: there is no operator token'}")
+    return lines
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]
+        raise OSError(f"route: cannot listen on {host}:{port} ({why}); choose another --host or --port") from error

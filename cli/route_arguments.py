@@ -1,0 +1,102 @@
+"""The arguments of `kvtier route`, and what they may be."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier.cli.arguments import HelpFormatter, add_allowed_hosts, sent_text, some_text
+
+EXAMPLES = """examples:
+  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000
+  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000 \\
+      --events tcp://10.0.0.1:5557 --events tcp://10.0.0.2:5557 \\
+      --replay tcp://10.0.0.1:5558 --replay tcp://10.0.0.2:5558
+  kvtier route --config route.toml --port 8080
+  kvtier route --config route.toml --check-config
+
+then, as if there were one server:
+  curl localhost:8080/v1/chat/completions -d '{"model": "…", "messages": [{"role": "user", "content": "Hello"}]}'
+  curl localhost:8080/v1/route/replicas
+  curl -X POST -H "Authorization: Bearer $KVTIER_OPERATOR_TOKEN" \\
+      'localhost:8080/v1/route/drain?replica=http://10.0.0.1:8000'
+
+A kvtier server sends events with [events] in its configuration, vLLM with --kv-events-config. Without events the
+router goes by what it has sent to whom.
+
+signals: SIGTERM and Ctrl-C let running answers end; a second one ends the router at once.
+
+exit status: 0 it was told to end, or --check-config found nothing wrong; 2 it could not route
+"""
+_MOST_PORT = 65535
+
+
+def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
+    """Add `kvtier route`, which calls *run*."""
+    route = commands.add_parser(
+        "route",
+        help="an HTTP router before several servers: each request goes where its prompt is cached",
+        description="Routes OpenAI's and Anthropic's API to several servers of one model, kvtier's or vLLM's: each "
+        "request goes to the server that has most of its prompt cached, weighed against what that has to do.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    route.add_argument("url", nargs="*", type=sent_text, metavar="URL", help="a server, as http://HOST:PORT")
+    route.add_argument(
+        "--events",
+        action="append",
+        default=[],
+        type=sent_text,
+        metavar="ENDPOINT",
+        help="where a server publishes KV events, tcp://HOST:PORT; once for each URL, in their order (default: none)",
+    )
+    route.add_argument(
+        "--replay",
+        action="append",
+        default=[],
+        type=sent_text,
+        metavar="ENDPOINT",
+        help="where it sends those again that were missed; once for each URL (default: none)",
+    )
+    route.add_argument(
+        "--config", type=some_text, metavar="FILE", help="a TOML file; options count more (default: none)"
+    )
+    route.add_argument("--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    route.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8080)")
+    route.add_argument(
+        "--api-keys",
+        type=some_text,
+        metavar="FILE",
+        help="the servers' own file of API keys, if they have one (default: none)",
+    )
+    add_allowed_hosts(route)
+    route.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
+    route.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    route.set_defaults(run=run)
+
+
+def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
+    """The options that were given, as tables of `RouteConfig`. ValueError for endpoints that do not fit the URLs."""
+    names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
+    given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    for name in ("events", "replay"):
+        endpoints = getattr(options, name)
+        if endpoints and len(endpoints) != len(options.url):
+            raise ValueError(
+                f"--{name}: {len(endpoints)} endpoints for {len(options.url)} URLs; give one for each, in their order"
+            )
+    if options.url:
+        given["replicas"] = [
+            {"url": url, **_at(options.events, i, "events"), **_at(options.replay, i, "replay")}
+            for i, url in enumerate(options.url)
+        ]
+    return given
+
+
+def _at(endpoints: list[str], i: int, name: str) -> dict[str, str]:
+    return {name: endpoints[i]} if endpoints else {}
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
+    return int(text)

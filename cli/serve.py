@@ -1,0 +1,133 @@
+"""`kvtier serve`: reads configuration and keys, opens the port, and handles signals and the log of the process."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from kvtier.cli.first_look import check_device, check_files, check_model
+from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, with_tables
+from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.extras import extra
+from kvtier.server.log_lines import write_log
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.operating.audit_log import AuditLog
+from kvtier.web.operating.operators import Operators
+
+log = logging.getLogger(__name__)
+
+
+def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
+    """Serve *model* until a signal; the exit status. *given* are tables that replace the file's, key by key.
+
+    With *checks_only* it prints the plan and ends, with status 2 if the server would refuse it. ValueError and OSError,
+    before anything is loaded, for what cannot be used.
+    """
+    tables = with_tables({} if source is None else load_toml(source), given)
+    config = config_from_dict(tables, source or "config")
+    if not checks_only:
+        write_log(config.server.log_format)
+    keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
+    if _asks_to_isolate(given) and keys is None:
+        raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
+    operators = Operators.of(config.operators.tokens, os.environ)
+    if operators is not None:
+        operators.refuse_keys_of(keys)
+    return _check(model, config, keys) if checks_only else _serve(model, config, keys, operators)
+
+
+def _asks_to_isolate(given: Mapping[str, object]) -> bool:
+    """Whether the command line does; by default tenants are kept apart where there are some."""
+    server = given.get("server")
+    return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
+
+
+def _keys(file: str) -> ApiKeys:
+    return ApiKeys.from_file(Path(file).expanduser())
+
+
+def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
+    from kvtier.server.plan import make_plan  # late: torch and transformers take seconds, keys and mistakes none
+
+    plan = make_plan(model, config, keys)
+    for line in plan.lines():
+        print(line)
+    return 2 if plan.refusals else 0
+
+
+def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operators | None) -> int:
+    settings = config.server
+    check_model(model)  # before the port is open and torch imported: a missing model is told at once
+    check_device(config)
+    check_files(config)
+    name = Checkpoint.of(model).served_name
+    with _bound(settings.host, settings.port) as bound:
+        port = bound.getsockname()[1]
+        log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
+        if keys is None and not is_loopback(settings.host):
+            log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
+        if asyncio.run(_run(model, settings.model_name or name, config, keys, operators, bound)):
+            return 0
+    # The thread that loads the model cannot be stopped, and must not run in an interpreter that is ending.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+async def _run(
+    model: str, name: str, config: Config, keys: ApiKeys | None, operators: Operators | None, bound: socket.socket
+) -> bool:
+    """Serve until a signal; False if the signal came before the model was loaded."""
+    with extra("serve", "kvtier serve"):
+        from kvtier.server.build import build_server
+        from kvtier.web.operating.routes import Operating
+
+    settings = config.server
+    shows_bars = sys.stderr.isatty() and settings.log_format == "human"
+    audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
+    operating = None if operators is None or audit is None else Operating(operators, audit)
+    server = build_server(model, config, bound, name, keys, operating=operating, shows_bars=shows_bars)
+    loop, signals = asyncio.get_running_loop(), []
+
+    def end(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:  # end at once: nothing is flushed; what was written before is whole
+            os._exit(128 + number)
+        log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
+        loop.call_soon_threadsafe(server.stop)
+
+    def read_keys() -> None:
+        try:
+            read = None if settings.api_keys is None else _keys(settings.api_keys)
+            if operators is not None:
+                operators.refuse_keys_of(read)
+        except (ValueError, OSError) as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error)
+            return
+        if read is None:
+            log.warning("SIGHUP: there is no file of api keys to read again")
+            return
+        server.replace_keys(read)
+        log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys))
+    try:
+        return await server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # to bind on the address named here
+        raise OSError(f"serve: cannot listen on {host}:{port} ({why}); choose another --host or --port") from error

@@ -1,0 +1,264 @@
+"""The arguments of `kvtier serve`, and what they may be."""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from kvtier.cli.arguments import (
+    MODELS,
+    HelpFormatter,
+    add_allowed_hosts,
+    folder_and_size,
+    remote_url,
+    size,
+    some_text,
+)
+from kvtier.engine.tool_call_parser import ToolCallParser
+
+EXAMPLES = """examples:
+  kvtier serve --model Qwen/Qwen3-0.6B --config laptop
+  kvtier serve Qwen/Qwen3-0.6B --device-memory 2GiB --host-memory 16GiB --disk ~/.cache/kvtier:200GiB
+  kvtier serve Qwen/Qwen3-8B --gpu-memory-utilization 0.9 --host-memory 64GiB
+  kvtier serve Qwen/Qwen3-8B --host-memory 64GiB --remote redis+cluster://cache-0:6379,cache-1:6379
+  kvtier serve --model smollm2.gguf --check-config
+  kvtier serve --model ./my-model --config kvtier.toml --check-config
+  kvtier serve --model Qwen/Qwen3-0.6B --sidecar unix:///run/user/1000/kvtier.sock
+  kvtier serve --model Qwen/Qwen3-0.6B --api-keys keys.toml --host 0.0.0.0 --log-format json
+
+then:
+  curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
+
+routes: /v1/completions, /v1/chat/completions, /v1/messages, /v1/models, /health, /ready, /metrics, /version, and what
+is kvtier's own below /v1/kvtier/
+
+An option given here replaces what the configuration has.
+
+signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to disk and end the process; a second one
+ends it at once. SIGHUP reads the file of API keys again.
+
+exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
+"""
+_MOST_PORT = 65535
+_MOST_BLOCK_SIZE = 1024  # as the configuration has it
+_OF_SERVER = (
+    "host",
+    "port",
+    "model_name",
+    "api_keys",
+    "tenant_isolation",
+    "allowed_hosts",
+    "log_format",
+    "tool_call_parser",
+)
+
+
+def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
+    """Add `kvtier serve`, which calls *run*."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API has it",
+        description="Serves a model over HTTP, as OpenAI's API has it, and keeps documents of 'kvtier doc' warm.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    serve.add_argument("model", nargs="?", type=some_text, metavar="MODEL", help=MODELS)
+    serve.add_argument(
+        "--model",
+        dest="named_model",
+        type=some_text,
+        metavar="MODEL",
+        help="the same (default: the one without --model)",
+    )
+    serve.add_argument(
+        "--config",
+        metavar="FILE_OR_NAME",
+        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: each key's default, and no disk)",
+    )
+    _add_tiers(serve)
+    serve.add_argument(
+        "--sidecar",
+        type=some_text,
+        metavar="ADDRESS",
+        help="the host memory and disk of a 'kvtier sidecar', unix:///PATH of its socket (default: its own)",
+    )
+    serve.add_argument(
+        "--host", type=_address, metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)"
+    )
+    serve.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8000)")
+    serve.add_argument(
+        "--model-name",
+        "--served-model-name",
+        type=some_text,
+        metavar="NAME",
+        help="what clients call the model (default: its folder, file or hub id)",
+    )
+    serve.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=_adapter,
+        metavar="NAME=FOLDER",
+        help="serve an adapter that peft wrote, as a model called NAME; may be repeated (default: none)",
+    )
+    serve.add_argument(
+        "--api-keys",
+        type=some_text,
+        metavar="FILE",
+        help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
+    )
+    add_allowed_hosts(serve)
+    serve.add_argument(
+        "--tenant-isolation",
+        choices=["off", "strict"],
+        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt "
+        "(default: strict)",
+    )
+    serve.add_argument(
+        "--request-log",
+        type=some_text,
+        metavar="FILE",
+        help="a line of JSON for each request, in names and numbers, for replays (default: none)",
+    )
+    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
+    serve.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
+        "(default: auto)",
+    )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParser),
+        help="how the model writes calls of tools (default: as its chat template does)",
+    )
+    serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    serve.set_defaults(run=run)
+
+
+def _add_tiers(serve: argparse.ArgumentParser) -> None:
+    """Add what is most often set of [device], [host] and [disk]."""
+    serve.add_argument(
+        "--block-size",
+        type=_block_size,
+        metavar="TOKENS",
+        help="tokens of a block; another is another cache (default: 32)",
+    )
+    pool = serve.add_mutually_exclusive_group()
+    pool.add_argument("--device-memory", type=_memory, metavar="SIZE", help="KV on the device (default: 1GiB)")
+    pool.add_argument(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        metavar="FRACTION",
+        help="as vLLM's: KV has so large a part of the GPU's memory, less the weights and what a step needs "
+        "(default: --device-memory)",
+    )
+    serve.add_argument("--host-memory", type=size, metavar="SIZE", help="KV in host memory, 0: none (default: 4GiB)")
+    serve.add_argument(
+        "--disk",
+        type=folder_and_size,
+        metavar="PATH:SIZE",
+        help="KV on disk: a folder, and how large it may become (default: none)",
+    )
+    serve.add_argument(
+        "--remote",
+        type=remote_url,
+        metavar="URL",
+        help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
+    )
+
+
+def model_of(options: argparse.Namespace) -> str:
+    """The model, with or without --model. ValueError for none, and for two."""
+    named = {model for model in (options.model, options.named_model) if model is not None}
+    if len(named) > 1:
+        raise ValueError(f"serve: two models, {options.model} and {options.named_model}; start a server for each")
+    if not named:
+        raise ValueError("serve: no model; name one, as in 'kvtier serve --model Qwen/Qwen3-0.6B'")
+    return str(named.pop())
+
+
+def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
+    """The options that were given, as tables of `Config`. ValueError for an adapter that is given twice."""
+    server = {name: value for name in _OF_SERVER if (value := getattr(options, name)) is not None}
+    own = {"--host-memory": options.host_memory, "--disk": options.disk, "--remote": options.remote}
+    if options.sidecar is not None and any(own.values()):
+        one = next(name for name, given in own.items() if given)
+        raise ValueError(
+            f"{one}: the sidecar has the tiers below the device, and is told of them; leave one of them out"
+        )
+    tables: dict[str, object] = {
+        "device": _device(options) or None,
+        "host": None if options.host_memory is None else {"capacity": options.host_memory},
+        "disk": options.disk,
+        "remote": None if options.remote is None else {"url": options.remote},
+        "sidecar": options.sidecar,
+        "server": server or None,
+        "lora": _adapters(options.lora) or None,
+        "request_log": None if options.request_log is None else {"path": options.request_log},
+        "model": None if options.generation_config is None else {"generation_config": options.generation_config},
+    }
+    return {table: values for table, values in tables.items() if values is not None}
+
+
+def _device(options: argparse.Namespace) -> Mapping[str, object]:
+    given: dict[str, object] = {} if options.block_size is None else {"block_size": options.block_size}
+    if options.device_memory is not None:  # each replaces the other of the configuration
+        given |= {"capacity": options.device_memory, "gpu_memory_utilization": None}
+    if options.gpu_memory_utilization is not None:
+        given["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return given
+
+
+def _adapters(given: Sequence[tuple[str, str]]) -> Mapping[str, object]:
+    adapters: dict[str, object] = {}
+    for name, folder in given:
+        if name in adapters:
+            raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
+        adapters[name] = {"path": folder}
+    return adapters
+
+
+def _address(text: str) -> str:
+    if re.fullmatch(r"[0-9.]+ ?[KMGT]i?B", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a size, and no address; the size of host memory is --host-memory"
+        )
+    return some_text(text)
+
+
+def _memory(text: str) -> int:
+    if not (num_bytes := size(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} holds no block; give a size such as 1GiB")
+    return num_bytes
+
+
+def _block_size(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_BLOCK_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens from 1 to {_MOST_BLOCK_SIZE}; most use 16 or 32"
+        )
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of the GPU's memory; give more than 0, up to 1, as 0.9")
+    return fraction
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
+    return int(text)
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER; write it as legal=adapters/legal")
+    return name, folder

@@ -1,0 +1,212 @@
+"""DiskBelow: the disk tier for an engine that has host memory of its own."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from kvtier.connectors.disk_below.finished import TakenAtOnce
+from kvtier.connectors.disk_below.job import Job, Outcomes
+from kvtier.connectors.disk_below.loads import Loads
+from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import RowIndex
+from kvtier.connectors.disk_below.writes import Refusal, Writes
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.index_load import IndexLoad
+from kvtier.tiers.lower.read_probe import ReadProbe
+from kvtier.tiers.lower.read_source import ReadableDisk
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.lane import Lane
+from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
+
+MakeLanes = Callable[[TakenAtOnce], Mapping[Route, Lane]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBelowStatistics:
+    """A `DiskBelow` at one moment; rows and refusals since the start."""
+
+    tier: TierStatistics
+    disk: DiskStatistics
+    routes: Mapping[Route, RouteStatistics]
+    num_stored: int  # rows
+    num_loaded: int  # rows, all of them verified
+    num_failed_loads: int  # rows
+    refused: Mapping[Refusal, int]  # rows that were offered and not stored
+    queued_bytes: int  # that wait to be written
+
+
+class DiskBelow:
+    """Stores an engine's rows on disk and loads them into its memory again, verified. Nothing is ever raised for what
+    a disk can do: a row that cannot be had, in time and right, is a load that has failed.
+
+    Whether a row is on disk is known in memory, so `are_held` waits for nothing. Jobs end in any order, each once, in
+    the thread of a reader or the writer, or in that of the caller if nothing of it can be begun; what its future calls
+    then must be short. All methods may be called from any thread. The memory of a job's rows is the caller's, who
+    leaves it alone until the job has ended.
+
+    One lock guards the tiers' objects, which one thread at a time may use; no copy and no wait happens under it.
+    """
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        make_lanes: MakeLanes,
+        num_readers: int,
+        most_queued_bytes: int,
+        row_bytes: Callable[[int], int],
+        end_store: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*make_lanes* makes the lanes of `Route.DISK_TO_HOST`, with *num_readers*, and `Route.HOST_TO_DISK`, with one
+        thread, for the queue that it is given. *row_bytes*: of a group. *end_store* closes the store, at once."""
+        self._lock = threading.RLock()
+        finished = TakenAtOnce(self._take_finished)
+        self._lanes = make_lanes(finished)
+        self._transfers = TransferEngine(self._lanes, finished)
+        self._disk = disk
+        self._end_store = end_store
+        self._index = RowIndex(disk)
+        self._index_load = IndexLoad(self._index, self._transfers, clock)
+        self._probe = ReadProbe(ReadableDisk(self._index), row_bytes, self._transfers, clock)
+        self._loads = Loads(self._index, self._transfers, num_readers)
+        self._writes = Writes(self._index, self._transfers, most_queued_bytes)
+        self._jobs: set[Job] = set()  # that have not ended
+        self._is_closing = False
+        with self._lock:
+            self._index_load.go_on()
+
+    def holds(self, name: BlockName, group_id: int = 0) -> bool:
+        """Whether the row is on disk, and not known to be unreadable."""
+        with self._lock:
+            self._go_on()
+            return self._disk.holds(group_id, name)
+
+    def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
+        """For each of the rows whether it is on disk, and not known to be unreadable."""
+        with self._lock:
+            self._go_on()
+            is_held: list[bool] = self._disk.are_held(group_id, names).tolist()
+            return is_held
+
+    def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
+        """How many of *names* come before the first that is not on disk."""
+        with self._lock:
+            self._go_on()
+            return self._disk.num_held(group_id, names)
+
+    def load(self, rows: Sequence[Row]) -> Outcomes:
+        """Fill the rows' memory; for each whether it has the right bytes. What it has otherwise is undefined.
+
+        A row that has failed is not held from then on, until it is stored again.
+        """
+        return self._begin(rows, self._loads.begin)
+
+    def store(self, rows: Sequence[Row]) -> Outcomes:
+        """Write the rows, given in the order of their prefix; for each whether it is on disk then.
+
+        One that is not may be offered again; `statistics` counts why.
+        """
+        return self._begin(rows, self._writes.begin)
+
+    def touch(self, rows: Sequence[Row]) -> None:
+        """Have these rows leave later: they were used above. Their memory is not looked at."""
+        with self._lock:
+            self._writes.touch(rows)
+
+    def clear(self, timeout_s: float) -> bool:
+        """Delete every row of this namespace; False if the disk could not, or jobs do not end in time.
+
+        Waits for the disk. Rows that are stored meanwhile may stay.
+        """
+        if not self.drain(timeout_s) or not self._disk.clear():
+            return False
+        with self._lock:
+            self._disk.index.empty()
+        return True
+
+    def wait_indexed(self, timeout_s: float) -> bool:
+        """Wait until the rows that were on disk at the start are all known; whether they are."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._go_on()
+                if self._disk.is_open and self._disk.index.is_loaded:
+                    return True
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(0.002)
+
+    def statistics(self) -> DiskBelowStatistics:
+        """Everything that is counted, by value."""
+        with self._lock:
+            return DiskBelowStatistics(
+                self._disk.statistics(),
+                self._disk.details(),
+                self._transfers.statistics(),
+                self._writes.num_stored,
+                self._loads.num_loaded,
+                self._loads.num_failed,
+                dict(self._writes.refused),
+                self._writes.queued_bytes,
+            )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all jobs have ended, and no memory of theirs is used; False if that takes longer."""
+        with self._lock:
+            futures = [job.future for job in self._jobs]
+        return not wait(futures, timeout_s).not_done
+
+    def close(self) -> None:
+        """End all jobs, those that nothing has begun with as failed, and the store: no row is held then. A second call
+        does nothing.
+
+        It returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`.
+        """
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        for lane in self._lanes.values():
+            lane.close()  # without the lock: threads that end take it
+        self._end_store()
+        with self._lock:
+            self._transfers.close()
+        self._take_finished()
+        with self._lock:
+            self._disk.index.empty()
+
+    def _begin(self, rows: Sequence[Row], begin: Callable[[Job], None]) -> Outcomes:
+        job = Job(rows)
+        with self._lock:
+            self._jobs.add(job)
+            if self._is_closing:
+                job.end(range(len(rows)), [False] * len(rows))
+            else:
+                self._go_on()
+                begin(job)
+            ended = self._take_ended()
+        for each in ended:
+            each.tell()
+        return job.future
+
+    def _go_on(self) -> None:
+        """What is due whenever the disk is asked for something: follow the store's opening, try a disk that rested."""
+        if not self._is_closing:
+            self._index_load.go_on()
+            self._probe.go_on()
+
+    def _take_finished(self) -> None:
+        """Take in what lanes have finished; on the thread that has finished it."""
+        with self._lock:
+            self._transfers.poll()
+            ended = self._take_ended()
+        for job in ended:
+            job.tell()
+
+    def _take_ended(self) -> list[Job]:
+        ended = [job for job in self._jobs if job.has_ended]
+        self._jobs.difference_update(ended)
+        return ended

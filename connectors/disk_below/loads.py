@@ -1,0 +1,138 @@
+"""Loads: rows on their way from disk into an engine's memory, verified as they come."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.connectors.disk_below.job import Job
+from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import RowIndex
+from kvtier.store.record import Fault
+from kvtier.tiers.lower.breaker import Attempt
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+MOST_PART_BYTES = 32 << 20  # the store reads such a part with several threads by itself
+MOST_PART_ROWS = 512
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Rows of one job that one reader reads."""
+
+    job: Job
+    places: Sequence[int]
+    num_bytes: int
+
+
+class Loads:
+    """Reads jobs in the order in which they came: each is cut into parts, each of which is one question to the store,
+    and no part of a later one is begun before all of an earlier. What has been begun and not ended is at most two parts
+    for each of *num_readers*, so a long job fills no queue and keeps few bytes under way.
+
+    A job ends within the store's deadline: what hangs longer is ended by it. While reading is out of order all that is
+    queued fails at once. The caller holds the lock of `DiskBelow`.
+    """
+
+    def __init__(self, index: RowIndex, transfers: TransferEngine, num_readers: int) -> None:
+        self.num_loaded = 0  # rows
+        self.num_failed = 0  # rows that were asked for, and were not there, not right or not to be read
+        self._index = index
+        self._transfers = transfers
+        self._num_readers = num_readers
+        self._queued: deque[Part] = deque()
+        self._num_under_way = 0  # parts
+
+    def begin(self, job: Job) -> None:
+        """Queue a job's rows that are on disk; the others have failed."""
+        held = self._index.are_held(job.rows)
+        absent = [place for place, is_held in enumerate(held) if not is_held]
+        self._end(job, absent, [False] * len(absent))
+        self._queued += self._parts(job, [place for place, is_held in enumerate(held) if is_held])
+        self.pump()
+
+    def pump(self) -> None:
+        """Hand parts to readers that are free."""
+        disk = self._index.disk
+        while self._queued and self._num_under_way < 2 * self._num_readers:
+            attempt = disk.reading.begin() if disk.is_readable else None
+            if attempt is None:
+                self._give_up()
+                return
+            part = self._queued[0]
+            rows = [part.job.rows[place] for place in part.places]
+            keys = [disk.key(row.group_id, row.name) for row in rows]
+            memories = [row.memory for row in rows]
+            if not self._submit(part, attempt, keys, memories):
+                disk.reading.withdraw(attempt)
+                if not self._num_under_way:  # the lane is closed
+                    self._give_up()
+                return
+            self._queued.popleft()
+            self._num_under_way += 1
+
+    @property
+    def num_pending(self) -> int:
+        """Parts that are queued or under way."""
+        return len(self._queued) + self._num_under_way
+
+    def _submit(self, part: Part, attempt: Attempt, keys: list[bytes], memories: list[memoryview]) -> bool:
+        disk = self._index.disk
+        return self._transfers.submit(
+            Route.DISK_TO_HOST,
+            lambda: disk.read(keys, memories),
+            part.num_bytes,
+            lambda transfer: self._on_read(part, attempt, transfer),
+            len(keys),
+        )
+
+    def _on_read(self, part: Part, attempt: Attempt, transfer: Transfer) -> None:
+        disk = self._index.disk
+        outcomes: list[bytes | Fault] = (
+            transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(part.places)
+        )
+        if isinstance(transfer.error, LaneClosed):
+            disk.reading.withdraw(attempt)
+        elif Fault.IO_ERROR in outcomes:
+            disk.reading.on_failed(attempt)
+        else:
+            disk.reading.on_succeeded(attempt)
+        self._num_under_way -= 1
+        for place, outcome in zip(part.places, outcomes, strict=True):
+            if isinstance(outcome, Fault):
+                row = part.job.rows[place]
+                self._index.on_read_failed(row.group_id, row.name, outcome)
+        self._end(part.job, part.places, [not isinstance(outcome, Fault) for outcome in outcomes])
+        self.pump()
+
+    def _give_up(self) -> None:
+        """Fail all that is queued: the disk is to be left alone."""
+        queued, self._queued = self._queued, deque()
+        for part in queued:
+            self._end(part.job, part.places, [False] * len(part.places))
+
+    def _end(self, job: Job, places: Sequence[int], is_good: Sequence[bool]) -> None:
+        job.end(places, is_good)
+        self.num_loaded += sum(is_good)
+        self.num_failed += len(places) - sum(is_good)
+
+    def _parts(self, job: Job, places: Sequence[int]) -> list[Part]:
+        """The rows at *places*, cut for the readers."""
+        return [
+            Part(job, part, sum(job.rows[place].memory.nbytes for place in part))
+            for part in cut(places, job.rows, MOST_PART_BYTES, MOST_PART_ROWS)
+        ]
+
+
+def cut(places: Sequence[int], rows: Sequence[Row], most_bytes: int, most_rows: int) -> list[list[int]]:
+    """The places in parts, in order; each has one row, or no more than so many bytes and rows."""
+    parts: list[list[int]] = []
+    num_bytes = 0
+    for place in places:
+        size = rows[place].memory.nbytes
+        if not parts or num_bytes + size > most_bytes or len(parts[-1]) == most_rows:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(place)
+        num_bytes += size
+    return parts

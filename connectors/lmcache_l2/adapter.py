@@ -1,0 +1,195 @@
+"""KVTierL2: the class that LMCache makes, with all of its methods for L2 adapters."""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from importlib.metadata import version
+from itertools import count
+from typing import Any, Self
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+from lmcache.v1.memory_management import MemoryObj
+
+from kvtier.connectors.disk_below.open import open_disk_below
+from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.guard import Guard
+from kvtier.connectors.lmcache_l2.known_lmcache import check_lmcache
+from kvtier.connectors.lmcache_l2.object_names import namespace_of
+from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
+from kvtier.connectors.lmcache_l2.outcomes import Outcomes
+from kvtier.connectors.lmcache_l2.settings import Settings, settings_of
+from kvtier.tiers.lower.breaker import BreakerState
+
+INDEXING_WAIT_S = 5.0  # at the start; what is not known by then is found by later look-ups
+
+
+class KVTierL2Config(L2AdapterConfigBase):
+    """The adapter's configuration, made of `adapter_params`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, object]) -> "KVTierL2Config":
+        """The configuration that *d* is. ValueError, with the key, for what it may not say."""
+        return cls(settings_of(d))
+
+    @classmethod
+    def help(cls) -> str:
+        return "adapter_params: path, capacity and what else kvtier's [disk] table may say; weights"
+
+
+class KVTierL2(L2AdapterInterface):
+    """LMCache's objects in kvtier's store: bounded, verified at every load, there again after a restart.
+
+    LMCache's threads call it at any time, and give it memory of their own, which stays theirs. Look-ups are answered
+    from memory, at once. What goes wrong is an object that is not there, or was not stored: no method raises after the
+    adapter has been made. It evicts by itself, so LMCache is told of no capacity to keep.
+    """
+
+    def __new__(cls, *arguments: object, **named: object) -> Self:
+        """Raise `NotServed` for an LMCache that is not known.
+
+        This comes before Python's own refusal of a class that lacks one of the abstract methods.
+        """
+        check_lmcache(L2AdapterInterface, ObjectKey, MemoryObj)
+        made: Self = super().__new__(cls)
+        return made
+
+    def __init__(self, config: KVTierL2Config, l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        """Open the store. Raise ValueError for a configuration that cannot be served."""
+        super().__init__()
+        self._settings = config.settings
+        namespace = namespace_of(version("lmcache"), config.settings.weights)
+        memories = [] if l1_memory_desc is None else [_memory(l1_memory_desc)]
+        self._disk = open_disk_below(config.settings, namespace, lambda num_bytes: num_bytes, memories)
+        self._disk.wait_indexed(INDEXING_WAIT_S)
+        self._objects = ObjectsOnDisk(self._disk)
+        self._guard = Guard(lambda: None)
+        self._numbers = count()
+        self._stores: Outcomes[L2StoreResult] = Outcomes()
+        self._lookups: Outcomes[Bitmap] = Outcomes()
+        self._loads: Outcomes[Bitmap] = Outcomes()
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.event_fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.event_fd
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.event_fd
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        task_id = next(self._numbers)
+
+        def end(are_stored: Sequence[bool]) -> None:
+            num_bytes = [memory.get_size() for memory in objects]
+            self._stores.put(task_id, L2StoreResult(all(are_stored), sum(num_bytes)))
+            if all(are_stored):
+                self._notify_keys_stored(keys, num_bytes)
+
+        self._begin(lambda: self._objects.store(keys, objects), len(keys), end)
+        return task_id
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.pop_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        task_id = next(self._numbers)
+        found = self._guard.run(lambda: self._objects.find(keys, group_layout_descs), [None] * len(keys))
+        self._lookups.put(task_id, _bitmap([row is not None for row in found]))
+        self._touch(found)
+        return task_id
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.pop(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Nothing: a look-up has marked what it has found, and eviction passes over that once."""
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Have those of these objects that are here leave later.
+
+        lmcache 0.5.7 calls it at the end of a request, and for the beginning of a prompt that the engine has itself.
+        """
+        self._touch(self._guard.run(lambda: self._objects.find(keys, {}), []))
+
+    def get_memory_tags(self) -> Any:
+        """Return that the bytes are on a disk of this machine. Only lmcache 0.5.7 asks, and has the words for it."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        task_id = next(self._numbers)
+
+        def end(are_loaded: Sequence[bool]) -> None:
+            self._loads.put(task_id, _bitmap(are_loaded))
+            self._notify_keys_accessed([key for key, is_loaded in zip(keys, are_loaded, strict=True) if is_loaded])
+
+        self._begin(lambda: self._objects.load(keys, objects), len(keys), end)
+        return task_id
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.pop(task_id)
+
+    def get_usage(self) -> AdapterUsage:
+        """Bytes on disk now, of all salts together: what has been evicted is not among them."""
+        tier = self._disk.statistics().tier
+        return AdapterUsage(tier.num_bytes, tier.capacity_bytes)
+
+    def report_status(self) -> dict[str, object]:
+        seen = self._disk.statistics()
+        return {
+            "is_healthy": seen.disk.is_open and BreakerState.OPEN not in seen.disk.breakers.values(),
+            "type": type(self).__name__,
+            "path": self._settings.path,
+            "capacity_bytes": seen.tier.capacity_bytes,
+            "stored_bytes": seen.tier.num_bytes,
+            "objects": seen.tier.num_blocks,
+            "stored_objects_total": seen.num_stored,
+            "loaded_objects_total": seen.num_loaded,
+            "failed_loads_total": seen.num_failed_loads,
+            "refused_stores_total": {refusal.value: number for refusal, number in seen.refused.items()},
+            "corrupt_total": dict(seen.tier.corrupt),
+            "errors_total": self._guard.num_errors,
+            "why_failed": dict(seen.disk.why_failed),
+        }
+
+    def close(self) -> None:
+        """End all tasks, those that nothing has begun with as failed, and close the store."""
+        self._guard.run_always(self._disk.close, None)
+        for outcomes in (self._stores, self._lookups, self._loads):
+            outcomes.close()
+
+    def _touch(self, found: Sequence[Row | None]) -> None:
+        self._guard.run(lambda: self._objects.touch([row for row in found if row is not None]), None)
+
+    def _begin(
+        self, begin: "Callable[[], Future[list[bool]]]", num_keys: int, end: Callable[[Sequence[bool]], None]
+    ) -> None:
+        """Begin a task; *end* is called with what became of each of its objects, once."""
+        future = self._guard.run(begin, None)
+        if future is None:
+            end([False] * num_keys)
+        else:
+            future.add_done_callback(lambda done: self._guard.run_always(lambda: end(done.result()), None))
+
+
+def _memory(described: L1MemoryDesc) -> memoryview:
+    """LMCache's own memory, as a whole."""
+    return memoryview((ctypes.c_ubyte * described.size).from_address(described.ptr))
+
+
+def _bitmap(bits: Sequence[bool]) -> Bitmap:
+    found = Bitmap(len(bits))
+    for place, bit in enumerate(bits):
+        if bit:
+            found.set(place)
+    return found

@@ -1,0 +1,117 @@
+"""ObjectsOnDisk: LMCache's objects as rows of the disk below it."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvtier.connectors.disk_below.disk_below import DiskBelow
+from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, Layout, ObjectKey, layout_of, name_of
+from kvtier.tiers.naming.block_hash import BlockName
+
+MOST_OBJECT_BYTES = 1 << 32  # an object's size is its group's number
+NO_MEMORY = memoryview(b"")
+
+
+class Tensors(Protocol):
+    """What LMCache says of the tensors in an object's memory: of several, or of the only one."""
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]] | None: ...
+    @property
+    def dtypes(self) -> Sequence[Any] | None: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+class ObjectMemory(Protocol):
+    """LMCache's memory of one object: bytes of this process, with tensors in them."""
+
+    @property
+    def byte_array(self) -> memoryview: ...
+    @property
+    def metadata(self) -> Tensors: ...
+
+
+class TensorLayouts(Protocol):
+    """What LMCache says of the objects of a group when it looks them up; without shapes it says nothing."""
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def dtypes(self) -> Sequence[Any]: ...
+
+
+class ObjectsOnDisk:
+    """Stores, finds and loads objects by their keys. All objects of one size are a group of rows, whose number is the
+    size in bytes: so a row is only ever read into memory of its own size. All methods may be called from any thread.
+    """
+
+    def __init__(self, disk: DiskBelow) -> None:
+        self._disk = disk
+        self._layouts = KnownLayouts()
+
+    def store(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
+        """Write the objects; for each whether it is on disk then. Keys come in the order of their prompts, so each is
+        taken to continue the one before it, if that is the same model's, rank's, group's and tenant's."""
+        rows = self._rows(keys, objects)
+        for place in range(1, len(rows)):
+            if _family(keys[place]) == _family(keys[place - 1]) and rows[place].group_id == rows[place - 1].group_id:
+                rows[place] = rows[place]._replace(parent=rows[place - 1].name)
+        return self._disk.store(rows)
+
+    def load(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
+        """Fill the objects' memory; for each whether it has the right bytes. What it has otherwise is undefined."""
+        return self._disk.load(self._rows(keys, objects))
+
+    def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[Row | None]:
+        """The row of each key that is on disk, without its memory. *layouts*: of each object group, as far as LMCache
+        says them; what it does not say is taken from what was last stored or loaded."""
+        said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
+        found: list[Row | None] = [None] * len(keys)
+        asked: defaultdict[int, list[tuple[int, BlockName]]] = defaultdict(list)
+        for place, key in enumerate(keys):
+            meant, seen = said.get(key.object_group_id), self._layouts.of(key)
+            if meant is not None:
+                asked[meant.num_bytes].append((place, name_of(key, meant)))
+            if seen is not None and seen != meant:  # nothing was said, or it was stored serialized
+                asked[seen.num_bytes].append((place, name_of(key, seen)))
+        for num_bytes, of_size in asked.items():
+            held = self._disk.are_held([name for _, name in of_size], num_bytes)
+            for (place, name), is_held in zip(of_size, held, strict=True):
+                if is_held:
+                    found[place] = Row(name, NO_MEMORY, num_bytes)
+        return found
+
+    def touch(self, rows: Sequence[Row]) -> None:
+        """Have these rows leave later: they were found."""
+        self._disk.touch(rows)
+
+    def _rows(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> list[Row]:
+        return [self._row(key, memory) for key, memory in zip(keys, objects, strict=True)]
+
+    def _row(self, key: ObjectKey, memory: ObjectMemory) -> Row:
+        # numpy's view is of bytes; LMCache's is of C's unsigned chars, which cannot be cast
+        raw = np.frombuffer(memory.byte_array, np.uint8).data
+        if not 0 < raw.nbytes < MOST_OBJECT_BYTES:
+            raise ValueError(f"an object of {raw.nbytes} bytes; 1 to {MOST_OBJECT_BYTES - 1} can be stored")
+        tensors = memory.metadata
+        shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
+        layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)
+        self._layouts.learn(key, layout)
+        return Row(name_of(key, layout), raw, layout.num_bytes)
+
+
+def _family(key: ObjectKey) -> tuple[str, int, int, str]:
+    return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
+
+
+def _said(layout: TensorLayouts) -> Layout:
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
+    return layout_of(tuple(layout.shapes), tuple(layout.dtypes), sum(sizes))

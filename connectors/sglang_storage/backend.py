@@ -1,0 +1,182 @@
+"""KVTierStorage: kvtier's disk as the storage of SGLang's HiCache."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
+from kvtier.connectors.sglang_storage.known_sglang import NotServed, check_config, check_pool, check_pool_name
+from kvtier.connectors.sglang_storage.page_runs import PageRuns
+from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
+from kvtier.connectors.sglang_storage.settings import settings_of
+from kvtier.connectors.sglang_storage.storage_threads import StorageThreads
+from kvtier.connectors.staged_disk import Rows, StagedDisk
+from kvtier.connectors.weights_lineage import WeightsLineage
+from kvtier.tiers.naming.block_hash import BlockName
+
+INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
+CLEAR_TIMEOUT_S = 60.0
+
+
+class KVTierStorage(HiCacheStorage):
+    """Pages of one rank's host pool on disk, verified when they come back. SGLang makes it, tells it of the pool, and
+    calls it from its prefetch and backup threads, which may wait.
+
+    What a disk can do is a page that is not there, or was not stored: never an exception. `NotServed`, at the attach,
+    for engines whose pages cannot be kept.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
+        """As SGLang's factory calls it: *storage_config*, and a dict that is empty."""
+        check_config(storage_config)
+        self._config = storage_config
+        extra_config = storage_config.extra_config or {}
+        self._settings = settings_of(extra_config)
+        self._is_in_place = bool(extra_config.get("interface_v1", 0))
+        self._disk: StagedDisk | None = None
+        self._runs: PageRuns | None = None
+        self._naming = threading.Lock()  # SGLang calls from several threads
+        self._threads = StorageThreads()
+        self._lineage = WeightsLineage()
+        self._version: str | None = None  # of the weights, as SGLang labels them
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the disk for the pages of this pool."""
+        check_pool(mem_pool_host)
+        super().register_mem_pool_host(mem_pool_host)
+        self._runs = PageRuns(mem_pool_host)
+        read = option_reader()
+        model, revision = read("model_path"), read("revision")
+        weights = self._settings.weights or weights_of(str(model), None if revision is None else str(revision))
+        facts = server_facts(read)
+        namespace = namespace_of(self._config, mem_pool_host, self._runs.sizes, weights, self._is_in_place, facts)
+        version = read("weight_version")
+        self._version = None if version is None else str(version)
+        folder = folder_of(self._settings.path, self._config)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.close()
+        self._disk = StagedDisk(
+            msgspec.structs.replace(self._settings, path=str(folder)), namespace, self._runs.row_bytes
+        )
+        self._disk.wait_indexed(INDEXED_WAIT_S)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Refuse pools beside the one of keys and values."""
+        check_pool_name(str(host_pool_name))
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def exists(self, key: str) -> bool:
+        """Whether the page is on disk; waits for nothing."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many of the pages come before the first that is not on disk; waits for nothing."""
+        return 0 if self._disk is None else self._disk.num_held(self._names(keys))
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the pool; those before the first that cannot be had are there."""
+        if self._disk is None or self._runs is None:
+            return [False] * len(keys)
+        runs, pages = self._runs, self._runs.addresses(host_indices)
+
+        def take(places: range, rows: Rows) -> None:
+            runs.read(rows, pages[places.start : places.stop])
+
+        num_read = self._disk.load(self._names(keys), take)
+        return [place < num_read for place in range(len(keys))]
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Write pages of the pool; for each whether it is on disk."""
+        if self._disk is None or self._runs is None:
+            return [False] * len(keys)
+        runs, pages = self._runs, self._runs.addresses(host_indices)
+
+        def fill(places: range, rows: Rows) -> None:
+            runs.write(rows, pages[places.start : places.stop])
+
+        return self._disk.store(self._names(keys), self._parent(extra_info), fill)
+
+    def get(self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None) -> Any:
+        """Read a page into a flat tensor of its size, and give that; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Read pages into flat tensors of their size; None for one that is not there, and all after it."""
+        found: list[Any] = [None] * len(keys)
+        if self._disk is None or target_locations is None:
+            return found
+        targets = [None if target is None else _bytes_of(target) for target in target_locations]
+
+        def take(places: range, rows: Rows) -> None:
+            for place, row in zip(places, torch.from_numpy(rows), strict=True):
+                target = targets[place]
+                if target is not None and target.shape == row.shape:
+                    target.copy_(row)
+                    found[place] = target_locations[place]
+
+        self._disk.load(self._names(keys), take)
+        return found
+
+    def set(
+        self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Write a page, a flat tensor; whether it is on disk."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Write pages, flat tensors; whether all of them are on disk."""
+        if self._disk is None or self._runs is None or values is None:
+            return False
+        pages = [None if value is None else _bytes_of(value) for value in values]
+        if any(page is None or page.numel() != self._runs.row_bytes for page in pages):
+            return False
+
+        def fill(places: range, rows: Rows) -> None:
+            for page, row in zip(pages[places.start : places.stop], torch.from_numpy(rows), strict=True):
+                row.copy_(page)
+
+        return all(self._disk.store(self._names(keys), None, fill))
+
+    def clear(self) -> bool:
+        """Delete all pages of this rank, model and layout; False if the disk could not."""
+        return self._disk is not None and self._disk.clear(CLEAR_TIMEOUT_S)
+
+    def get_stats(self) -> None:
+        """Nothing: SGLang counts pages and their speed itself; see `statistics` for ours."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Everything that is counted, by name; empty without a pool."""
+        return {} if self._disk is None else asdict(self._disk.statistics())
+
+    def _names(self, keys: Sequence[str]) -> list[BlockName]:
+        """Return the names of pages, of another lineage once SGLang's weights may have been updated."""
+        with self._naming:
+            version = weights_version()
+            if self._threads.any_ended() or version not in (None, self._version):
+                self._version = version
+                self._lineage.begin_anew()
+            return [self._lineage.name(name) for name in names_of(keys)]
+
+    def _parent(self, extra_info: Any) -> BlockName | None:
+        """Return the page before the first of a call, where SGLang says so."""
+        prefix = getattr(extra_info, "prefix_keys", None)
+        return self._names(prefix[-1:])[0] if prefix else None
+
+    def close(self) -> None:
+        """Close the disk. A second call does nothing."""
+        if self._disk is not None:
+            self._disk.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
+__all__ = ["KVTierStorage", "NotServed"]

@@ -1,0 +1,82 @@
+"""Whose a page is: the namespace of a rank's pages, their names, and the folder that is the rank's own."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvtier.connectors.sglang_storage.known_sglang import NotServed
+from kvtier.connectors.sglang_storage.server_facts import folder_of_model
+from kvtier.engine.attached.model_files import weights_digest
+from kvtier.tiers.naming.block_hash import BlockName
+
+SCHEME = 2  # of names and rows; with another one nothing is found
+
+
+def namespace_of(
+    config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool, server: Mapping[str, object]
+) -> bytes:
+    """Return 16 bytes for all that decides a page's bytes beside SGLang's hash of its tokens.
+
+    Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        runs: Bytes of the runs that a page consists of.
+        is_in_place: Whether rows are runs; otherwise they are pages as the pool flattens them.
+        server: See `server_facts`.
+    """
+    facts = {
+        "server": server,
+        "scheme": SCHEME,
+        "sglang": _version("sglang"),
+        "model": config.model_name,
+        "weights": weights,
+        "tp": [config.tp_rank, config.tp_size],
+        "pp": [config.pp_rank, config.pp_size],
+        "cp": [config.attn_cp_rank, config.attn_cp_size],
+        "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
+        "mla": config.is_mla_model,
+        "heads": [getattr(config, "tp_lcm_size", None), getattr(config, "should_split_heads", False)],
+        "pool": type(pool).__name__,
+        "layout": pool.layout,
+        "format": getattr(pool, "storage_format_tag", None),
+        "dtype": str(pool.dtype),
+        "page_size": pool.page_size,
+        "layers": [getattr(pool, name, None) for name in ("layer_num", "start_layer", "end_layer")],
+        "shape": [getattr(pool, name, None) for name in ("head_num", "head_dim", "v_head_dim", "kv_cache_dim")],
+        "runs": list(runs),
+        "rows": "runs" if is_in_place else "flat",
+    }
+    return hashlib.sha256(b"kvtier sglang\0" + json.dumps(facts, sort_keys=True).encode()).digest()[:16]
+
+
+def names_of(keys: Sequence[str]) -> list[BlockName]:
+    """Names of pages: SGLang's keys are chained hashes of tokens, with salt and adapter in them."""
+    return [BlockName(hashlib.sha256(b"kvtier sglang page\0" + key.encode()).digest()) for key in keys]
+
+
+def folder_of(path: str, config: Any) -> Path:
+    """The folder of this rank, which is a process of its own and shares its store with no other."""
+    ranks = {"dp": (getattr(config, "dp_rank", 0), None), "tp": (config.tp_rank, config.tp_size)}
+    ranks |= {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
+    parts = [f"{name}{rank}" if size is None else f"{name}{rank}of{size}" for name, (rank, size) in ranks.items()]
+    return Path(path) / "-".join(parts)
+
+
+def weights_of(model: str, revision: str | None) -> str:
+    """Return the digest of the files of the *model* that SGLang serves, a path or an id. `NotServed` without them."""
+    try:
+        return weights_digest(folder_of_model(model, revision))
+    except (OSError, ValueError, ImportError) as error:
+        raise NotServed(
+            f"nothing says which weights {model} has ({error}); "
+            'say it with "weights" in hicache-storage-backend-extra-config, such as a revision'
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

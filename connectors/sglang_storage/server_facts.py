@@ -1,0 +1,96 @@
+"""What the SGLang server that this process belongs to says of itself: options, adapters, scales, version of weights."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kvtier.connectors.sglang_storage.known_sglang import TESTED, NotServed
+from kvtier.connectors.sglang_storage.options import JUDGED
+from kvtier.engine.attached.model_files import digest_of_file, weights_digest
+
+
+def server_facts(read: Callable[[str], object]) -> dict[str, object]:
+    """Return what decides the bytes of pages and is no fact of a rank or pool, by name.
+
+    Args:
+        read: Returns the value of one of the server's options, as SGLang has resolved it.
+
+    Raises:
+        NotServed: If a file that an option names cannot be read.
+    """
+    scales = read("quantization_param_path")
+    return {
+        **JUDGED.values(read),
+        "scales": None if scales is None else _digest("quantization_param_path", str(scales), digest_of_file),
+        "adapters": sorted(
+            [name, _digest("lora_paths", path, lambda file: weights_digest(folder_of_model(str(file))))]
+            for name, path in _adapters(read("lora_paths"))
+        ),
+    }
+
+
+def option_reader() -> Callable[[str], object]:
+    """Return a function that gives the value of each option of this process's server, None for one that there is not.
+
+    Raises:
+        NotServed: If this SGLang does not say its options.
+    """
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments: Any = get_server_args()
+        return dict(arguments.resolved_dict()).get
+    except (ImportError, AttributeError, ValueError) as error:
+        raise NotServed(
+            f"this SGLang does not say with which options it runs ({error}), and they decide what its pages contain; "
+            f"install a tested version (tested is {', '.join(TESTED)})"
+        ) from None
+
+
+def weights_version() -> str | None:
+    """Return the label of the weights that the server has now; whoever updates them may give another one."""
+    try:
+        from sglang.srt.runtime_context import get_serving
+
+        return str(get_serving().weight_version)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def folder_of_model(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a model or adapter: a path, or the id of a snapshot that was downloaded before."""
+    if name and Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def _adapters(paths: object) -> Iterable[tuple[str, str]]:
+    """Yield name and path of each adapter of `--lora-paths`, in any of the forms that SGLang knows."""
+    if isinstance(paths, dict):
+        yield from ((str(name), _path_of(value)) for name, value in paths.items())
+        return
+    for each in paths if isinstance(paths, list | tuple) else ():
+        if isinstance(each, str):
+            name, equals, path = each.partition("=")
+            yield (name, path) if equals else (each, each)
+        else:
+            yield str(_field(each, "lora_name")), _path_of(each)
+
+
+def _path_of(adapter: object) -> str:
+    return adapter if isinstance(adapter, str) else str(_field(adapter, "lora_path"))
+
+
+def _field(adapter: object, name: str) -> object:
+    return adapter.get(name) if isinstance(adapter, dict) else getattr(adapter, name, None)
+
+
+def _digest(option: str, path: str, digest: Callable[[Path], str]) -> str:
+    try:
+        return digest(Path(path))
+    except (OSError, ValueError, ImportError) as error:
+        raise NotServed(
+            f"{option}: {path} cannot be read ({error}), but it decides what pages contain; give a path on this machine"
+        ) from None

@@ -1,0 +1,218 @@
+"""StagedDisk: a disk below an engine whose own memory the store's process cannot map."""
+
+import mmap
+import os
+import queue
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.connectors.disk_below.disk_below import DiskBelowStatistics
+from kvtier.connectors.disk_below.job import Outcomes
+from kvtier.connectors.disk_below.open import open_disk_below
+from kvtier.connectors.disk_below.row import Row
+from kvtier.engine.config import DiskConfig
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.pages import back_file
+
+SHARED_MEMORY = "/dev/shm"
+PAGE_BYTES = mmap.PAGESIZE  # rows begin at one, since direct reads go to whole pages
+PART_BYTES = 16 << 20  # that the disk is asked for at once
+NUM_PARTS = 4  # of all threads together
+
+Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
+Copy = Callable[[range, Rows], None]
+"""Copies the blocks at these places out of the rows, or into them. The rows are the disk's again when it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A part that the disk reads or writes, with the blocks at *places*."""
+
+    part: int
+    places: range
+    outcomes: Outcomes
+
+
+def _memory_file(num_bytes: int) -> IO[bytes]:
+    """Return a new file in memory whose pages are all there, so that touching one is never SIGBUS.
+
+    It has no name and needs no room in `/dev/shm`, unless the system has no such files. OSError, with what to do, if
+    there is no memory for it.
+    """
+    try:
+        file: IO[bytes] = FileIO(os.memfd_create("kvtier-rows", os.MFD_CLOEXEC), "r+")
+        where, advice = "memory", "free some"
+    except OSError:  # a sandbox forbids it
+        file = tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-", buffering=0)  # noqa: SIM115  # it is the caller's
+        where, advice = SHARED_MEMORY, f"enlarge it: mount -o remount,size=1G {SHARED_MEMORY} (docker run --shm-size)"
+    try:
+        file.truncate(num_bytes)
+        back_file(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        file.close()
+        had = _free_bytes(where)
+        raise OSError(
+            error.errno, f"disk: {num_bytes >> 20} MiB of {where} are needed for rows{had} ({error.strerror}); {advice}"
+        ) from error
+    return file
+
+
+def _free_bytes(where: str) -> str:
+    if where != SHARED_MEMORY:
+        return ""
+    room = os.statvfs(where)
+    return f", and {room.f_bavail * room.f_frsize >> 20} MiB are free"
+
+
+class StagedDisk:
+    """Rows on disk, for an engine that copies them itself: each goes through a shared row, which the store's process
+    reads and writes. Nothing is raised for what a disk can do. All methods but `close` may be called from any thread;
+    a caller waits while others have all parts of the shared rows."""
+
+    def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
+        """*namespace*: 16 bytes for all that decides a row's bytes beside its name. Raises as `open_disk_below`."""
+        stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._part_rows = max(1, PART_BYTES // stride)
+        num_rows = NUM_PARTS * self._part_rows
+        with _memory_file(num_rows * stride) as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
+            # While the file is open: the store's process maps it. A killed process leaves none.
+            self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory])
+        self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for part in range(NUM_PARTS):
+            self._free.put(part)
+
+    def wait_indexed(self, timeout_s: float) -> bool:
+        """Wait until what was on disk at the start is known; whether it is."""
+        return self._disk.wait_indexed(timeout_s)
+
+    def num_held(self, names: Sequence[BlockName]) -> int:
+        """How many of *names* come before the first that is not on disk; waits for nothing."""
+        return self._disk.num_held(names)
+
+    def are_held(self, names: Sequence[BlockName]) -> list[bool]:
+        """For each of *names* whether it is on disk; waits for nothing."""
+        return self._disk.are_held(names)
+
+    def load(self, names: Sequence[BlockName], take: Copy) -> int:
+        """Have *take* copy the blocks out of rows, in order; how many there are before the first that cannot be had."""
+        num_loaded = 0
+        is_whole = True
+
+        def end(flight: _Flight) -> None:
+            nonlocal num_loaded, is_whole
+            outcomes = flight.outcomes.result()
+            num_good = outcomes.index(False) if False in outcomes else len(outcomes)
+            if is_whole and num_good:
+                places = flight.places[:num_good]
+                take(places, self._rows_of(flight.part, len(places)))
+                num_loaded = places.stop
+            is_whole &= num_good == len(outcomes)
+
+        def begin(part: int, places: range) -> Outcomes | None:
+            return self._disk.load(self._rows_with(part, places, names, None)) if is_whole else None
+
+        self._fly(len(names), begin, end)
+        if num_loaded:
+            self._disk.touch([Row(names[num_loaded - 1], self._memory[:0])])  # and so those before it
+        return num_loaded
+
+    def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
+        """Have *fill* copy the blocks into rows, in order, and write them; for each whether it is on disk then.
+
+        *parent*: the name of the block before the first. After one that could not be stored none is tried.
+        """
+        stored = [False] * len(names)
+        is_whole = True
+
+        def end(flight: _Flight) -> None:
+            nonlocal is_whole
+            outcomes = flight.outcomes.result()
+            stored[flight.places.start : flight.places.stop] = outcomes
+            is_whole &= all(outcomes)
+
+        def begin(part: int, places: range) -> Outcomes | None:
+            if not is_whole:
+                return None
+            fill(places, self._rows_of(part, len(places)))
+            return self._disk.store(self._rows_with(part, places, names, parent))
+
+        self._fly(len(names), begin, end)
+        return stored
+
+    def clear(self, timeout_s: float) -> bool:
+        """Delete every row of this namespace; False if the disk could not."""
+        return self._disk.clear(timeout_s)
+
+    def statistics(self) -> DiskBelowStatistics:
+        """Everything that is counted, by value."""
+        return self._disk.statistics()
+
+    def close(self) -> None:
+        """End what is under way, and the store. Nothing is held from then on. A second call does nothing."""
+        self._disk.close()
+
+    def _fly(
+        self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
+    ) -> None:
+        """Begin and end all parts in order, two at a time where two are free, until one is not begun."""
+        flights: deque[_Flight] = deque()
+        starts = iter(range(0, num_blocks, self._part_rows))
+        try:
+            for start in starts:
+                part = self._free_part(flights, end)
+                places = range(start, min(start + self._part_rows, num_blocks))
+                if (outcomes := self._begun(begin, part, places)) is None:
+                    break
+                flights.append(_Flight(part, places, outcomes))
+                if len(flights) > 1:
+                    self._end_first(flights, end)
+            while flights:
+                self._end_first(flights, end)
+        finally:  # a copy that has failed: what is under way ends before its rows are others'
+            for flight in flights:
+                flight.outcomes.result()
+                self._free.put(flight.part)
+
+    def _begun(self, begin: Callable[[int, range], Outcomes | None], part: int, places: range) -> Outcomes | None:
+        outcomes = None
+        try:
+            outcomes = begin(part, places)
+        finally:
+            if outcomes is None:
+                self._free.put(part)
+        return outcomes
+
+    def _free_part(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> int:
+        """A part of the shared rows. Who has one ends that first, so that callers never wait for each other."""
+        while flights:
+            try:
+                return self._free.get_nowait()
+            except queue.Empty:
+                self._end_first(flights, end)
+        return self._free.get()
+
+    def _end_first(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> None:
+        flight = flights[0]
+        end(flight)
+        flights.popleft()
+        self._free.put(flight.part)
+
+    def _rows_of(self, part: int, num_rows: int) -> Rows:
+        first = part * self._part_rows
+        return self._rows[first : first + num_rows]
+
+    def _rows_with(self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None) -> list[Row]:
+        parents: Iterator[BlockName | None] = iter([parent if place == 0 else names[place - 1] for place in places])
+        return [
+            Row(names[place], memoryview(row), 0, next(parents))
+            for place, row in zip(places, self._rows_of(part, len(places)), strict=True)
+        ]

@@ -1,0 +1,237 @@
+"""KVTierCache: what `generate` of transformers has computed, kept on disk and used again."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
+from types import TracebackType
+from typing import NoReturn, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.connectors.staged_disk import Rows, StagedDisk
+from kvtier.connectors.transformers_cache.model_check import checked_layout
+from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
+from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, RowLayout
+from kvtier.connectors.transformers_cache.watched_passes import WatchedPasses
+from kvtier.engine.config import DiskConfig, tree_from_dict
+from kvtier.engine.model.changed_model import ChangedModel
+from kvtier.engine.model.digest import config_digest, weights_digest
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.engine.model.weights_watch import WeightsWatch
+from kvtier.engine.one_caller import OneCaller
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm
+from kvtier.tiers.naming.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16
+INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
+LAYOUT = "kvtier.transformers:1"  # of rows
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A `KVTierCache` at one moment; totals since it was opened."""
+
+    num_prompts: int
+    prompt_tokens: int
+    loaded_tokens: int  # of these; the others were computed
+    stored_blocks: int
+    unstored_blocks: int  # computed, and not stored: the disk is full of newer ones, slow, or not open
+    corrupt_blocks: int  # read, found damaged, deleted, and computed again
+    disk_bytes: int
+    capacity_bytes: int
+
+
+class KVTierCache:
+    """A model's blocks on disk, for `model.generate` in the caller's own process.
+
+    A prompt's longest prefix that is there is loaded, verified, before `generate` computes the rest; new full blocks,
+    the answer's too, are stored after it. What a disk can do, a flipped byte included, is a shorter prefix, counted and
+    never raised. One sequence at a time goes through each `prompt`; several threads may have one each.
+    """
+
+    def __init__(self, model: PreTrainedModel, layout: RowLayout, disk: StagedDisk) -> None:
+        """See `open`. The cache closes *disk*."""
+        self._model = model
+        self._watch = WeightsWatch(model)
+        self._calls = OneCaller("KVTierCache")
+        self._layout = layout
+        self._disk = disk
+        self._counting = threading.Lock()
+        self._num_prompts = self._prompt_tokens = self._loaded_tokens = 0
+        self._stored_blocks = self._unstored_blocks = 0
+
+    @classmethod
+    def open(
+        cls, path: str | PathLike[str], model: PreTrainedModel, *, block_size: int = BLOCK_SIZE, **disk: object
+    ) -> Self:
+        """Open the cache of *model* in the folder *path*, which caches of other models may share, one open at a time.
+
+        *disk*: further keys of the configuration's `[disk]`, such as capacity="64GiB". `UnsupportedModel` for a model
+        whose prefixes cannot be kept, `ConfigError` for settings that cannot be. It reads all weights once, for their
+        digest. Once the model was changed, `prompt` raises `ChangedModel`: open the cache anew then.
+        """
+        config = tree_from_dict(DiskConfig, {**disk, "path": fspath(path)}, "KVTierCache")
+        if block_size < 1:
+            raise ValueError(f"block_size {block_size}: give a number of tokens")
+        devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+        if len(devices) > 1:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: is on several devices ({', '.join(devices)}); load it on a single one"
+            )
+        weights = weights_digest(model)
+        layout = checked_layout(model, block_size)
+        namespace = Namespace(
+            model=LAYOUT,
+            config_digest=config_digest(model.config),
+            weights_digest=weights,
+            dtype=str(model.dtype),
+            geometry=layout.geometry,
+            block_size=block_size,
+            hash_algorithm=HashAlgorithm.SHA256,
+            hash_seed=HashAlgorithm.SHA256.default_seed,
+        )
+        staged = StagedDisk(config, namespace.digest, layout.row_bytes)
+        staged.wait_indexed(INDEXED_WAIT_S)
+        return cls(model, layout, staged)
+
+    @contextmanager
+    def prompt(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Iterator[PromptCache]:
+        """A cache for `generate(input_ids, past_key_values=...)`, with what is on disk of the prompt.
+
+        *input_ids*: [1, num_tokens], those that `generate` is given. Prompts of different *salt* share nothing. What
+        was computed is stored when the block ends without an exception, up to the first pass that the tokens' names do
+        not describe: one with another mask, other positions, `torch.autocast`, or one that went by the model's forward
+        hooks. A warning says so.
+
+        Raises:
+            ChangedModel: If the model was changed since the cache was opened, or is in training mode.
+            RuntimeError: After `close`, and in a process that was forked after the cache was opened.
+        """
+        self._calls.check()
+        self._refuse_changed()
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)}: give one prompt, [1, num_tokens]")
+        prompt_ids: list[int] = input_ids[0].tolist()
+        chain = BlockChain(self._layout.block_size, ExtraKeys(cache_salt=salt))
+        chain.extend(prompt_ids)
+        past = PromptCache(self._model.config)
+        if not torch.is_autocast_enabled(self._model.device.type):
+            self._load(past, chain, most_tokens=len(prompt_ids) - 1)  # what computes nothing has no logits
+        with WatchedPasses(self._model, past, prompt_ids, self._layout.shapes) as passes:
+            yield past
+        num_stored, num_unstored = self._store_named(past, chain, passes.token_ids())
+        with self._counting:
+            self._num_prompts += 1
+            self._prompt_tokens += len(prompt_ids)
+            self._loaded_tokens += past.num_loaded_tokens
+            self._stored_blocks += num_stored
+            self._unstored_blocks += num_unstored
+
+    def statistics(self) -> CacheStatistics:
+        """Everything that is counted, by value."""
+        self._calls.check()
+        tier = self._disk.statistics().tier
+        return CacheStatistics(
+            self._num_prompts,
+            self._prompt_tokens,
+            self._loaded_tokens,
+            self._stored_blocks,
+            self._unstored_blocks,
+            sum(tier.corrupt.values()),
+            tier.num_bytes,
+            tier.capacity_bytes,
+        )
+
+    def clear(self, timeout_s: float = 60.0) -> bool:
+        """Delete what is stored of this model; False if the disk could not."""
+        self._calls.check()
+        return self._disk.clear(timeout_s)
+
+    def close(self) -> None:
+        """Close the disk. Prompts under way are not stored, and later calls raise. A second call does nothing."""
+        self._calls.close(self._disk.close)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a KVTierCache has threads, and cannot be pickled or copied; open one in each process")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _load(self, past: PromptCache, chain: BlockChain, most_tokens: int) -> None:
+        """Load the longest prefix that is on disk into *past*."""
+        size = self._layout.block_size
+        names = chain.names[: max(0, most_tokens) // size]
+        names = names[: self._disk.num_held(names)]
+        if not names:
+            return
+        prefix = self._empty(len(names) * size)
+
+        def take(places: range, rows: Rows) -> None:
+            self._layout.read(torch.from_numpy(rows), _cut(prefix, places.start * size, places.stop * size))
+
+        if num_loaded := self._disk.load(names, take):
+            past.begin_with(_cut(prefix, 0, num_loaded * size))
+
+    def _refuse_changed(self) -> None:
+        if self._watch.is_training:
+            raise ChangedModel(f"{type(self._model).__name__} is in training mode; call its eval()")
+        if (change := self._watch.sampled_change()) is not None:
+            raise ChangedModel(f"the model was changed since KVTierCache.open: {change}; open the cache anew")
+
+    def _store_named(self, past: PromptCache, chain: BlockChain, token_ids: list[int]) -> tuple[int, int]:
+        """Store the blocks of *token_ids* that are not on disk yet, as `_store` does, unless the model was changed."""
+        num_loaded = past.num_loaded_tokens // self._layout.block_size
+        if self._calls.is_over or len(token_ids) // self._layout.block_size <= num_loaded:
+            return 0, 0
+        try:
+            self._refuse_changed()
+        except ChangedModel as error:
+            log.warning("KVTierCache stores nothing of this sequence: %s", error)
+            return 0, 0
+        chain.cut(num_loaded)
+        chain.extend(token_ids)
+        return self._store(past, chain)
+
+    def _store(self, past: PromptCache, chain: BlockChain) -> tuple[int, int]:
+        """Store the full blocks that were computed and are not on disk yet: how many are there now, how many not."""
+        size = self._layout.block_size
+        num_loaded = past.num_loaded_tokens // size
+        held = self._disk.are_held(chain.names[num_loaded:])
+        if all(held):
+            return 0, 0
+        first = num_loaded + held.index(False)
+        computed = past.kept(first * size, len(chain.names) * size)
+
+        def fill(places: range, rows: Rows) -> None:
+            self._layout.write(torch.from_numpy(rows), _cut(computed, places.start * size, places.stop * size))
+
+        stored = self._disk.store(chain.names[first:], chain.names[first - 1] if first else None, fill)
+        new = [is_stored for is_stored, was in zip(stored, held[first - num_loaded :], strict=True) if not was]
+        return sum(new), len(new) - sum(new)
+
+    def _empty(self, num_tokens: int) -> list[KeysAndValues]:
+        """Room for the keys and values of so many tokens."""
+        return [
+            KeysAndValues(
+                *(
+                    torch.empty(shape.num_heads, num_tokens, dim, dtype=shape.dtype, device=self._model.device)
+                    for dim in (shape.key_dim, shape.value_dim)
+                )
+            )
+            for shape in filter(None, self._layout.shapes)
+        ]
+
+
+def _cut(layers: list[KeysAndValues], start: int, end: int) -> list[KeysAndValues]:
+    return [KeysAndValues(layer.keys[:, start:end], layer.values[:, start:end]) for layer in layers]

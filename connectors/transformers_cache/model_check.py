@@ -1,0 +1,112 @@
+"""Looks whether a model's prefixes can be kept, and used again, before any is: once, when a cache is opened."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
+from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, LayerShape, RowLayout
+from kvtier.engine.model.check import EXACT, TOLERANCE
+from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+
+SMALL_BLOCK = 16
+NUM_TOKENS = 20 * LIMIT + 10  # of a miniature, in which every limit is `LIMIT`: what begins later begins within
+SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
+
+
+def checked_layout(model: PreTrainedModel, block_size: int) -> RowLayout:
+    """The layout of a model's blocks. `UnsupportedModel`, with the reason, if a prefix that was computed in another
+    prompt would not do.
+
+    A miniature of the model, in which every limit of its configuration is small, computes prefixes of many lengths by
+    themselves and in a long prompt: rotary embeddings that depend on a prompt's length show, whatever their name is.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{type(model).__name__}: has an encoder; KVTierCache keeps what decoders compute")
+    if model.training:
+        raise UnsupportedModel(f"{type(model).__name__}: is in training mode; call its eval() first")
+    _check_miniature(model)
+    num_tokens = min(2 * block_size + 2, _most_tokens(model))
+    token_ids = [3 + i % 13 for i in range(num_tokens)]
+    cache, logits = _computed(model, token_ids)
+    layout = RowLayout(_shapes(cache), block_size)
+    if num_tokens > block_size:
+        resumed = _resumed(model, layout, cache, token_ids, block_size)
+        _compare(model, "logits after a prefix", resumed, logits[block_size:], TOLERANCE.get(model.dtype, 0.1))
+    return layout
+
+
+def _check_miniature(model: PreTrainedModel) -> None:
+    kinds = [type(layer).__name__ for layer in PromptCache(model.config).layers]
+    try:
+        small = next(miniatures(model, kinds))
+    except NoMiniature as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: no small copy can be made to compare its long prompts with ({error})"
+        ) from error
+    rng = random.Random(7)
+    token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _most_tokens(small)))]
+    splits = [split for split in SPLITS if split < len(token_ids)]
+    # Before the long one: some rotary embeddings stay as the longest prompt so far has left them.
+    prefixes = [_computed(small, token_ids[:split])[0] for split in splits]
+    cache, logits = _computed(small, token_ids)
+    layout = RowLayout(_shapes(cache), SMALL_BLOCK)
+    for split, prefix in zip(splits, prefixes, strict=True):
+        for mine, of_long in zip(prefix.kept(0, split), cache.kept(0, split), strict=True):
+            _compare(model, "keys of a prefix", mine.keys, of_long.keys, EXACT)
+            _compare(model, "values of a prefix", mine.values, of_long.values, EXACT)
+        _compare(
+            model, "logits after a prefix", _resumed(small, layout, cache, token_ids, split), logits[split:], EXACT
+        )
+
+
+def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache, torch.Tensor]:
+    """The model's cache and logits, [num_tokens, vocab]."""
+    cache = PromptCache(model.config)
+    return cache, _logits(model, cache, token_ids)
+
+
+def _resumed(
+    model: PreTrainedModel, layout: RowLayout, computed: PromptCache, token_ids: list[int], split: int
+) -> torch.Tensor:
+    """The logits after the first *split* tokens, whose keys and values go through rows."""
+    num_blocks = split // layout.block_size
+    rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
+    layout.write(rows, computed.kept(0, split))
+    prefix = [KeysAndValues(*map(torch.empty_like, layer)) for layer in computed.kept(0, split)]
+    layout.read(rows, prefix)
+    cache = PromptCache(model.config)
+    cache.begin_with(prefix)
+    return _logits(model, cache, token_ids[split:])
+
+
+def _logits(model: PreTrainedModel, cache: PromptCache, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(
+            input_ids=torch.tensor([token_ids], device=model.device), past_key_values=cache, use_cache=True
+        ).logits
+    return logits[0].float()
+
+
+def _shapes(cache: PromptCache) -> Sequence[LayerShape | None]:
+    kept = iter(cache.kept(0, 1))
+    return [LayerShape.of(layer, next(kept)) if isinstance(layer, DynamicLayer) else None for layer in cache.layers]
+
+
+def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    if not error <= tolerance:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {what} differ by {error:.1e} when the prompt goes on; "
+            "what it computes for a prefix is of use in that prompt only"
+        )
+
+
+def _most_tokens(model: PreTrainedModel) -> int:
+    """How many positions the model has: learned ones end somewhere, and are not cut to `LIMIT` in a miniature."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return NUM_TOKENS if most is None or most <= LIMIT else most

@@ -1,0 +1,116 @@
+"""PromptCache: the keys and values of one prompt and its answer, kept until they are stored."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from kvtier.connectors.transformers_cache.row_layout import KeysAndValues
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+
+Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+
+
+class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """A layer that sees a window, and keeps beside it all that it was given since *first_token*."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.first_token = 0
+        self._pieces: list[KeysAndValues] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DynamicSlidingWindowLayer`."""
+        self._pieces.append(KeysAndValues(key_states[0], value_states[0]))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `DynamicSlidingWindowLayer`: *tokens_to_remove* is 0 or less."""
+        super().crop(tokens_to_remove)
+        if self._pieces:
+            self._pieces = [self._joined(0, max(0, self.get_seq_length() - self.first_token))]
+
+    def kept(self, start: int, end: int) -> KeysAndValues:
+        """Those of the tokens from *start* to *end*, none before `first_token`."""
+        self._pieces = [self._joined(0, None)]
+        return self._joined(start - self.first_token, end - self.first_token)
+
+    def begin_with(self, prefix: KeysAndValues) -> None:
+        """Take in a prefix that need not be kept."""
+        self.update(prefix.keys[None], prefix.values[None])
+        self.first_token = self.get_seq_length()
+        self._pieces = []
+
+    def _joined(self, start: int, end: int | None) -> KeysAndValues:
+        keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*self._pieces, strict=True))
+        return KeysAndValues(keys[:, start:end], values[:, start:end])
+
+
+class PromptCache(DynamicCache):
+    """What `KVTierCache.prompt` gives, for `generate(past_key_values=...)`: one sequence, of which `num_loaded_tokens`
+    were found on disk when it was made. Nothing is kept of it beyond its `with` block but what is stored."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """*config*: of the model, or of its text part. `UnsupportedModel` for layers that keep something else than keys
+        and values."""
+        super().__init__(config=config)
+        self.num_loaded_tokens = 0
+        self.on_update: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None  # called before each update
+        self.layers = [_keeping(layer) for layer in self.layers]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DynamicCache`."""
+        if self.on_update is not None:
+            self.on_update(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def keeping_layers(self) -> list[DynamicLayer]:
+        """The layers that keep keys and values, in order."""
+        return [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
+
+    def kept(self, start: int, end: int) -> list[KeysAndValues]:
+        """The keys and values of the tokens from *start* to *end*, of each layer that keeps some; none that were
+        loaded."""
+        return [_kept(layer, start, end) for layer in self.keeping_layers]
+
+    def begin_with(self, prefix: Sequence[KeysAndValues]) -> None:
+        """Take in the keys and values of a prefix, before anything else."""
+        for layer, loaded in zip(self.keeping_layers, prefix, strict=True):
+            if isinstance(layer, KeptSlidingLayer):
+                layer.begin_with(loaded)
+            else:
+                layer.update(loaded.keys[None], loaded.values[None])
+        self.num_loaded_tokens = self.get_seq_length()
+
+
+def _keeping(layer: Layer) -> Layer:
+    """The layer, or one that keeps what it would let go."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return KeptSlidingLayer(layer.sliding_window)
+    if type(layer) in (DynamicLayer, DummyLayer):
+        return layer
+    raise UnsupportedModel(
+        f"{type(layer).__name__}: keeps more than keys and values of tokens, so a prompt cannot go on in the middle; "
+        "use a model with full or sliding attention"
+    )
+
+
+def _kept(layer: DynamicLayer, start: int, end: int) -> KeysAndValues:
+    if isinstance(layer, KeptSlidingLayer):
+        return layer.kept(start, end)
+    assert layer.keys is not None
+    assert layer.values is not None
+    return KeysAndValues(layer.keys[0, :, start:end], layer.values[0, :, start:end])

@@ -1,0 +1,235 @@
+"""WatchedPasses: which tokens a model was really given, so that a block's name never says something else."""
+
+import inspect
+import logging
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
+from kvtier.connectors.transformers_cache.row_layout import LayerShape
+
+log = logging.getLogger(__name__)
+
+# What a forward pass may be given that a block's name need not say.
+_HARMLESS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels"})
+
+_CACHES = ("cache", "past_key_values")  # what forward passes call it: from transformers 5.24 on, and before
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One forward pass with the cache."""
+
+    start: int  # tokens that the cache had before
+    token_ids: torch.Tensor  # [num_tokens]
+    positions: torch.Tensor | None  # of a generated token; on a GPU a look at them waits for all work before
+    thread: int
+
+    @property
+    def end(self) -> int:
+        """Tokens that the cache has after the pass."""
+        return self.start + len(self.token_ids)
+
+
+class WatchedPasses:
+    """A model's forward passes with one cache, while entered.
+
+    Each pass is looked at before it runs, and the cache's length after it. A pass whose keys and values a name made of
+    tokens does not describe, such as one with another mask, other positions or another dtype, *closes* the sequence:
+    nothing from there on is stored, and one warning says why. ValueError, and with it the end of `generate`, for a pass
+    that is not the rest of the prompt, that has something else than tokens in it, or that would have computed other
+    keys and values for the prefix that was loaded.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], shapes: list[LayerShape | None]
+    ) -> None:
+        """Create a watch; *prompt_ids* are the tokens that the cache was made for, whose beginning it has already.
+
+        Args:
+            shapes: What each layer keeps of a token, None for a layer that keeps nothing.
+        """
+        self._model = model
+        self._cache = cache
+        self._prompt_ids = prompt_ids
+        self._shapes = shapes
+        self._signature = inspect.signature(model.forward)
+        self._passes: list[_Pass] = []
+        self._num_known = cache.num_loaded_tokens
+        self._running: _Pass | None = None
+        self._closed_at: int | None = None  # tokens before what a name does not describe
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens whose keys and values the cache has, up to where the sequence was closed."""
+        self._close_at_other_positions()
+        if self._running is not None or self._cache.get_seq_length() > self._num_known:
+            self._close(min(self._num_known, self._cache.get_seq_length()), "tokens entered by a pass that failed")
+        token_ids = self._prompt_ids[: self._cache.num_loaded_tokens]
+        for it in self._passes:
+            token_ids = [*token_ids[: it.start], *it.token_ids.tolist()]
+        return token_ids[: self._cache.get_seq_length()][: self._closed_at]
+
+    def __enter__(self) -> Self:
+        self._cache.on_update = self._entering
+        self._handles = [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache.on_update = None
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None:  # another thread's pass, between torch's entering a hook and noting that it wants keywords
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if not any(given.get(name) is self._cache for name in _CACHES):
+            return
+        token_ids = given.get("input_ids")
+        if token_ids is None or token_ids.shape[0] != 1:
+            raise ValueError(
+                "KVTierCache keeps one sequence of token ids: give input_ids of one prompt, with num_beams and "
+                "num_return_sequences 1"
+            )
+        start, num_tokens = self._cache.get_seq_length(), token_ids.shape[1]
+        if self._running is not None:
+            self._close(self._running.start, "an earlier pass failed")
+        if start > self._num_known:
+            self._close(self._num_known, "the cache has tokens of a pass that KVTierCache did not see")
+        if start < self._cache.num_loaded_tokens:
+            self._close(start, "tokens that were loaded were cropped")
+        _refuse_others(given)
+        self._refuse_other_prompt(token_ids[0], start)
+        if (why := self._undescribed(given, start, num_tokens)) is not None:
+            self._close_or_refuse(start, why)
+        positions = given.get("position_ids") if self._is_looked_at_later(start, num_tokens) else None
+        kept = None if positions is None else positions.detach().clone()
+        self._running = _Pass(start, token_ids[0], kept, threading.get_ident())
+
+    def _after(self, model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
+        running = self._running
+        if running is None or running.thread != threading.get_ident():
+            return
+        self._running = None
+        length = self._cache.get_seq_length()
+        if length == running.end:
+            self._passes.append(running)
+            self._num_known = length
+        elif length != running.start:  # equal: the pass did not use the cache
+            self._close(
+                running.start,
+                f"a pass of {len(running.token_ids)} tokens added {length - running.start} to the cache",
+            )
+
+    def _entering(self, keys: torch.Tensor, values: torch.Tensor, layer_id: int) -> None:
+        """Look at keys and values that are about to enter the cache."""
+        length, running = self._cache.get_seq_length(), self._running
+        if running is None or running.thread != threading.get_ident():
+            self._close(min(length, self._num_known), "tokens entered by a pass that KVTierCache did not see")
+            return
+        shape = self._shapes[layer_id] if layer_id < len(self._shapes) else None
+        if shape is None or {keys.dtype, values.dtype} != {shape.dtype} or keys.device != self._model.device:
+            self._close_or_refuse(running.start, f"its keys are {keys.dtype} on {keys.device}")
+        elif keys.shape[-2] != len(running.token_ids):
+            self._close(running.start, "a layer kept another number of tokens than the pass has")
+
+    def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
+        """Return what a pass has that its tokens' names do not say, in words, or None."""
+        if torch.is_autocast_enabled(self._model.device.type):
+            return "torch.autocast computes it in another dtype"
+        mask = given.get("attention_mask")
+        has_windows = any(shape is not None and shape.window for shape in self._shapes)
+        if mask is not None and not _is_plain(mask, start, num_tokens, has_windows):
+            return "its attention_mask is not the causal one"
+        for name in ("position_ids", "cache_position"):
+            positions = given.get(name)
+            if positions is None or self._is_looked_at_later(start, num_tokens):
+                continue
+            if not _are_consecutive(positions, start, num_tokens):
+                return f"its {name} do not number the tokens from 0 on"
+        return None
+
+    def _is_looked_at_later(self, start: int, num_tokens: int) -> bool:
+        """Return whether a pass is a generated token's, whose position is compared at the end of the sequence."""
+        return num_tokens == 1 and start >= len(self._prompt_ids)
+
+    def _close_or_refuse(self, start: int, why: str) -> None:
+        """Close the sequence at *start*; ValueError if the prefix that was loaded would have been computed so too."""
+        if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
+            raise ValueError(
+                f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, but this "
+                f"pass would compute them differently: {why}; give generate another cache"
+            )
+        self._close(start, why)
+
+    def _close(self, num_tokens: int, why: str) -> None:
+        """Store nothing of the sequence after the first *num_tokens*."""
+        if self._closed_at is None:
+            log.warning("KVTierCache stores %d tokens of this sequence at most: %s", num_tokens, why)
+        self._closed_at = num_tokens if self._closed_at is None else min(num_tokens, self._closed_at)
+
+    def _close_at_other_positions(self) -> None:
+        for it in self._passes:
+            if it.positions is not None and not _are_consecutive(it.positions, it.start, 1):
+                self._close(it.start, "its position_ids do not number the tokens from 0 on")
+                return
+
+    def _refuse_other_prompt(self, token_ids: torch.Tensor, start: int) -> None:
+        expected = self._prompt_ids[start : start + len(token_ids)]
+        if expected and token_ids[: len(expected)].tolist() != expected:
+            raise ValueError(
+                f"the model is given other tokens, from number {start} on, than KVTierCache.prompt was: give both the "
+                "same input_ids"
+            )
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    """Raise ValueError for a tensor that is none of those that every prompt may have, and for padding."""
+    for name, value in given.items():
+        if name not in _HARMLESS and name not in _CACHES and _has_tensor(value):
+            raise ValueError(f"{name}: KVTierCache knows prompts by their token ids alone; call the model without")
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        raise ValueError("attention_mask: it hides tokens; give KVTierCache prompts without padding")
+
+
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
+    """Return whether the mask, which hides no padding, is what the model would make by itself, in each element."""
+    if not isinstance(mask, torch.Tensor):
+        return False
+    if mask.dim() == 2:
+        return True
+    if mask.dim() != 4 or mask.shape[-2:] != (num_tokens, start + num_tokens) or has_windows:
+        return False  # such a mask stands for all layers, those with windows too
+    causal = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=mask.device).tril(start)
+    if mask.dtype == torch.bool:
+        return bool((mask == causal).all())
+    if not mask.dtype.is_floating_point:
+        return False
+    is_hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return bool(torch.where(causal, mask == 0, is_hidden).all())
+
+
+def _are_consecutive(positions: torch.Tensor, start: int, num_tokens: int) -> bool:
+    usual = torch.arange(start, start + num_tokens, device=positions.device)
+    return positions.shape[-1] == num_tokens and bool((positions == usual).all())

@@ -1,0 +1,23 @@
+"""What vLLM's `--kv-transfer-config` names as the module of its connector, of its offloading, and of a tier of it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm_connector.connector import KVTierConnector
+    from kvtier.connectors.vllm_offloading.cpu_spec import CpuTieringOffloadingSpec
+    from kvtier.connectors.vllm_offloading.tier import KVTier
+
+__all__ = ["CpuTieringOffloadingSpec", "KVTier", "KVTierConnector"]
+
+_HOMES = {  # each rests on parts of vLLM that another version may lack
+    "KVTierConnector": "vllm_connector.connector",
+    "CpuTieringOffloadingSpec": "vllm_offloading.cpu_spec",
+    "KVTier": "vllm_offloading.tier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"kvtier.connectors.{_HOMES[name]}"), name)

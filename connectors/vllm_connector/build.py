@@ -1,0 +1,108 @@
+"""Puts the scheduler's half of the connector together, from vLLM's configuration."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier.connectors.vllm_connector.adapters import Adapters
+from kvtier.connectors.vllm_connector.digests import NUM_THREADS, Digests
+from kvtier.connectors.vllm_connector.engine_facts import engine_facts
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
+from kvtier.connectors.vllm_connector.scheduler_half import Heard, SchedulerHalf
+from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
+from kvtier.connectors.vllm_connector.settings import Settings
+from kvtier.connectors.vllm_connector.step_work import Segment
+from kvtier.engine.attached.attachment import Attachment
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
+from kvtier.transfer.attached_memory import AttachedMemory
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
+from kvtier.transfer.lane import ThreadLane
+from kvtier.transfer.transfer_engine import TransferEngine
+
+log = logging.getLogger(__name__)
+
+ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once
+TOLD_WAIT_S = 10.0  # it tells of a million blocks in about eight seconds; the rest is told beside the first requests
+MOST_NAME_CHARACTERS = 256
+
+
+def build_scheduler_half(
+    vllm_config: Any, kv_cache_config: Any, layouts: Sequence[GroupLayout], settings: Settings
+) -> SchedulerHalf:
+    """Attached to the sidecar if it is there, else it will be. `NotServed` if the sidecar refuses this engine, or
+    nothing says which weights it has."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    weights_key = '"weights" in kv_connector_extra_config'
+    facts = engine_facts(vllm_config, kv_cache_config, settings.weights, weights_key)
+    hello = Hello(
+        VERSION,
+        f"vLLM {facts['vllm']}, kvtier {_version('kvtier')}",
+        _printable(Path(str(vllm_config.model_config.model)).name),
+        namespace_of(facts, layouts, specs),
+        [GroupShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in layouts],
+    )
+    memories = [host_slots(layout.block_bytes) for layout in layouts]
+    attachment = Attachment(settings.sidecar, hello, memories)
+    attachment.wait_tried(ATTACH_WAIT_S)
+    if why := attachment.why_refused:
+        attachment.close()
+        raise NotServed(f"sidecar {settings.sidecar}: {why}")
+
+    half = SchedulerHalf()
+    heard = Heard(half.on_heard)
+    threads = ThreadPoolExecutor(NUM_THREADS, "kvtier-digests")
+    transfers = TransferEngine({}, heard)
+    groups = [layout.attention for layout in layouts]
+    answers = ThreadLane(heard, "answers")
+    num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of a step: its blocks are offered once
+    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps': the next comes soon
+    max_stored = num_kept  # so a step copies what lay ready, also after a sidecar has come late
+    tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
+    side = SchedulerSide(
+        tiers,
+        lambda boot: Segment(boot, settings.sidecar, hello),
+        groups,
+        memories,
+        Digests(threads, half.on_digests),
+        Adapters(threads),
+        hash_tokens=kv_cache_config.hash_block_size or groups[0].block_size,
+        num_workers=vllm_config.parallel_config.tensor_parallel_size,
+        max_stored=max_stored,
+        deadline_s=settings.deadline_ms / 1e3,
+    )
+
+    def end_threads() -> None:
+        threads.shutdown(wait=False, cancel_futures=True)
+        answers.close()
+
+    half.attach(side, tiers, transfers, end_threads)
+    if not half.wait_told(TOLD_WAIT_S) and tiers.is_attached:
+        log.warning("kvtier: the sidecar has not told of all blocks yet; some are not found at first")
+    return half
+
+
+def host_slots(block_bytes: int) -> AttachedMemory:
+    """A group's host slots, which digests are taken of; workers have the pages."""
+
+    def make(num_host_slots: int, file: int | None) -> BlockMemory:
+        return CpuMemory(np.empty((0, block_bytes), np.uint8), num_host_slots, file=file)
+
+    return AttachedMemory(make)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a folder
+        return "of a folder"
+
+
+def _printable(name: str) -> str:
+    """What people read in the sidecar's list of those that are attached."""
+    return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]

@@ -1,0 +1,199 @@
+"""KVTierConnector: the class that vLLM makes twice, in its scheduler and in each worker; every hook of it is here."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.connectors.guard import Guard
+from kvtier.connectors.vllm_connector.build import build_scheduler_half
+from kvtier.connectors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
+from kvtier.connectors.vllm_connector.engine_layout import group_layouts
+from kvtier.connectors.vllm_connector.known_vllm import check_engine
+from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
+from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
+from kvtier.connectors.vllm_connector.settings import settings_of
+from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.vllm_request import overwritten_pages
+from kvtier.connectors.vllm_connector.worker_side import WorkerSide
+from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.tiers.naming.tier import Tier
+
+KVConnectorMetadata.register(StepWork)
+KVConnectorWorkerMetadata.register(WorkerReport)
+
+NOTHING_TO_DO = StepWork(0)
+SOURCES = {  # vLLM has no name for a tier that machines share
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
+    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's blocks in a sidecar's host memory and disk. Raises ValueError at the start, for what cannot be served;
+    after that no hook raises, see `Guard`. What hooks are for and when they are called vLLM's base class says."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_engine(KVConnectorBase_V1, vllm_config, kv_cache_config)
+        layouts = group_layouts(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = build_scheduler_half(vllm_config, kv_cache_config, layouts, settings)
+            self._guard = self._scheduler.guard
+        else:
+            self._guard = Guard(lambda: None)
+            segment = MappedSegment([layout.block_bytes for layout in layouts])
+            self._worker = WorkerSide(layouts, get_tensor_model_parallel_rank(), segment)
+        self._work = NOTHING_TO_DO
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a store that is lost is a miss later."""
+        return False
+
+    # In the scheduler.
+
+    def standing(self) -> SidecarStanding:
+        """Whether a sidecar is there, by value."""
+        return self._half.standing()
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a hook of the scheduler's was called in a worker"
+        return self._scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        half = self._half
+        return self._guard.run(lambda: half.num_matched(request, num_computed_tokens), 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        side = self._half.side
+
+        def plan() -> bool:
+            side.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
+            return True
+
+        if not self._guard.run_always(plan, False) and num_external_tokens:
+            self._guard.run_always(lambda: side.on_not_planned(blocks.get_block_ids()), None)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        side = self._half.side
+        by_tier = self._guard.run(
+            lambda: side.tokens_by_tier(request, num_external_tokens), {Tier.HOST: num_external_tokens}
+        )
+        return {SOURCES[tier]: num_tokens for tier, num_tokens in by_tier.items() if num_tokens}
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+        half, state = self._half, scheduler_output.kv_connector_block_state
+        work = self._guard.run_always(
+            lambda: half.step(
+                scheduler_output.num_scheduled_tokens, state.get_block_ids, overwritten_pages(scheduler_output)
+            ),
+            None,
+        )
+        return work or self._guard.run_always(half.side.salvaged, NOTHING_TO_DO)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        half, report = self._half, connector_output.kv_connector_worker_meta
+        self._guard.run_always(lambda: half.on_output(report, connector_output.invalid_block_ids), None)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        side = self._half.side
+        self._guard.run_always(lambda: side.on_finished(request), None)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        return self._guard.run_always(self._half.reset, False)
+
+    # In each worker.
+
+    @property
+    def _rank(self) -> WorkerSide:
+        assert self._worker is not None, "a worker's hook was called in the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # at the start: it may refuse
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Store what the step before has computed: the first hook of a step, before vLLM writes to any page."""
+        rank, work = self._rank, kv_connector_metadata
+        assert isinstance(work, StepWork), "vLLM hands on what build_connector_meta gave it"
+        if work.stores:
+            self._guard.run_always(lambda: rank.store(work), None)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        rank, work = self._rank, connector_metadata
+        assert isinstance(work, StepWork), "vLLM hands on what build_connector_meta gave it"
+        self._work = work
+        self._guard.run_always(lambda: rank.begin(work), None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        rank, work = self._rank, self._work
+        if work.loads or work.unloadable:
+            self._guard.run_always(lambda: rank.load(work), None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads have ended before the first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: what this step computes is stored at the start of the next."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: see `handle_preemptions`."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._rank.take_unloaded()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        rank, work = self._rank, self._work
+        report = self._guard.run_always(lambda: rank.report(work), WorkerReport(work.number, None, has_stored=False))
+        self._work = NOTHING_TO_DO
+        return report
+
+    # In both.
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        if self._scheduler is None:
+            return None
+        counts = self._guard.run_always(self._scheduler.side.counts.take, dict[str, int]())
+        return ConnectorStats(counts) if any(counts.values()) else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: the worker keeps views of the KV caches, which are freed when vLLM sleeps (vLLM 0.33 asks)."""
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._guard.run_always(self._worker.close, None)

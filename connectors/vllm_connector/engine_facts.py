@@ -1,0 +1,59 @@
+"""What decides the bytes of an engine's blocks beside its prompts and the shapes of its groups."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.connectors.judged_options import read_attribute
+from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.options import JUDGED, length_facts
+from kvtier.engine.attached.model_files import weights_digest
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
+    """Return the facts of this engine that decide its blocks' bytes, by name, those options among them that `JUDGED`
+    says decide them.
+
+    Args:
+        weights: Stands for the model's weights; without it their digest is taken.
+        weights_key: The setting that `NotServed` tells people to use.
+
+    Raises:
+        NotServed: If nothing says which weights the engine has.
+    """
+    from vllm import __version__ as vllm_version
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    return {
+        **JUDGED.values(lambda path: read_attribute(vllm_config, path)),
+        **length_facts(model),
+        "vllm": vllm_version,  # kernels may pack a block's bytes in another order
+        "weights": weights or _weights(model, weights_key),
+        "config": model.hf_config.to_json_string(use_diff=False),
+        "hash_tokens": kv_cache_config.hash_block_size,
+        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
+        "platform": [current_platform.device_type, current_platform.get_device_name(), _instructions()],
+    }
+
+
+def _instructions() -> str:
+    """Kernels for processors choose the order of a block's bytes by what the processor can do."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    return f"{torch.backends.cpu.get_cpu_capability()} {'amx' if has_amx else ''}"
+
+
+def _weights(model: Any, weights_key: str) -> str:
+    """The digest of the model's files, wherever vLLM loads them from."""
+    path = Path(model.model)
+    try:
+        if not path.exists():
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        return weights_digest(path)
+    except (OSError, ValueError) as error:
+        raise NotServed(
+            f"nothing says which weights {model.model} has ({error}); say it with {weights_key}, such as a revision"
+        ) from None

@@ -1,0 +1,173 @@
+"""Load: the part of one prompt's prefix that is below, on its way into host slots that are leased and verified."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.connectors.vllm_connector.digests import Digests
+from kvtier.connectors.vllm_connector.names import RequestNames
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.lower_tiers import ON_DISK, ON_REMOTE, Fetch, LowerTiers, Places
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.transfer.host_memory import HostMemory
+
+
+class _State(IntEnum):
+    """What is known of a block."""
+
+    COMING = 0
+    UNVERIFIED = 1  # leased
+    GOOD = 2  # leased, and its bytes are what they were
+    LOST = 3  # failed, corrupt or released
+
+
+@dataclass(slots=True)
+class _Part:
+    """The blocks of one group, from *first* on."""
+
+    first: int
+    fetch: Fetch
+    names: Sequence[BlockName]
+    places: Places  # where they were when they were asked for
+    states: npt.NDArray[np.uint8] = field(init=False)  # of `_State`
+    come: list[int] = field(default_factory=list)  # places that are leased and not given to be verified
+
+    def __post_init__(self) -> None:
+        self.states = np.full(len(self.names), _State.COMING, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What loads need of the connector: the tiers below, groups and their host slots, digests, and who counts
+    damage."""
+
+    tiers: LowerTiers
+    groups: Sequence[AttentionGroup]
+    memories: Sequence[HostMemory]
+    digests: Digests
+    on_corrupt: Callable[[], None]
+
+
+class Load:
+    """Asks for the blocks between *start* and *end* tokens that a request needs to go on at *end*, and has each
+    verified against its digest in its slot. What is good stays so, whatever becomes of the sidecar: slots are leased,
+    and their memory stays mapped. `release` ends all leases. Owned by the scheduler's thread, under the connector's
+    lock."""
+
+    def __init__(self, where: Where, names: RequestNames, tenant: bytes, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+        self._where = where
+        self._parts = [self._begin(group_id, names, tenant) for group_id in range(len(where.groups))]
+        for part in self._parts:
+            self._verify(part)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return not any((part.states <= _State.UNVERIFIED).any() for part in self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """For how many tokens all that a request needs to go on after them is good here, or before *start*."""
+        return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
+
+    def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:
+        """The host slots of these blocks; None for one that is not good."""
+        part = self._parts[group_id]
+        found: list[int | None] = []
+        for block in blocks:
+            place = block - part.first
+            is_good = 0 <= place < len(part.states) and part.states[place] == _State.GOOD
+            found.append(int(part.fetch.slots[place]) if is_good else None)
+        return found
+
+    def tokens_by_tier(self, start: int, end: int) -> dict[Tier, int]:
+        """How many of the tokens *start* to before *end* were where when they were asked for. The first group that
+        forgets nothing tells, as it has all of them."""
+        groups = self._where.groups
+        group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
+        part, size = self._parts[group_id], groups[group_id].block_size
+        blocks = slice(max(0, start // size - part.first), max(0, end // size - part.first))
+        places = part.places[blocks]
+        from_disk, from_remote = (int(np.count_nonzero(places == where)) * size for where in (ON_DISK, ON_REMOTE))
+        return {Tier.HOST: end - start - from_disk - from_remote, Tier.DISK: from_disk, Tier.REMOTE: from_remote}
+
+    def poll(self) -> None:
+        """Have what has come verified."""
+        for part in self._parts:
+            self._verify(part)
+
+    def release(self) -> None:
+        """End all leases, and wait for nothing more."""
+        for part in self._parts:
+            part.states[:] = _State.LOST
+            part.come.clear()
+            part.fetch.release(range(len(part.states))[::-1])
+
+    def _begin(self, group_id: int, names: RequestNames, tenant: bytes) -> _Part:
+        where, group = self._where, self._where.groups[group_id]
+        size = group.block_size
+        first = max(self.start // size, group.first_needed(self.end))
+        wanted = names.of(size, first, self.end // size)
+        parent = names.of(size, first - 1, first)[0] if first else None
+        parents = [None] * len(wanted) if group.forgets else [parent, *wanted[:-1]][: len(wanted)]
+        places = where.tiers.find(group_id, wanted)
+        blocks = NamedBlocks(wanted, parents, tenant)
+        part: _Part
+
+        def on_fetched(_: Fetch, place: int, failure: Reason | None) -> None:
+            if part.states[place] != _State.COMING:
+                return
+            part.states[place] = _State.UNVERIFIED if failure is None else _State.LOST
+            if failure is None:
+                part.come.append(place)
+
+        fetch = where.tiers.fetch(group_id, blocks, on_fetched)
+        part = _Part(first, fetch, wanted, places)
+        for place in np.flatnonzero(fetch.slots != ABSENT).tolist():
+            on_fetched(fetch, place, None)
+        for place, failure in fetch.failures.items():
+            on_fetched(fetch, place, failure)
+        return part
+
+    def _verify(self, part: _Part) -> None:
+        if not part.come:
+            return
+        places, part.come = part.come, []
+        memory = self._where.memories[part.fetch.group_id]
+
+        def on_taken(which: range, digests: Sequence[bytes] | None) -> None:
+            for number, i in enumerate(which):
+                place = places[i]
+                if part.states[place] != _State.UNVERIFIED:  # released meanwhile
+                    continue
+                if digests is not None and digests[number] == known[i]:
+                    part.states[place] = _State.GOOD
+                else:
+                    self._on_bad(part, place, is_corrupt=digests is not None)
+
+        known = [part.fetch.digest(place) for place in places]
+        self._where.digests.take(memory, part.fetch.slots[places].tolist(), on_taken)
+
+    def _on_bad(self, part: _Part, place: int, is_corrupt: bool) -> None:
+        part.states[place] = _State.LOST
+        part.fetch.release([place])
+        if is_corrupt:
+            self._where.on_corrupt()
+            self._where.tiers.forget(part.fetch.group_id, [part.names[place]])
+
+    def _first_hole(self, group_id: int, start: int, end: int) -> int:
+        """See `FirstHole`. What is before this load's start the device has."""
+        part, size = self._parts[group_id], self._where.groups[group_id].block_size
+        for block in range(max(start, self.start // size), end):
+            place = block - part.first
+            if place < 0 or part.states[place] != _State.GOOD:
+                return block
+        return end

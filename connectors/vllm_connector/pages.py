@@ -1,0 +1,113 @@
+"""Pages: vLLM's KV cache on one rank as whole blocks of opaque bytes, copied to host slots and back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.connectors.page_moves import copy_pages
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed
+
+Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the host
+
+
+class Pages(Protocol):
+    """The pages of one group on one rank. Copies have ended when they return. IndexError for a page or slot that there
+    is not."""
+
+    def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        """Copy this rank's part of each slot to its page."""
+
+    def store(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        """Copy each page to this rank's part of its slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's pages, [num_pages, page_bytes] uint8, and which bytes of a slot are its."""
+
+    pages: torch.Tensor
+    part: slice
+
+
+class CpuPages:
+    """Pages in this process's own memory."""
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        self._layers = layers
+
+    def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        copy_pages(*self._pairs(pages, slots, host))
+
+    def store(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        in_cache, in_host = self._pairs(pages, slots, host)
+        copy_pages(in_host, in_cache)
+
+    def _pairs(
+        self, pages: Sequence[int], slots: Sequence[int], host: Slots
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pages of each layer, and their places in the slots."""
+        rows = torch.from_numpy(host)
+        in_cache: list[torch.Tensor] = []
+        in_host: list[torch.Tensor] = []
+        for page, slot in zip(pages, slots, strict=True):
+            row = rows[slot]
+            for layer in self._layers:
+                in_cache.append(layer.pages[page])
+                in_host.append(row[layer.part])
+        return in_cache, in_host
+
+
+class DevicePages:
+    """Pages in a device's memory: a layer's are gathered and cross in one copy, in order with what the device does on
+    the stream of the calling thread."""
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        self._layers = layers
+
+    def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        for layer in self._layers:
+            rows = torch.from_numpy(np.ascontiguousarray(host[:, layer.part][list(slots)]))
+            layer.pages[self._ids(layer, pages)] = rows.to(layer.pages.device)
+
+    def store(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        for layer in self._layers:
+            rows = layer.pages[self._ids(layer, pages)].cpu().numpy()
+            host[list(slots), layer.part] = rows
+
+    def _ids(self, layer: _Layer, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=layer.pages.device)
+
+
+def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: int, rank: int) -> Pages:
+    """The pages of one group. *kv_caches*: vLLM's tensors by layer, the first index of each a page or an equal part of
+    one. `NotServed` if a page is not one run of bytes."""
+    layers, end = [], rank * layout.rank_bytes
+    for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
+        start, end = end, end + page_bytes
+        if not isinstance(kv_caches.get(name), torch.Tensor):
+            raise NotServed(f"layer {name} has no KV cache that is one tensor")
+        layers.append(_Layer(_as_pages(name, kv_caches[name], num_pages, page_bytes), slice(start, end)))
+    is_here = all(layer.pages.device.type == "cpu" for layer in layers)
+    return CpuPages(layers) if is_here else DevicePages(layers)
+
+
+def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -> torch.Tensor:
+    """A layer's tensor as [num_pages, page_bytes] uint8, over the same memory."""
+    if cache.shape[0] % num_pages:
+        raise NotServed(f"layer {name} has {cache.shape[0]} parts for {num_pages} blocks of KV cache")
+    parts, item = cache.shape[0] // num_pages, cache.element_size()
+    inner = [*zip(cache.shape[1:], cache.stride()[1:], strict=True), *([(parts, cache.stride(0))] if parts > 1 else [])]
+    run = 1
+    for size, stride in sorted((each for each in inner if each[0] > 1), key=lambda each: each[1]):
+        if stride != run:
+            raise NotServed(f"a block of layer {name} is not one run of bytes in this KV cache layout")
+        run *= size
+    if not run * item <= page_bytes <= parts * cache.stride(0) * item:
+        raise NotServed(f"a block of layer {name} has {run * item} bytes in memory, and {page_bytes} by vLLM's account")
+    flat = torch.tensor([], dtype=torch.uint8, device=cache.device)
+    strides = (parts * cache.stride(0) * item, 1)
+    return flat.set_(cache.untyped_storage(), cache.storage_offset() * item, (num_pages, page_bytes), strides)

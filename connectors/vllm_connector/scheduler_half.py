@@ -1,0 +1,147 @@
+"""SchedulerHalf: the scheduler's half of the connector, with the threads that go on while vLLM computes."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from kvtier.connectors.guard import Guard
+from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
+from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.vllm_request import Pages, VllmRequest
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.transfer.lane import Transfer
+from kvtier.transfer.transfer_engine import TransferEngine
+
+LISTEN_S = 0.25  # between two looks at what the sidecar says to an engine that asks nothing
+TOLD_LOOK_S = 0.002
+EMPTY_STEP_S = (
+    0.001  # that a step waits in which vLLM computes nothing, while blocks are on their way: it asks at once again
+)
+SETTLE_S = 5.0  # for copies that have been made to be published, when all is forgotten or ends
+
+
+class Heard(queue.SimpleQueue[Transfer]):
+    """A `Finished` queue that says so when something has been put: the sidecar has answered."""
+
+    def __init__(self, on_put: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_put = on_put
+
+    def put(self, item: Transfer, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        self._on_put()
+
+
+class SchedulerHalf:
+    """vLLM calls hooks only in its steps. Between them the sidecar's answers are taken in as they come, and what is
+    told of blocks a few times a second, so that an idle engine stays attached. All of it under the guard's lock."""
+
+    side: SchedulerSide
+
+    def __init__(self) -> None:
+        """Without a `side`, see `attach`."""
+        self.guard = Guard(self._give_up)
+        self._has_news = threading.Condition(self.guard.lock)
+        self._is_closing = threading.Event()
+        self._has_polled = False  # in this step
+        self._listener = threading.Thread(target=self._listen, name="kvtier-listener", daemon=True)
+
+    def attach(
+        self, side: SchedulerSide, tiers: SidecarTiers, transfers: TransferEngine, end_threads: Callable[[], None]
+    ) -> None:
+        """Begin. *end_threads* ends those that take digests and hear the sidecar; `close` calls it."""
+        self.side = side
+        self._tiers = tiers
+        self._transfers = transfers
+        self._end_threads = end_threads
+        self._listener.start()
+
+    def standing(self) -> SidecarStanding:
+        """Whether a sidecar is there, by value."""
+        with self.guard.lock:
+            return self._tiers.standing()
+
+    def wait_told(self, timeout_s: float) -> bool:
+        """Wait until the sidecar has told of all blocks that it has, if there is one; whether it has."""
+        give_up_at = time.monotonic() + timeout_s
+        while time.monotonic() < give_up_at:
+            self.guard.run_always(self._poll, None)
+            if not self._tiers.is_attached or self._tiers.is_told:
+                break
+            self._is_closing.wait(TOLD_LOOK_S)
+        return self._tiers.is_told
+
+    def on_heard(self) -> None:
+        """Take in what the sidecar has answered; called by a thread that waits for it."""
+        if not self._is_closing.is_set():
+            self.guard.run_always(self._poll, None)
+
+    def on_digests(self, tell: Callable[[], None]) -> None:
+        """Take in digests; called by a thread that took them."""
+
+        def take_in() -> None:
+            tell()
+            self._has_news.notify_all()
+
+        self.guard.run_always(take_in, None)
+
+    def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
+        """See `SchedulerSide.num_matched`."""
+        if not self._has_polled:
+            self._has_polled = True
+            self._poll()
+        return self.side.num_matched(request, num_computed)
+
+    def step(
+        self,
+        num_scheduled: Mapping[str, int],
+        pages_of: Callable[[str], Pages | None],
+        overwritten: Collection[int] = (),
+    ) -> StepWork:
+        """See `SchedulerSide.step`."""
+        self._has_polled = False
+        if not num_scheduled and self.side.is_waiting:
+            self._has_news.wait(EMPTY_STEP_S)  # gives the lock up, to the threads that bring what is waited for
+        self._poll()
+        return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
+
+    def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
+        """Take in what a step's workers have said, if they did, and the pages that vLLM was told were not loaded."""
+        if unloaded:
+            self.side.on_unloaded(unloaded)
+        if report is not None:
+            self.side.on_report(report)
+
+    def reset(self) -> bool:
+        """Begin anew, and evict what was stored until now: see `SchedulerSide.begin_anew` and `SchedulerSide.clear`.
+
+        Waits some seconds at most for copies that are under way.
+        """
+        self.side.begin_anew()
+        self._settle()
+        return self.side.clear()
+
+    def close(self) -> None:
+        """End the session and all threads, once what was copied is published."""
+        self.guard.run_always(self._settle, None)
+        self._is_closing.set()
+        self._end_threads()  # without the lock, which they may wait for
+        self.guard.run_always(self._tiers.close, None)
+
+    def _settle(self) -> None:
+        give_up_at = time.monotonic() + SETTLE_S
+        while self.side.is_digesting and time.monotonic() < give_up_at:
+            self._has_news.wait(SETTLE_S)
+
+    def _listen(self) -> None:
+        while not self._is_closing.wait(LISTEN_S):
+            self.guard.run_always(self._poll, None)
+
+    def _give_up(self) -> None:
+        self.side.give_up()
+
+    def _poll(self) -> None:
+        self._transfers.poll()
+        self.side.poll()

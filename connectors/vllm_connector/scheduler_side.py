@@ -1,0 +1,474 @@
+"""SchedulerSide: the connector's half in vLLM's scheduler: what is loaded, what is stored, and when."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtier.connectors.vllm_connector.adapters import Adapters
+from kvtier.connectors.vllm_connector.counts import Counts, Unstored
+from kvtier.connectors.vllm_connector.digests import Digests
+from kvtier.connectors.vllm_connector.load import Load, Where
+from kvtier.connectors.vllm_connector.names import NO_ADAPTER, RequestNames
+from kvtier.connectors.vllm_connector.step_work import PageCopies, Segment, StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.stores import Offer, Stores
+from kvtier.connectors.vllm_connector.taint import Placement, Taint
+from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages, VllmRequest
+from kvtier.connectors.weights_lineage import WeightsLineage
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.tiers.lower.inquiry import AllOf, Inquiry
+from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.host_memory import HostMemory
+
+MOST_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
+OFFER_PAUSE_S = 0.02  # before a request that found too few slots is offered again
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One of vLLM's requests, from its first question to its end."""
+
+    request: VllmRequest
+    asked_at: float | None = None  # when vLLM asked first, since it was last given pages
+    names: RequestNames | None = None  # None: its adapter's weights are not known
+    offer: Offer | None = None
+    placement: Placement | None = None  # since it was last given pages
+    load: Load | None = None
+    num_local: int = 0  # tokens that vLLM had when it asked last
+    inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
+    is_settled: bool = False  # it was told what it gets
+    offered_at: float = float("-inf")
+    is_over: bool = False  # it has ended, and its blocks are offered for the last time
+    why_unstored: Unstored = Unstored.LATE  # of those of its blocks that found no slot in its last step
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What is in a request's pages when a step has ended: the blocks of its first *num_tokens* tokens. *placement* has
+    the pages as they were in that step."""
+
+    tracked: Tracked
+    offer: Offer
+    placement: Placement
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Next:
+    """What is gathered for the next step."""
+
+    loads: list[PageCopies] = field(default_factory=list)
+    loaded: list[Load] = field(default_factory=list)
+    unloadable: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """vLLM's scheduler asks of each waiting request how much of it is below, once in each step until it is told. What
+    is there is known without asking the sidecar; its blocks are leased and verified while vLLM goes on with others, and
+    only then is it told. So what it was told of is in mapped memory and right, and no load that is known of fails
+    later. If one does, what is computed from its pages is not stored.
+
+    What a step computed is stored at the start of the next one, when its tokens have gone to their users. Pages that
+    vLLM takes from a request in between still have their bytes there: a worker copies before anything is written.
+
+    Owned by the scheduler's thread; calls of others hold the connector's lock.
+    """
+
+    def __init__(
+        self,
+        tiers: SidecarTiers,
+        segment: Callable[[bytes], Segment],
+        groups: Sequence[AttentionGroup],
+        memories: Sequence[HostMemory],
+        digests: Digests,
+        adapters: Adapters,
+        *,
+        hash_tokens: int,
+        num_workers: int,
+        max_stored: Sequence[int],
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*segment*: how workers map the memory of a sidecar's process. *hash_tokens*: for how many tokens vLLM has a
+        hash. *max_stored*: blocks of each group that are stored in one step at most."""
+        self.counts = Counts()
+        self._tiers = tiers
+        self._segment = segment
+        self._groups = groups
+        self._unit = alignment(groups)
+        self._adapters = adapters
+        self._hash_tokens = hash_tokens
+        self._num_workers = num_workers
+        self._max_stored = max_stored
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
+        self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
+        self._mapped: bytes | None = None  # the segment that all workers have said they map
+        self._waited_for: bytes | None = None  # one that they did not map within a deadline
+        self._requests: dict[str, Tracked] = {}
+        self._computed: list[_Computed] = []  # by the last step
+        self._lineage = WeightsLineage()
+        self._next = _Next()
+        self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
+        self._taint = Taint(groups)
+        self._past: list[Placement] = []  # of requests that ended or were preempted while steps were not reported
+        self._unreported: set[int] = set()  # steps
+        self._num_steps = 0
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all workers map the memory that slots are in now."""
+        return self._mapped is not None and self._mapped == self._tiers.boot
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is under way that only later steps take in."""
+        return any(each.asked_at is not None and not each.is_settled for each in self._requests.values())
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether blocks have been copied whose digests are being taken."""
+        return self._stores.is_digesting
+
+    def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
+        """How many tokens after the *num_computed* that vLLM has will be loaded; None: that is not known yet."""
+        tracked = self._tracked(request)
+        tracked.num_local = num_computed
+        if tracked.asked_at is None:
+            tracked.asked_at = self._clock()
+        if tracked.load is not None and num_computed < tracked.load.start:
+            self._drop(tracked)  # what vLLM had it has lost since
+        if tracked.load is None:
+            return self._begin(tracked, num_computed)
+        if not tracked.is_settled:
+            if not tracked.load.is_done and not self._is_late(tracked):
+                return None
+            self.counts.late_loads += not tracked.load.is_done
+        tracked.is_settled = True
+        num_matched = tracked.load.num_tokens - num_computed
+        if num_matched <= 0:
+            self._drop(tracked)
+        return max(0, num_matched)
+
+    def on_allocated(self, request: VllmRequest, pages: Pages, num_loaded: int) -> None:
+        """vLLM has given the request pages, and goes on after *num_loaded* tokens more than it had."""
+        tracked = self._tracked(request)
+        end = tracked.num_local + num_loaded
+        self._end_placement(tracked)
+        tracked.placement = self._taint.place(pages, tracked.num_local)
+        if num_loaded:
+            self._plan(tracked, pages, tracked.num_local, end)
+        self._drop(tracked)
+        tracked.asked_at, tracked.inquiry, tracked.is_settled = None, None, False
+        self._refresh(tracked, end)
+
+    def on_not_planned(self, pages: Pages) -> None:
+        """`on_allocated` has failed: none of the request's pages has what vLLM was told of."""
+        self._next.unloadable += [page for ids in pages for page in ids if page != NULL_PAGE]
+
+    def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
+        """Where the tokens were that were loaded for the request just now."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not self._next.loaded:
+            return {Tier.HOST: num_loaded}
+        return self._next.loaded[-1].tokens_by_tier(tracked.num_local, tracked.num_local + num_loaded)
+
+    def step(
+        self,
+        num_scheduled: Mapping[str, int],
+        pages_of: Callable[[str], Pages | None],
+        is_storing: bool = True,
+        overwritten: Collection[int] = (),
+    ) -> StepWork:
+        """The workers' part of the step in which vLLM computes so many tokens of each request. *overwritten*: pages
+        that vLLM may change before the workers can copy them."""
+        self._num_steps += 1
+        number = self._num_steps
+        stores = self._store_computed(number, is_storing, overwritten)
+        if self._next.unloadable:
+            self.on_unloaded(self._next.unloadable)
+        if not self._taint.is_empty or self._next.loaded or self._loading:
+            self._follow(num_scheduled, pages_of)
+        for request_id, num_tokens in num_scheduled.items():
+            self._note_computed(request_id, num_tokens, pages_of)
+        boot = self._tiers.boot
+        wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
+        gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
+        if gathered.loaded:
+            self._loading[number] = gathered.loaded
+        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
+        if work.is_reported:
+            self._unreported.add(number)
+        return work
+
+    def salvaged(self) -> StepWork:
+        """`step` has failed: the workers are to tell vLLM that nothing is loaded that it was told of."""
+        gathered, self._next = self._next, _Next()
+        for load in gathered.loaded:
+            load.release()
+        self._computed.clear()
+        self._stores.on_step_done(self._num_steps, has_stored=False)
+        pages = [page for copies in gathered.loads for page in copies.pages]
+        unloadable = [*gathered.unloadable, *pages]
+        self.on_unloaded(unloadable)
+        return StepWork(self._num_steps, unloadable=unloadable)
+
+    def poll(self) -> None:
+        """Take in what the sidecar has said."""
+        self._tiers.poll()
+        for tracked in self._requests.values():
+            if tracked.load is not None and not tracked.is_settled:
+                tracked.load.poll()
+
+    def on_report(self, report: WorkerReport) -> None:
+        """Take in what the workers have done."""
+        if report.num_workers != self._num_workers:
+            report = replace(report, boot=None, has_stored=False)
+        if report.boot is not None:
+            self._mapped = report.boot
+        for load in self._loading.pop(report.number, ()):
+            load.release()
+        if report.unloaded:
+            self.on_unloaded(report.unloaded)
+        self._stores.on_step_done(report.number, report.has_stored)
+        self._unreported = {number for number in self._unreported if number > report.number}
+        if not self._unreported:
+            self._past.clear()
+
+    def on_unloaded(self, pages: Collection[int]) -> None:
+        """Pages do not have what vLLM was told of: store nothing that was or will be computed from them."""
+        placements = [each.placement for each in self._requests.values() if each.placement is not None]
+        for placement in self._taint.spread(pages, [*self._past, *placements]):
+            self._stores.discard(placement)
+
+    def on_finished(self, request: VllmRequest) -> None:
+        """The request has ended, by itself or aborted. What the last step computed of it is stored with the next one;
+        what finds no slot then is lost, as vLLM has its pages back."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            self._drop(tracked)
+            tracked.is_over = True
+            if tracked.placement is not None:
+                if tracked.offer is not None and not any(each.tracked is tracked for each in self._computed):
+                    num_tokens = tracked.placement.limit(min(request.num_computed_tokens, request.num_tokens))
+                    self._count_unstored(tracked, tracked.offer, num_tokens)
+                self._end_placement(tracked)
+
+    def begin_anew(self) -> None:
+        """Name all blocks that vLLM computes from now on apart from those until now, because its weights may be others.
+
+        vLLM resets its connector after an update of weights, and says nothing else of it: see `WeightsLineage`. Copies
+        that are under way are not published.
+        """
+        self._lineage.begin_anew()
+        self._computed.clear()
+        self._stores.discard_all()
+        for tracked in self._requests.values():
+            self._drop(tracked)
+            tracked.names = tracked.offer = tracked.inquiry = None
+
+    def clear(self) -> bool:
+        """Evict every block of this namespace from the sidecar's host memory and disk, for all engines that share it.
+
+        Waits for the sidecar's answer. The remote tier keeps its blocks, because other machines share it.
+
+        Returns:
+            False if blocks are leased, or if the sidecar does not answer in time. True without a sidecar.
+        """
+        self._tiers.poll()
+        return not self._tiers.is_attached or self._tiers.clear()
+
+    def give_up(self) -> None:
+        """Let go of all that no worker copies."""
+        for tracked in self._requests.values():
+            self._drop(tracked)
+        self.counts.errors += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        self._tiers.check()
+        assert all(number <= self._num_steps for number in self._loading), "a step that was not made copies blocks"
+        assert self._unreported or not self._past, "placements are kept that no step can taint any more"
+
+    def _tracked(self, request: VllmRequest) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = Tracked(request)
+        if tracked.names is None:
+            adapter = request.lora_request
+            digest = NO_ADAPTER if adapter is None else self._adapters.digest(adapter)
+            if digest is not None:
+                tracked.names = RequestNames(request, digest, self._hash_tokens, self._lineage.secret)
+                tracked.offer = Offer(tracked.names, tenant_of(request.cache_salt), [0] * len(self._groups))
+        return tracked
+
+    def _begin(self, tracked: Tracked, num_computed: int) -> int | None:
+        """Begin to load what is below; None if vLLM is to ask again, 0 if there is nothing."""
+        if tracked.is_settled:
+            return 0
+        is_late = self._is_late(tracked)
+        if tracked.names is None or tracked.offer is None:
+            adapter = tracked.request.lora_request
+            tracked.is_settled = is_late or adapter is None or not self._adapters.is_pending(adapter)
+            return 0 if tracked.is_settled else None
+        if self._waits_for_mapping(is_late):
+            return None
+        if not is_late and not self._has_asked(tracked, tracked.names, num_computed):
+            return None
+        end = self._num_found(tracked.names, num_computed, tracked.request.num_tokens - 1)
+        if end <= num_computed or is_late:
+            tracked.is_settled = True
+            self.counts.late_loads += end > num_computed
+            return 0
+        if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MOST_LOADS:
+            tracked.asked_at = self._clock()  # others' deadlines end this wait
+        elif self.is_mapped:
+            tracked.load = Load(self._where, tracked.names, tracked.offer.tenant, num_computed, end)
+        return None
+
+    def _waits_for_mapping(self, is_late: bool) -> bool:
+        """Return whether the request waits until the workers map the sidecar's memory, so that its blocks can be stored
+        once they are computed. One request at most waits in vain, as the workers may not be able to."""
+        boot = self._tiers.boot
+        if self.is_mapped or not self._tiers.is_attached or boot == self._waited_for:
+            return False
+        if is_late:
+            self._waited_for = boot
+        return not is_late
+
+    def _has_asked(self, tracked: Tracked, names: RequestNames, num_computed: int) -> bool:
+        """Whether a remote tier has been asked about what nothing nearer has of the request, and has answered."""
+        if tracked.inquiry is None:
+            inquiries = []
+            for group_id, group in enumerate(self._groups if self._tiers.can_ask else ()):
+                size = group.block_size
+                end = min((tracked.request.num_tokens - 1) // size, names.num_blocks(size))
+                wanted = names.of(size, min(num_computed // size, end), end)
+                start = 0 if group.forgets else len(self._tiers.find_run(group_id, wanted))
+                inquiries.append(self._tiers.inquire(group_id, wanted[start:]))
+            tracked.inquiry = AllOf(inquiries)
+        return tracked.inquiry.is_done
+
+    def _num_found(self, names: RequestNames, num_computed: int, most: int) -> int:
+        """After how many tokens the request could go on with what is known to be below."""
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            size = self._groups[group_id].block_size
+            start = max(start, num_computed // size)  # what is before vLLM has
+            if start >= end:
+                return end
+            return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
+
+        most = min([most, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
+        return longest_hit(most // self._unit * self._unit, self._groups, first_hole) if most > num_computed else 0
+
+    def _plan(self, tracked: Tracked, pages: Pages, start: int, end: int) -> None:
+        """Have the workers copy tokens *start* to before *end*, which were promised, into these pages."""
+        load, gathered = tracked.load, self._next
+        for group_id, group in enumerate(self._groups):
+            size, ids = group.block_size, pages[group_id]
+            blocks = [i for i in range(start // size, min(end // size, len(ids))) if ids[i] != NULL_PAGE]
+            slots = [None] * len(blocks) if load is None else load.slots_of(group_id, blocks)
+            found = [(ids[i], slot) for i, slot in zip(blocks, slots, strict=True) if slot is not None]
+            gathered.unloadable += [ids[i] for i, slot in zip(blocks, slots, strict=True) if slot is None]
+            if found:
+                gathered.loads.append(PageCopies(group_id, [page for page, _ in found], [slot for _, slot in found]))
+        if load is not None:
+            gathered.loaded.append(load)
+            tracked.load = None
+            num_tokens = load.tokens_by_tier(start, end)
+            self.counts.host_tokens += num_tokens[Tier.HOST]
+            self.counts.disk_tokens += num_tokens[Tier.DISK]
+            self.counts.remote_tokens += num_tokens[Tier.REMOTE]
+
+    def _refresh(self, tracked: Tracked, end: int) -> None:
+        """The blocks that the request goes on from after *end* tokens were used just now, the first one last."""
+        if tracked.names is None:
+            return
+        for group_id, group in enumerate(self._groups):
+            names = tracked.names.of(group.block_size, group.first_needed(end), end // group.block_size)
+            if names:
+                self._tiers.refresh(group_id, names[::-1], ())
+
+    def _is_late(self, tracked: Tracked) -> bool:
+        return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
+
+    def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
+        """Copies of what the step before has completed, and of what found no slot before."""
+        computed, self._computed = self._computed, []
+        copies, left = list[PageCopies](), list(self._max_stored)
+        why_unstored = self._why_unstored(is_storing)
+        for each in computed:
+            tracked, now = each.tracked, self._clock()
+            num_tokens = each.placement.limit(each.num_tokens)
+            if why_unstored is not None:
+                tracked.why_unstored = why_unstored
+            elif tracked.is_over or now - tracked.offered_at >= OFFER_PAUSE_S:
+                copies += self._stores.copies(number, each.offer, num_tokens, each.placement, left, overwritten)
+                if self._stores.num_left(each.offer, num_tokens):
+                    tracked.offered_at = now
+                    has_room = all(map(self._tiers.has_room, range(len(self._groups))))
+                    tracked.why_unstored = Unstored.LATE if has_room else Unstored.NO_ROOM
+            if tracked.is_over:
+                self._count_unstored(tracked, each.offer, num_tokens)
+        return copies
+
+    def _note_computed(self, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]) -> None:
+        """Keep in mind what the request's pages have once this step has ended, if some of it is not stored yet."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or (offer := tracked.offer) is None or (placement := tracked.placement) is None:
+            return
+        request = tracked.request
+        num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        if not self._stores.num_left(offer, num_tokens) or (pages := pages_of(request_id)) is None:
+            return
+        placement.pages = pages
+        self._computed.append(_Computed(tracked, offer, placement, num_tokens))
+
+    def _count_unstored(self, tracked: Tracked, offer: Offer, num_tokens: int) -> None:
+        self.counts.unstored_blocks[tracked.why_unstored] += self._stores.num_left(offer, num_tokens)
+
+    def _why_unstored(self, is_storing: bool) -> Unstored | None:
+        """Return why no block can be stored in this step; None if blocks can be."""
+        if not is_storing:
+            return Unstored.RESTING
+        if not self._tiers.is_attached:
+            return Unstored.NO_SIDECAR
+        return None if self.is_mapped else Unstored.UNMAPPED
+
+    def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
+        """Take in what this step computes, and from which pages."""
+        for request_id, num_tokens in num_scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or (placement := tracked.placement) is None:
+                continue
+            start = tracked.request.num_computed_tokens
+            end = start + num_tokens
+            if end // self._hash_tokens > start // self._hash_tokens:  # vLLM shares full blocks only
+                pages = pages_of(request_id) or placement.pages
+                if not any(placement.pages):  # another connector loads for it
+                    placement = tracked.placement = self._taint.place(pages, start)
+                placement.pages = pages
+            self._taint.on_computed(placement, start, end)
+
+    def _end_placement(self, tracked: Tracked) -> None:
+        """The request has no pages any more, although steps may still compute in them."""
+        if tracked.placement is not None and self._unreported:
+            self._past.append(tracked.placement)
+        tracked.placement = None
+
+    def _drop(self, tracked: Tracked) -> None:
+        if tracked.load is not None:
+            tracked.load.release()
+            tracked.load = None
+
+    def _on_corrupt(self) -> None:
+        self.counts.corrupt_blocks += 1
+
+    def _on_stored(self, num_blocks: int) -> None:
+        self.counts.stored_blocks += num_blocks
+
+    def _on_failed(self, num_blocks: int) -> None:
+        self.counts.unstored_blocks[Unstored.FAILED] += num_blocks

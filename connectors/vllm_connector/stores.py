@@ -1,0 +1,232 @@
+"""Stores: blocks that vLLM has computed, on their way into host slots and from there to whoever asks."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kvtier.connectors.vllm_connector.digests import Digests
+from kvtier.connectors.vllm_connector.names import RequestNames
+from kvtier.connectors.vllm_connector.step_work import PageCopies
+from kvtier.connectors.vllm_connector.taint import Placement
+from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tenant import number_of
+from kvtier.transfer.host_memory import HostMemory
+
+
+@dataclass(slots=True)
+class Offer:
+    """What is to be kept of one request, and how far that has come. *num_offered*: blocks of each group that are below,
+    on their way there, or cannot be had any more."""
+
+    names: RequestNames
+    tenant: bytes
+    num_offered: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Copied:
+    """Blocks of one chain and group in a row, the last one first, and the slots that are to have their bytes."""
+
+    offer: Offer
+    placement: Placement  # whose pages the workers copy
+    group_id: int
+    first: int  # number of the row's first block in its request
+    slots: list[int]
+    names: list[BlockName]
+    parent: BlockName | None
+    owner: int
+    is_discarded: bool = False
+
+
+@dataclass(slots=True)
+class _Digested:
+    """Rows of one group and step, whose digests are being taken."""
+
+    rows: Sequence[_Copied]
+    slots: list[int]  # of all rows
+    digests: list[bytes]
+    num_taken: int = 0
+
+
+class Stores:
+    """A block's way down: a slot is reserved, the workers copy the block's pages into it at the start of the step after
+    the one that computed it, its digest is taken, and it is published. No slot is waited for: a block without one is
+    offered again with the next step. Owned by the scheduler's thread, under the connector's lock."""
+
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        groups: Sequence[AttentionGroup],
+        memories: Sequence[HostMemory],
+        digests: Digests,
+        on_stored: Callable[[int], None],
+        on_failed: Callable[[int], None],
+    ) -> None:
+        """*on_stored* is told how many blocks have been published, *on_failed* how many could not be copied."""
+        self._tiers = tiers
+        self._groups = groups
+        self._memories = memories
+        self._digests = digests
+        self._on_stored = on_stored
+        self._on_failed = on_failed
+        self._copying: dict[int, list[_Copied]] = {}  # by the number of the step
+        self._under_way: set[tuple[int, BlockName]] = set()
+        self._digesting: list[Sequence[_Copied]] = []
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether digests are being taken of blocks that will be published then."""
+        return bool(self._digesting)
+
+    def copies(
+        self,
+        step: int,
+        offer: Offer,
+        num_tokens: int,
+        placement: Placement,
+        left: list[int],
+        overwritten: Collection[int] = (),
+    ) -> list[PageCopies]:
+        """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed, as
+        far as there are slots.
+
+        Args:
+            left: How many blocks of each group may still be copied in this step; made less by those that are.
+            overwritten: Pages that no longer have their block's bytes. Their blocks are lost.
+        """
+        copies = []
+        for group_id, group in enumerate(self._groups):
+            start, size = offer.num_offered[group_id], group.block_size
+            end = min(num_tokens // size, offer.names.num_blocks(size), len(placement.pages[group_id]))
+            if start < end:
+                copies += self._copies(step, offer, group_id, range(start, end), placement, left, overwritten)
+        return copies
+
+    def num_left(self, offer: Offer, num_tokens: int) -> int:
+        """Blocks of the request's first *num_tokens* tokens that have still to be offered."""
+        return sum(
+            max(0, min(num_tokens // group.block_size, offer.names.num_blocks(group.block_size)) - num_offered)
+            for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
+        )
+
+    def discard(self, placement: Placement) -> None:
+        """Publish none of the placement's blocks on their way down that are behind its good tokens. Their slots are
+        given back once the workers have done the step. Blocks of these rows are offered again when they are good."""
+        for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
+            end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
+            if placement.limit(end) < end:
+                row.is_discarded = True
+                row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
+
+    def on_step_done(self, step: int, has_stored: bool) -> None:
+        """Take in that the workers have done a step, and whether its slots have the bytes."""
+        done = self._copying.pop(step, [])
+        self._give_back([row for row in done if row.is_discarded])
+        rows = [row for row in done if not row.is_discarded]
+        if not has_stored:
+            self._fail(rows)
+            return
+        for group_id in range(len(self._groups)):
+            if of_group := [row for row in rows if row.group_id == group_id]:
+                self._take_digests(group_id, of_group)
+
+    def discard_all(self) -> None:
+        """Publish none of the blocks that are being copied or digested now."""
+        for rows in (*self._copying.values(), *self._digesting):
+            for row in rows:
+                row.is_discarded = True
+
+    def _copies(
+        self,
+        step: int,
+        offer: Offer,
+        group_id: int,
+        blocks: range,
+        placement: Placement,
+        left: list[int],
+        overwritten: Collection[int],
+    ) -> list[PageCopies]:
+        size, pages = self._groups[group_id].block_size, placement.pages[group_id]
+        names = offer.names.of(size, blocks.start, blocks.stop)
+        places = self._tiers.find(group_id, names)
+        wanted = [
+            place
+            for place in np.flatnonzero(~are_kept(places)).tolist()
+            if pages[blocks[place]] != NULL_PAGE and (group_id, names[place]) not in self._under_way
+        ]
+        if lost := [place for place in wanted if pages[blocks[place]] in overwritten]:
+            self._on_failed(len(lost))
+            wanted = [place for place in wanted if place not in lost]
+        slots = self._tiers.reserve(group_id, min(len(wanted), left[group_id]))
+        left[group_id] -= len(slots)
+        offer.num_offered[group_id] = blocks.stop if len(slots) == len(wanted) else blocks[wanted[len(slots)]]
+        if not slots:
+            return []
+        taken = wanted[: len(slots)]
+        for start, end in _runs(taken):
+            first = blocks[taken[start]]
+            parent = offer.names.of(size, first - 1, first)[0] if first else None
+            row_names = [names[place] for place in taken[start:end]][::-1]
+            row_slots, owner = slots[start:end][::-1], number_of(offer.tenant)
+            row = _Copied(offer, placement, group_id, first, row_slots, row_names, parent, owner)
+            self._copying.setdefault(step, []).append(row)
+            self._under_way.update((group_id, name) for name in row_names)
+        return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
+
+    def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
+        """One step's rows are digested and published together: each message wakes the sidecar, and each thread that
+        wakes takes the interpreter's lock from the step that vLLM is in."""
+        slots = [slot for row in rows for slot in row.slots]
+        digested = _Digested(rows, slots, [b""] * len(slots))
+        self._digesting.append(rows)
+
+        def on_taken(places: range, digests: Sequence[bytes] | None) -> None:
+            if digests is not None:
+                digested.digests[places.start : places.stop] = digests
+            digested.num_taken += len(places)
+            if digested.num_taken == len(slots):
+                self._digesting.remove(rows)
+                self._publish(group_id, digested)
+
+        self._digests.take(self._memories[group_id], slots, on_taken)
+
+    def _publish(self, group_id: int, digested: _Digested) -> None:
+        if any(row.is_discarded for row in digested.rows):
+            self._give_back(digested.rows)
+            return
+        if not all(digested.digests):
+            self._fail(digested.rows)
+            return
+        rows, owners, start = list[Row](), list[int](), 0
+        for row in digested.rows:
+            self._end(row)
+            rows.append(Row(start, start + len(row.names), row.names, row.parent))
+            owners += [row.owner] * len(row.names)
+            start += len(row.names)
+        slots = np.array(digested.slots, np.intp)
+        self._tiers.publish(group_id, slots, rows, digested.digests, np.array(owners, np.uint64))
+        self._on_stored(len(slots))
+
+    def _fail(self, rows: Sequence[_Copied]) -> None:
+        self._on_failed(sum(len(row.names) for row in rows))
+        self._give_back(rows)
+
+    def _give_back(self, rows: Sequence[_Copied]) -> None:
+        for row in rows:
+            self._end(row)
+            self._tiers.abandon(row.group_id, np.array(row.slots, np.intp))
+
+    def _end(self, row: _Copied) -> None:
+        self._under_way.difference_update((row.group_id, name) for name in row.names)
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of numbers that follow each other begin and end."""
+    cuts = [0, *(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1), len(places)]
+    return list(pairwise(cuts))

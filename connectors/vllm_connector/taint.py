@@ -1,0 +1,93 @@
+"""Taint: which of vLLM's pages hold wrong bytes because a load failed, and which requests have computed from them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages
+from kvtier.tiers.naming.groups import AttentionGroup
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request in the pages that vLLM gave it, until it is preempted or ends."""
+
+    pages: Pages  # as last seen; vLLM appends to them
+    num_good: int | None = None  # tokens before the first tainted page; None if no page is tainted
+
+    def limit(self, num_tokens: int) -> int:
+        """Return how many of the first *num_tokens* tokens were computed from good pages only."""
+        return num_tokens if self.num_good is None else min(num_tokens, self.num_good)
+
+
+class Taint:
+    """The pages that a load did not fill, and those that were computed from such pages.
+
+    A failed request is computed again in the same pages, and vLLM may share these pages with other requests in the
+    meantime. So a page stays tainted until it is loaded, or computed from good pages only.
+    """
+
+    def __init__(self, groups: Sequence[AttentionGroup]) -> None:
+        self._sizes = [group.block_size for group in groups]
+        self._pages: set[int] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page is tainted."""
+        return not self._pages
+
+    def place(self, pages: Pages, num_cached: int) -> Placement:
+        """Return the placement of a request of which vLLM's own cache has *num_cached* tokens. The others will be
+        loaded or computed in these pages."""
+        placement = Placement(pages)
+        if self._pages:
+            for size, ids in zip(self._sizes, pages, strict=True):
+                self._pages.difference_update(ids[num_cached // size :])
+            placement.num_good = self._first_tainted(placement)
+        return placement
+
+    def on_computed(self, placement: Placement, start: int, end: int) -> None:
+        """Take in that the tokens *start* to before *end* are computed in a step, from all tokens before them."""
+        if placement.num_good is not None and placement.num_good < start:
+            self._taint_rest(placement)
+            return
+        placement.num_good = None  # vLLM has gone back to its last good token
+        if self._pages:
+            for size, ids in zip(self._sizes, placement.pages, strict=True):
+                self._pages.difference_update(ids[: end // size])
+
+    def spread(self, unloaded: Iterable[int], placements: Sequence[Placement]) -> list[Placement]:
+        """Taint pages that were not loaded, and what was computed from them.
+
+        Returns:
+            The placements of which fewer tokens are good than before.
+        """
+        self._pages.update(unloaded)
+        affected: dict[Placement, None] = {}
+        while found := [placement for placement in placements if self._is_worse(placement)]:
+            for placement in found:
+                self._taint_rest(placement)
+            affected.update(dict.fromkeys(found))
+        return list(affected)
+
+    def _is_worse(self, placement: Placement) -> bool:
+        first = self._first_tainted(placement)
+        if first is None or (placement.num_good is not None and placement.num_good <= first):
+            return False
+        placement.num_good = first
+        return True
+
+    def _first_tainted(self, placement: Placement) -> int | None:
+        """Return the first token of the request in a tainted page."""
+        firsts = [
+            block * size
+            for size, ids in zip(self._sizes, placement.pages, strict=True)
+            for block, page in enumerate(ids)
+            if page in self._pages
+        ]
+        return min(firsts, default=None)
+
+    def _taint_rest(self, placement: Placement) -> None:
+        """Taint all pages from the first tainted one on."""
+        assert placement.num_good is not None
+        for size, ids in zip(self._sizes, placement.pages, strict=True):
+            self._pages.update(page for page in ids[placement.num_good // size :] if page != NULL_PAGE)

@@ -1,0 +1,98 @@
+"""PageCopies: the jobs of vLLM's offloading on CPUs, as copies of pages between its KV cache and its host pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.connectors.page_moves import copy_pages
+
+
+class Ids(Protocol):
+    """Ids of a job, group by group: of chunks in the host pool (vLLM's `CPULoadStoreSpec`), or of pages in the KV
+    cache."""
+
+    @property
+    def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
+
+
+class PageIds(Ids, Protocol):
+    """Ids of the pages of a job, group by group: vLLM's `GPULoadStoreSpec`."""
+
+    @property
+    def group_sizes(self) -> Sequence[int]:
+        """[group]: how many pages are a group's."""
+
+    @property
+    def block_indices(self) -> Sequence[int]:
+        """[group]: which page of its request a group's first one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One of vLLM's KV cache tensors and its part of the host pool: *pages* is int8 [num_pages, page_bytes], *chunks*
+    is int8 [num_chunks, pages_per_chunk, page_bytes]. Layers that share memory share a tensor."""
+
+    pages: torch.Tensor
+    chunks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where the pages of a layer are: at a place among the tensors, the first *num_bytes* of each page."""
+
+    tensor: int
+    num_bytes: int
+
+
+class PageCopies:
+    """Copies whole jobs. It has no state but the memory that it copies from and to, which is vLLM's."""
+
+    def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Sequence[Layer]]) -> None:
+        """*groups*: the layers of each KV cache group."""
+        self._tensors = tensors
+        self._groups = groups
+        self._pages_per_chunk = tensors[0].chunks.shape[1]
+
+    def store(self, pages: PageIds, chunks: Ids) -> int:
+        """Copy the pages of a job to its chunks; the bytes copied. ValueError for ids that do not match, before
+        anything is copied; IndexError for one that there is not."""
+        from_pages, to_chunks = self._pairs(pages, chunks)
+        copy_pages(to_chunks, from_pages)
+        return sum(page.nbytes for page in from_pages)
+
+    def load(self, pages: PageIds, chunks: Ids) -> int:
+        """Copy the chunks of a job to its pages; otherwise as `store`."""
+        to_pages, from_chunks = self._pairs(pages, chunks)
+        copy_pages(to_pages, from_chunks)
+        return sum(page.nbytes for page in to_pages)
+
+    def _pairs(self, pages: PageIds, chunks: Ids) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pages of each layer, and their places in the host pool."""
+        skipped = [first % self._pages_per_chunk for first in pages.block_indices]  # the first chunk begins before
+        num_chunks = [
+            -(-(before + size) // self._pages_per_chunk) if size else 0
+            for before, size in zip(skipped, pages.group_sizes, strict=True)
+        ]
+        wanted = len(self._groups), sum(pages.group_sizes), sum(num_chunks)
+        given = len(pages.group_sizes), len(pages.block_ids), len(chunks.block_ids)
+        if wanted != given:
+            raise ValueError(f"a job has ids of {given} groups, pages and chunks where {wanted} were meant")
+
+        in_cache: list[torch.Tensor] = []
+        in_host: list[torch.Tensor] = []
+        page_from = chunk_from = 0
+        for layers, before, size, count in zip(self._groups, skipped, pages.group_sizes, num_chunks, strict=True):
+            page_ids = pages.block_ids[page_from : page_from + size]
+            chunk_ids = chunks.block_ids[chunk_from : chunk_from + count]
+            page_from, chunk_from = page_from + size, chunk_from + count
+            for layer in layers:
+                tensor, used = self._tensors[layer.tensor], slice(layer.num_bytes)
+                for place, page_id in enumerate(page_ids, before):
+                    chunk, part = divmod(place, self._pages_per_chunk)
+                    in_cache.append(tensor.pages[page_id, used])
+                    in_host.append(tensor.chunks[chunk_ids[chunk], part, used])
+        return in_cache, in_host

@@ -1,0 +1,146 @@
+"""KVTier: kvtier's disk as a secondary tier of vLLM's offloading, by vLLM's configuration alone."""
+
+import logging
+from itertools import count
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvtier.connectors.guard import Guard
+from kvtier.connectors.vllm_offloading.known_vllm import check_tier, connector_configs, end_tokens
+from kvtier.connectors.vllm_offloading.open_tier import open_tier
+from kvtier.connectors.vllm_offloading.request_chain import RequestChain
+from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
+from kvtier.connectors.vllm_offloading.tier_counts import DOCUMENTATION, GAUGES, METRIC_PREFIX
+from kvtier.connectors.vllm_offloading.tier_settings import tier_settings
+
+log = logging.getLogger(__name__)
+
+
+class KVTier(SecondaryTierManager):
+    """vLLM's blocks in kvtier's store. Raises ValueError at the start, for what cannot be served; after that no hook
+    raises, see `Guard`. What hooks are for and when they are called vLLM's base class says. Whether a block is on disk
+    is known in memory, so each look-up has its answer at once. Owned by vLLM's scheduler."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        settings = tier_settings(config)
+        vllm_config, kv_cache_config = connector_configs()
+        check_tier(SecondaryTierManager, vllm_config)
+        self._side = open_tier(settings, offloading_spec.config, vllm_config, kv_cache_config, primary_kv_view)
+        self._guard = Guard(lambda: None)
+        self._num_errors = 0  # that were counted
+        self._offers = count()
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        is_held = self._guard.run(lambda: self._side.holds(key), False)
+        return LookupResult.HIT if is_held else LookupResult.MISS
+
+    def submit_load(self, job_metadata: Any) -> None:
+        job, keys = job_metadata, list(job_metadata.keys)
+
+        def load() -> bool:
+            self._side.load(job.job_id, keys, job.chunk_ids)
+            return True
+
+        if not self._guard.run_always(load, False):
+            self._side.fail(job.job_id, keys, is_load=True)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        job, keys = job_metadata, list(job_metadata.keys)
+
+        def store() -> bool:
+            chain = _chain_of(job.req_context)
+            parents = {key: chain.parent(key) for key in keys}
+            self._side.store(job.job_id, keys, job.chunk_ids, parents, end_tokens(job.req_context))
+            return True
+
+        if not self._guard.run(store, False):
+            self._side.fail(job.job_id, keys, is_load=False)
+
+    def get_finished_jobs(self) -> list[Any]:
+        return [self._result(job) for job in self._guard.run_always(self._side.take_ended, [])]
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._guard.run(lambda: self._side.on_request_finished(_chain_of(req_context)), None)
+
+    def serve_external_requests(self, parent: Any) -> None:
+        self._guard.run(lambda: self._offer_again(parent), None)
+
+    def drain_jobs(self) -> None:
+        self._guard.run_always(self._side.begin_anew, None)  # vLLM's `reset_cache` alone calls this
+        if not self._guard.run_always(self._side.drain, True):
+            log.error("kvtier: the disk has not ended what it began, and is closed; restart vLLM to have it again")
+
+    def shutdown(self) -> None:
+        self._guard.run_always(self._side.close, None)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        counters = {f"{METRIC_PREFIX}{name}": OffloadingCounterMetadata(text) for name, text in DOCUMENTATION.items()}
+        gauges = {f"{METRIC_PREFIX}{name}": OffloadingGaugeMetadata(text) for name, text in GAUGES.items()}
+        return counters | gauges
+
+    def get_stats(self) -> Any:
+        stats, counts = OffloadingConnectorStats(), self._side.counts
+        counts.errors += self._guard.num_errors - self._num_errors
+        self._num_errors = self._guard.num_errors
+        for name, number in counts.take().items():
+            stats.increase_counter(f"{METRIC_PREFIX}{name}", number)
+        for name, number in self._guard.run(self._side.gauges, {}).items():
+            stats.set_gauge(f"{METRIC_PREFIX}{name}", number)
+        return stats
+
+    def _result(self, job: EndedRows) -> Any:
+        num_bytes = len(job.good) * self.block_size_bytes
+        is_good = len(job.good) == len(job.keys)
+        return JobResult(job.job_id, is_good, job.good if job.is_load else None, job.took_s, num_bytes)
+
+    def _offer_again(self, parent: Any) -> None:
+        """Store what the disk did not take when vLLM offered it, as far as vLLM has it in host memory still."""
+        holes = self._side.take_holes()
+        if not holes:
+            return
+        context = ReqContext(f"kvtier-{next(self._offers)}")
+        parent.on_new_request(context)
+        found = {key: parent.lookup(key, context) for key in holes}
+        self._side.put_back(
+            {key: holes[key] for key in found if found[key] not in (LookupResult.HIT, LookupResult.MISS)}
+        )
+        keys = [key for key in found if found[key] is LookupResult.HIT]
+        if keys:
+            job = parent.create_store_job(keys, context)
+            self._side.counts.offered_again_blocks += len(keys)
+            self._side.store(job.job_id, keys, job.chunk_ids, holes, {})
+        parent.on_request_finished(context)
+
+
+def _chain_of(req_context: Any) -> RequestChain:
+    """The chain of the request, which is kept with it and grows."""
+    chain: RequestChain | None = req_context.get_state(RequestChain)
+    if chain is None:
+        chain = RequestChain()
+        req_context.set_state(chain)
+    chain.see(end_tokens(req_context))
+    return chain

@@ -1,0 +1,133 @@
+"""TierSide: what `KVTier` does, in values that are not vLLM's classes."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+
+from kvtier.connectors.disk_below.disk_below import DiskBelow
+from kvtier.connectors.vllm_offloading.holes import Holes
+from kvtier.connectors.vllm_offloading.request_chain import RequestChain, group_of
+from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
+from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
+
+TOUCHED_KEYS = 256  # at the end of a request, of each group: what the disk has of it is mostly among the last ones
+GAUGES_EVERY_S = 1.0
+
+
+class TierSide:
+    """Blocks of vLLM's host pool on disk. Owned by vLLM's scheduler; its methods wait for nothing but `drain` and
+    `close`."""
+
+    def __init__(
+        self,
+        disk: DiskBelow,
+        pool: memoryview,
+        row_bytes: int,
+        longest_job_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*pool*: the rows' bytes, one after the other; released by `close`. *longest_job_s*: after which the disk has
+        ended a job, if it hangs."""
+        self.counts = TierCounts()
+        self._disk = disk
+        self._jobs = RowJobs(disk, pool, row_bytes, clock)
+        self._holes = Holes(clock)
+        self._longest_job_s = longest_job_s
+        self._clock = clock
+        self._gauges_at = float("-inf")
+        self._num_corrupt = 0  # that were counted
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is on disk; waits for nothing."""
+        return self._jobs.holds(key)
+
+    def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
+        """Begin to read blocks into rows of the pool."""
+        self._jobs.load(job_id, keys, chunk_ids)
+
+    def store(
+        self,
+        job_id: int,
+        keys: Collection[bytes],
+        chunk_ids: Iterable[int],
+        parents: Mapping[bytes, bytes | None],
+        end_tokens: Mapping[bytes, int],
+    ) -> None:
+        """Begin to write blocks out of rows of the pool, in the order in which they end in their prompt; *parents*:
+        the keys of the blocks before them."""
+        both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
+        self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
+
+    def fail(self, job_id: int, keys: Sequence[bytes], *, is_load: bool) -> None:
+        """End a job that could not be begun."""
+        self._jobs.fail(job_id, keys, is_load=is_load)
+
+    def take_ended(self) -> list[EndedRows]:
+        """The jobs that have ended since the last call."""
+        ended = self._jobs.take_ended()
+        for job in ended:
+            num_bad = len(job.keys) - len(job.good)
+            if job.is_load:
+                self.counts.loaded_blocks += len(job.good)
+                self.counts.failed_loads += num_bad
+                if num_bad:
+                    self._count_corrupt()
+                continue
+            self.counts.stored_blocks += len(job.good)
+            self.counts.unstored_blocks += num_bad
+            if num_bad:
+                good = set(job.good)
+                for key in job.keys:
+                    if key not in good:
+                        self._holes.add(key, job.parents.get(key))
+        return ended
+
+    def on_request_finished(self, chain: RequestChain) -> None:
+        """Have the disk keep what the request has used, whichever tier it came from."""
+        for keys in chain.groups:
+            self._jobs.touch(keys[-TOUCHED_KEYS:])
+
+    def take_holes(self) -> Mapping[bytes, bytes | None]:
+        """Blocks that the disk did not take and may be offered now, with the keys of those before them."""
+        holes = self._holes.take()
+        absent = set[bytes]()
+        for _, group in groupby(sorted(holes, key=group_of), group_of):
+            keys = list(group)
+            absent |= {key for key, is_held in zip(keys, self._jobs.are_held(keys), strict=True) if not is_held}
+        return {key: parent for key, parent in holes.items() if key in absent}
+
+    def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
+        """Keep these for another offer."""
+        for key, parent in holes.items():
+            self._holes.add(key, parent)
+
+    def gauges(self) -> dict[str, int]:
+        """What is on disk, by the names of `GAUGES`; nothing if it was asked for within the last second."""
+        if self._clock() < self._gauges_at + GAUGES_EVERY_S:
+            return {}
+        self._gauges_at = self._clock()
+        tier = self._disk.statistics().tier
+        return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
+
+    def begin_anew(self) -> None:
+        """Find no block that was stored until now: vLLM resets its cache after an update of weights, and drains its
+        tiers for that alone."""
+        self._jobs.begin_anew()
+        self._holes.clear()
+
+    def drain(self) -> bool:
+        """Wait until no row is read or written. A disk that keeps one for longer than it may is closed, and holds
+        nothing from then on; False then."""
+        if self._jobs.drain(self._longest_job_s):
+            return True
+        self._disk.close()
+        return False
+
+    def close(self) -> None:
+        """End all jobs, and let the pool go."""
+        self._jobs.close()
+
+    def _count_corrupt(self) -> None:
+        num_corrupt = sum(self._disk.statistics().tier.corrupt.values())
+        self.counts.corrupt_blocks += num_corrupt - self._num_corrupt
+        self._num_corrupt = num_corrupt

@@ -1,5 +1,0 @@
-"""What LMCache's `--l2-adapter` names: `"type": "plugin", "module_path": "kvtier.engine.doors.lmcache"`."""
-
-from kvtier.engine.doors.lmcache_l2.adapter import KVTierL2, KVTierL2Config
-
-__all__ = ["KVTierL2", "KVTierL2Config"]

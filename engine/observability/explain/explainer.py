@@ -1,0 +1,178 @@
+"""Explainer: remembers requests that have ended, and gives evidence of why their prompts were found or not."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kvtier.engine.observability.explain.evidence import Evidence
+from kvtier.engine.observability.explain.known_prompts import KnownPrompts
+from kvtier.engine.observability.explain.past_requests import Past, PastRequests
+from kvtier.engine.observability.explain.prompt_print import KEY_BYTES, PromptPrint, PromptPrinter
+from kvtier.engine.observability.explain.seen_contents import SeenContents, Way
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.tiers.naming.tier import Reason, Tier
+
+log = logging.getLogger(__name__)
+
+MOST_FIELD = 64  # characters
+
+
+class Explainer:
+    """Bounded, and names and numbers only: digests, blocks' names, and 16 bits of a hash for each token. Owned by the
+    thread that records are made in."""
+
+    def __init__(
+        self,
+        block_size: int,
+        namespace: Mapping[str, str],
+        clock: Callable[[], float],
+        *,
+        path: Path | None = None,
+        block_steps: Sequence[int] = (1,),
+        notes: Sequence[str] = (),
+    ) -> None:
+        """*namespace*: the fields that decide a block's bytes beside its prompt. *path*: a file by which the next
+        process knows what was seen. *block_steps*: of each attention group, how many names a block of it spans. *notes*
+        say what cannot be known here."""
+        self.block_size = block_size
+        self._notes = tuple(notes)
+        self._clock = clock
+        self._path = path
+        self._steps = sorted(set(block_steps))
+        self._known = KnownPrompts()
+        self._past = PastRequests()
+        key = os.urandom(KEY_BYTES)
+        self._seen = SeenContents(key) if path is None else SeenContents.load(path, key)
+        self._printer = PromptPrinter(block_size, self._seen.key)
+        self._namespace = self.namespace_of(namespace)
+
+    def namespace_of(self, fields: Mapping[str, str]) -> str:
+        """A name for the namespace with these fields; an engine has one, a sidecar several."""
+        name = "/".join(f"{key}={fields[key]}" for key in sorted(fields))
+        self._seen.add_namespace(name, fields)
+        return name
+
+    def on_ended(
+        self,
+        record: RequestRecord,
+        trail: Trail,
+        chain: BlockChain,
+        ghosts: Ghosts,
+        namespace: str | None = None,
+    ) -> None:
+        """Remember a request that has ended. *chain* has its prompt's tokens, *ghosts* what its tiers have lost."""
+        namespace = self._namespace if namespace is None else namespace
+        prompt = self._printer.print_of(chain, trail.names, record.tokens.num_tokens, namespace)
+        way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
+        self._past.add(Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added))
+        self._known.add(prompt)
+        if Reason.ABORTED not in record.tokens.reasons:
+            for content in prompt.contents.values():
+                self._seen.add(content, way)
+
+    def find(self, request_id: str, tenant: str | None) -> list[Past]:
+        """Return the tenant's newest requests of that id, one for each completion; none if it has none."""
+        return self._past.find(request_id, tenant)
+
+    def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
+        """Return what is known of why the prompt of a request was found or not. It takes a fraction of a millisecond.
+
+        Args:
+            past: The request, of `find`.
+            same_messages: Ids of requests that began with the same message of a chat.
+        """
+        return self._evidence(past, same_messages, (), is_new=False)
+
+    def evidence_now(
+        self,
+        trail: Trail,
+        chain: BlockChain,
+        ghosts: Ghosts,
+        tiers: Sequence[Tier | None],
+        num_tokens: int,
+        tenant: str | None,
+        namespace: str | None = None,
+        same_messages: Sequence[str] = (),
+    ) -> Evidence:
+        """Return what is known of why so much of a prompt would be found now. *tiers*: where each of its blocks is."""
+        namespace = self._namespace if namespace is None else namespace
+        prompt = self._printer.print_of(chain, trail.names, num_tokens, namespace)
+        way = Way(prompt.salt, prompt.adapter, namespace, tenant)
+        record = RequestRecord("", tenant, None, time.time(), TokenBalance(recomputed=num_tokens))
+        past = Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added)
+        return self._evidence(past, same_messages, tiers, is_new=True)
+
+    def is_prompt_of(self, past: Past, chain: BlockChain, num_tokens: int) -> bool:
+        """Return whether the request had this very prompt. Any thread may ask."""
+        if past.prompt.num_tokens != num_tokens:
+            return False
+        own = self._printer.print_of(chain, chain.names, num_tokens, past.way.namespace)
+        return _marked(past.prompt) == _marked(own)
+
+    def close(self) -> None:
+        """Write what was seen to the file, if there is one. Where that fails the next process explains less."""
+        if self._path is None:
+            return
+        try:
+            self._seen.save(self._path)
+        except OSError as error:
+            log.info("explain: what was seen could not be written (%s)", error)
+
+    def _evidence(
+        self, past: Past, same_messages: Sequence[str], tiers: Sequence[Tier | None], *, is_new: bool
+    ) -> Evidence:
+        return Evidence(
+            past,
+            is_new,
+            self._known.older(past.before),
+            past.ghosts.copy(),
+            self._other_ways(past),
+            self._is_other_text(past, same_messages),
+            tiers,
+            self._past.all(),
+            time.time() - self._clock(),
+            self._steps,
+            self._notes,
+        )
+
+    def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
+        """Whether an earlier request that the asker may learn of, with the same messages, had another first block."""
+        pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
+        return any(
+            past.before < own.before
+            and own.way.may_learn_of(past.way)
+            and past.prompt.contents.get(1) != own.prompt.contents.get(1)
+            for past in pasts
+        )
+
+    def _other_ways(self, past: Past) -> list[tuple[int, tuple[str, ...]]]:
+        """How many first blocks were seen in another way, from few to many, and what differs in it."""
+        found = []
+        for num_blocks, content in past.prompt.contents.items():
+            differing = self._seen.differing(content, past.way, past.seen_before)
+            if not differing:
+                break
+            found.append((num_blocks, tuple(differing)))
+        return found
+
+
+def namespace_fields(namespace: Namespace) -> dict[str, str]:
+    """The fields of a namespace by which another one is told from it; what may be long or secret as a digest."""
+    fields = {name: str(value) for name, value in asdict(namespace).items()}
+    return {
+        name: value if len(value) <= MOST_FIELD and name != "hash_seed" else hashlib.sha256(value.encode()).hexdigest()
+        for name, value in fields.items()
+    }
+
+
+def _marked(prompt: PromptPrint) -> bytes:
+    return prompt.parents.tobytes() + prompt.marks.tobytes()

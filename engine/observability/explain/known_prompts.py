@@ -1,0 +1,88 @@
+"""KnownPrompts: prints of the newest prompts; OlderPrompts finds where another one departs from them."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.engine.observability.explain.prompt_print import PromptPrint
+
+MOST_PROMPTS = 4096
+MOST_TOKENS = 1 << 20  # of theirs: looked through in some ms
+NONE = np.empty(0, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The prompt that shares most tokens with another: the first *num_shared*. *departs*: it has others after them; if
+    not, one of the two ends there."""
+
+    num_shared: int
+    departs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OlderPrompts:
+    """The prompts that were known at one time, oldest first. Searching them takes milliseconds; any thread may."""
+
+    prints: Sequence[PromptPrint]
+
+    def nearest(self, prompt: PromptPrint, num_found: int) -> Nearest | None:
+        """Return the prompt that shares most with this one; None if none shares a token. Its first *num_found* blocks
+        were in the cache."""
+        known = self.has_all(prompt)
+        shared = max(num_found, int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0)
+        num_shared = shared * prompt.block_size
+        if shared >= len(prompt.parents):
+            return Nearest(num_shared, False) if shared else None
+        siblings = self._siblings(prompt.parents[shared])
+        own_length = prompt.length(shared)
+        best, departs = 0, False
+        if siblings:
+            lengths = np.array([other.length(block_id) for other, block_id in siblings])
+            differ = np.array([other.marks[block_id] for other, block_id in siblings]) != prompt.marks[shared]
+            differ |= np.arange(prompt.block_size) >= np.minimum(lengths, own_length)[:, None]
+            common = np.where(differ.any(axis=1), differ.argmax(axis=1), prompt.block_size)
+            best = int(common.max())
+            goes_on = lengths[common == best] > best
+            departs = best < own_length and bool(goes_on.any())
+        return Nearest(num_shared + best, departs) if num_shared + best else None
+
+    def has_all(self, prompt: PromptPrint) -> npt.NDArray[np.bool_]:
+        """Return for each full block of the prompt whether it was known."""
+        return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
+
+    def _siblings(self, parent: np.uint64) -> list[tuple[PromptPrint, int]]:
+        """Return the blocks that continue the same prefix, each by its prompt and its place there."""
+        parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
+        ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
+        found = []
+        for place in np.flatnonzero(parents == parent).tolist():
+            number = int(np.searchsorted(ends, place, side="right"))
+            found.append((self.prints[number], place - int(ends[number]) + len(self.prints[number].parents)))
+        return found
+
+
+class KnownPrompts:
+    """The newest prompts, bounded. Adding one and noting the older ones costs microseconds. Owned by one thread."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_tokens = most_tokens
+        self._prompts: deque[PromptPrint] = deque()  # the newest last
+        self._num_tokens = 0
+        self.num_added = 0  # prompts so far: a time, for `older`
+
+    def add(self, prompt: PromptPrint) -> None:
+        """Take in a prompt; the oldest make way."""
+        self._prompts.append(prompt)
+        self._num_tokens += prompt.num_tokens
+        self.num_added += 1
+        while len(self._prompts) > MOST_PROMPTS or self._num_tokens > self._most_tokens:
+            self._num_tokens -= self._prompts.popleft().num_tokens
+
+    def older(self, before: int) -> OlderPrompts:
+        """Return those of the prompts that were added *before* that many were."""
+        num_newer = max(0, self.num_added - before)
+        return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

@@ -1,0 +1,54 @@
+"""LocalExplainer: the explainer of an engine, which has one kind of blocks in tiers of its own."""
+
+from collections.abc import Sequence
+
+from kvtier.engine.observability.explain.evidence import Evidence
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.observability.explain.past_requests import Past
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.tier import Tier
+
+
+class LocalExplainer:
+    """See `Explainer`. *ghosts* are of the engine's tiers. Owned by the engine's thread."""
+
+    def __init__(self, explainer: Explainer, ghosts: Ghosts) -> None:
+        self._explainer = explainer
+        self._ghosts = ghosts
+
+    def on_ended(self, record: RequestRecord, trail: Trail, chain: BlockChain) -> None:
+        """Remember a request that has ended."""
+        self._explainer.on_ended(record, trail, chain, self._ghosts)
+
+    def find(self, request_id: str, tenant: str | None) -> list[Past]:
+        """Return the requests of that id, see `Explainer.find`."""
+        return self._explainer.find(request_id, tenant)
+
+    def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
+        """Return what is known of why the prompt of a request was found or not, see `Explainer.evidence`."""
+        return self._explainer.evidence(past, same_messages)
+
+    def evidence_now(
+        self,
+        trail: Trail,
+        chain: BlockChain,
+        tiers: Sequence[Tier | None],
+        num_tokens: int,
+        tenant: str | None,
+        same_messages: Sequence[str] = (),
+    ) -> Evidence:
+        """Return what would be found of a prompt now, see `Explainer.evidence_now`."""
+        return self._explainer.evidence_now(
+            trail, chain, self._ghosts, tiers, num_tokens, tenant, same_messages=same_messages
+        )
+
+    def is_prompt_of(self, past: Past, chain: BlockChain, num_tokens: int) -> bool:
+        """Return whether the request had this very prompt. Any thread may ask."""
+        return self._explainer.is_prompt_of(past, chain, num_tokens)
+
+    def close(self) -> None:
+        """Write what was seen, for the next process to explain more."""
+        self._explainer.close()

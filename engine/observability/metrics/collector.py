@@ -1,0 +1,108 @@
+"""EngineCollector: an engine's metrics, filled from its statistics when Prometheus asks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.observability.metrics import names
+from kvtier.engine.observability.metrics.compat.lmcache import engine_lmcache_metrics
+from kvtier.engine.observability.metrics.compat.vllm import vllm_metrics
+from kvtier.engine.observability.metrics.disk import admission_metrics, disk_metrics, store_metrics
+from kvtier.engine.observability.metrics.remote import remote_metrics
+from kvtier.engine.observability.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
+from kvtier.engine.observability.metrics.tokens import balance_metrics, request_log_metrics, sources_of
+
+if TYPE_CHECKING:
+    from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
+
+
+class EngineCollector(Collector):
+    """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
+
+    def __init__(
+        self, statistics: "Callable[[], EngineStatistics]", compat: Sequence[str] = (), model_name: str = ""
+    ) -> None:
+        """*compat* as in the configuration; *model_name* is what the model is served as, for the names of others."""
+        self._statistics = statistics
+        self._compat = compat
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of one snapshot."""
+        statistics = self._statistics()
+        yield from _token_metrics(statistics)
+        yield from tier_metrics(statistics.cache.tiers)
+        yield from what_if_metrics(statistics.requests.what_if)
+        yield from route_metrics(statistics.cache.routes)
+        yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
+        yield from _plan_metrics(statistics)
+        if statistics.cache.remote is not None:
+            yield from remote_metrics(statistics.cache.remote)
+        if statistics.cache.disk is not None:
+            yield from disk_metrics(statistics.cache.disk)
+        if statistics.cache.admission is not None:
+            yield from admission_metrics(statistics.cache.admission)
+        if statistics.store is not None:
+            yield from store_metrics(statistics.store)
+        if statistics.sidecar is not None:
+            yield from _sidecar_metrics(statistics.sidecar)
+        yield from _request_metrics(statistics)
+        if statistics.requests.log is not None:
+            yield from request_log_metrics(statistics.requests.log)
+        yield names.PINNED_BYTES.of(statistics.pinned_bytes)
+        yield names.TENANT_BYTES.by(
+            {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
+        )
+        yield names.REQUESTS.by(
+            {
+                "waiting": statistics.num_waiting,
+                "promoting": statistics.num_promoting,
+                "running": statistics.num_running,
+            }
+        )
+        yield names.CLEAN_AHEAD_BLOCKS.of(statistics.cache.clean_ahead_blocks)
+        if "vllm" in self._compat:
+            yield from vllm_metrics(statistics, self._model_name)
+        if "lmcache" in self._compat:
+            yield from engine_lmcache_metrics(statistics, self._model_name)
+
+
+def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    tokens, prefix = statistics.tokens, statistics.prefix
+    yield from balance_metrics(tokens)
+    yield names.COPIED_TOKENS.of(tokens.copied)
+    yield names.PREEMPTED_TOKENS.by(
+        {"hit": prefix.preempted_hits, "miss": prefix.preempted_queries - prefix.preempted_hits}
+    )
+    yield names.DROPPED_EVENT_BATCHES.of(statistics.num_dropped_events)
+    yield names.RECENT_HIT_RATIO.of(prefix.recent_hit_ratio)
+
+
+def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    times = statistics.requests.times
+    yield names.TTFT_SECONDS.by_histogram(times.ttft)
+    yield names.QUEUE_SECONDS.by_histogram({(): times.queue})
+    yield names.LOOKUP_SECONDS.by_histogram({(): times.lookup})
+    yield names.LOAD_SECONDS.by_histogram({(): times.load})
+    yield names.TENANT_TOKENS.by(
+        {
+            (tenant, source): number
+            for tenant, tokens in statistics.requests.tenants.items()
+            for source, number in sources_of(tokens).items()
+        }
+    )
+
+
+def _plan_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    yield names.LOAD_PLANS.by(statistics.plans.num_plans)
+    if statistics.plans.prefill_tokens_per_s is not None:
+        yield names.PREFILL_SPEED.of(statistics.plans.prefill_tokens_per_s)
+
+
+def _sidecar_metrics(sidecar: SidecarStanding) -> Iterator[Metric]:
+    yield names.SIDECAR_ATTACHED.of(sidecar.is_attached)
+    yield names.SIDECAR_ATTACHED_SECONDS.of(sidecar.attached_s)
+    yield names.SIDECAR_ATTACHMENTS.of(sidecar.num_attached)

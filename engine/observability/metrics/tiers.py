@@ -1,0 +1,56 @@
+"""Metrics of the tiers and of the copies between them: an engine's and a sidecar's."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+from kvtier.engine.observability.metrics import names
+from kvtier.store.record import Fault
+from kvtier.tiers.lower.statistics import TierStatistics
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+WITH_SLOTS = (Tier.DEVICE, Tier.HOST)
+_FAULTS = tuple(fault for fault in Fault if fault is not Fault.MISSING)
+
+
+def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
+    """What is in each tier, and what has left it."""
+    yield names.RESIDENT_BLOCKS.by({tier: each.num_blocks for tier, each in tiers.items()})
+    yield names.RESIDENT_BYTES.by({tier: each.num_bytes for tier, each in tiers.items()})
+    yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
+    yield names.EVICTED_BLOCKS.by(
+        {(tier, cause): number for tier, each in tiers.items() for cause, number in each.evicted.items()}
+    )
+    yield names.DROPPED_SPILLS.by({tier: each.dropped_spills for tier, each in tiers.items()})
+    yield names.LEASED_SLOTS.by({tier: each.num_leased for tier, each in tiers.items() if tier in WITH_SLOTS})
+    yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier in WITH_SLOTS})
+    yield names.EVICTION_AGE.by_histogram({tier: each.eviction_ages for tier, each in tiers.items()})
+    yield names.CORRUPT_BLOCKS.by(
+        {(tier, cause): n for tier, each in tiers.items() for cause, n in corrupt_by_cause(tier, each).items()}
+    )
+
+
+def corrupt_by_cause(tier: Tier, statistics: TierStatistics) -> dict[str, int]:
+    """The corrupt blocks by each cause that the tier can have: Prometheus sees no growth of what was not there at 0."""
+    causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS, Tier.REMOTE: _FAULTS}[tier]
+    return {**dict.fromkeys((cause.value for cause in causes), 0), **statistics.corrupt}
+
+
+def what_if_metrics(ratios: HitRatios) -> Iterator[Metric]:
+    """What tiers of other sizes would find."""
+    yield names.WHAT_IF_HIT_RATIO.by(
+        {(tier, f"{size:g}"): ratio for tier, each in ratios.items() for size, ratio in each.items()}
+    )
+
+
+def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
+    """Copies between tiers."""
+    yield names.MOVED_BYTES.by({route: totals.num_bytes for route, totals in routes.items()})
+    yield names.MOVED_SECONDS.by({route: totals.seconds for route, totals in routes.items()})
+    yield names.FAILED_TRANSFERS.by({route: totals.num_failed for route, totals in routes.items()})
+    yield names.PENDING_TRANSFERS.by({route: totals.num_pending for route, totals in routes.items()})
+    yield names.PENDING_BYTES.by({route: totals.pending_bytes for route, totals in routes.items()})
+    speeds = {route: totals.bytes_per_s for route, totals in routes.items()}
+    yield names.ROUTE_SPEED.by({route: speed for route, speed in speeds.items() if speed is not None})

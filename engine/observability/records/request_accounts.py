@@ -1,0 +1,116 @@
+"""RequestAccounts: what all requests together have taken, told of each token and of each request's end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.engine.observability.explain.local_explainer import LocalExplainer
+from kvtier.engine.observability.records.recent_records import RecentRecords
+from kvtier.engine.observability.records.request_log import LogCounts, RequestLog
+from kvtier.engine.observability.records.request_times import RequestTimes, TimesStatistics
+from kvtier.engine.observability.records.served_requests import ServedRequests, ServedStatistics
+from kvtier.engine.observability.records.tenant_tokens import TenantTokens
+from kvtier.engine.observability.tracing.request_traces import RequestTraces
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.timeline import Timeline
+from kvtier.engine.scheduling.trail import Trail, Trails
+from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatistics:
+    """Of requests that have ended, but for what says otherwise."""
+
+    times: TimesStatistics
+    served: ServedStatistics
+    tenants: Mapping[str, TokenBalance]  # of the largest tenants, and of all others
+    what_if: HitRatios  # were a tier smaller or larger
+    log: LogCounts | None  # None without a log of requests
+
+
+class RequestAccounts:
+    """Keeps the books of requests, a record of each, and has them logged. Owned by the engine's thread."""
+
+    def __init__(
+        self,
+        what_if: WhatIf,
+        trails: Trails,
+        request_log: RequestLog | None,
+        traces: RequestTraces | None,
+        explainer: LocalExplainer,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        top_tenants: int,
+    ) -> None:
+        """A block of *block_tokens* has *block_bytes* in all groups together; *top_tenants* are told by name. Takes
+        over the log, the traces and the explainer."""
+        self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
+        self._what_if = what_if
+        self._trails = trails
+        self._log = request_log
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._traces = traces
+        self.explainer = explainer
+        self.records = RecentRecords(
+            [self._times.on_record, self._served.on_record, self._tenants.on_record],
+            [] if request_log is None else [request_log.on_record],
+        )
+
+    def on_added(self, request: Request) -> None:
+        """Take in a request that has just come."""
+        if self._traces is not None:
+            self._traces.begin(request, request.timeline.caller, request.chain.names)
+
+    def on_token(self, timeline: Timeline) -> None:
+        """Count the token that a request has just got."""
+        if timeline.token_gap_s is not None:
+            self._served.on_token(timeline.token_gap_s)
+        elif timeline.ttft_s is not None:
+            self._served.on_first_token(timeline.ttft_s)
+
+    def on_ended(self, request: Request) -> None:
+        """Count a request that has its last token, or was aborted; its leases have ended."""
+        names = request.chain.names
+        num_named = len(request.prompt_token_ids) // self._block_tokens
+        trail = self._trails.end(request) or Trail(self._block_tokens, names[:num_named])
+        record = request.record()
+        self.records.add(record, trail)
+        if self._traces is not None:
+            self._traces.end(request, record)
+        self.explainer.on_ended(record, trail, request.chain)
+        if request.tokens is None:  # it never left the queue
+            return
+        num_asked = num_named if request.reads_cache else 0
+        if num_asked:
+            self._what_if.on_prompt(names[:num_asked], self._block_tokens, self._block_bytes, request.tokens)
+        self._what_if.on_made(names[num_asked:], self._block_bytes)
+
+    def trace_spills(self) -> None:
+        """Send spans of what has been copied down since the last call."""
+        if self._traces is not None:
+            self._traces.go_on()
+
+    def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
+        """The counts now, by value. *tiers*: as large as they are now."""
+        return RequestStatistics(
+            self._times.statistics(),
+            self._served.statistics(),
+            self._tenants.statistics(),
+            self._what_if.hit_ratios(tiers),
+            None if self._log is None else self._log.counts(),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if the books disagree."""
+        self._what_if.check()
+
+    def close(self) -> None:
+        """Write what the log and the explainer still have, send what the traces have, and close all."""
+        self.explainer.close()
+        if self._log is not None:
+            self._log.close()
+        if self._traces is not None:
+            self._traces.close()

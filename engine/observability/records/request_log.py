@@ -1,0 +1,216 @@
+"""RequestLog: a line of JSON for each request that has ended, in files that take turns."""
+
+import errno
+import logging
+import os
+import queue
+import stat
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from kvtier.engine.config import RequestLogConfig
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.tiers.naming.tier import Tier
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4096  # requests that the disk has not taken yet; more are dropped and counted
+MOST_AT_ONCE = (
+    256  # written together; so what the thread has taken is bounded too, while others add as fast as it takes
+)
+MOST_NAMES = 64  # of one prompt's blocks in a line
+NAME_BYTES = 8  # of each, as in KV events
+CLOSING_S = 10.0  # for which closing waits for a disk that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class LogCounts:
+    """Lines since the start."""
+
+    num_written: int
+    num_dropped: int
+
+
+class RequestLog:
+    """Listens to records with their trails. A thread of its own writes them, and whoever adds never waits: what finds
+    the queue full, or the disk failing, is dropped and counted. Files are this user's only."""
+
+    def __init__(self, path: Path, most_bytes: int, num_files: int) -> None:
+        """Opens *path*, to append to it; OSError. A file of *most_bytes* is renamed to `PATH.1`, that to `PATH.2`, and
+        so on: *num_files* are kept."""
+        self._path = path
+        self._most_bytes = most_bytes
+        self._num_files = num_files
+        self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MOST_WAITING)
+        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # there: by the thread
+        self._is_failing = False
+        self._num_bytes = 0  # of the file that is written now
+        self._file: BinaryIO | None = None
+        self._open()
+        self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
+        self._thread.start()
+
+    def on_record(self, record: RequestRecord, trail: Trail) -> None:
+        """Have a line written of the request."""
+        try:
+            self._waiting.put_nowait((record, trail))
+        except queue.Full:
+            self._num_dropped_here += 1
+
+    def counts(self) -> LogCounts:
+        """Lines written and dropped so far; any thread may ask."""
+        return LogCounts(self._num_written, self._num_dropped_here + self._num_dropped_there)
+
+    def close(self) -> None:
+        """Write what waits and close the file. Idempotent; waits `CLOSING_S` at most."""
+        try:
+            self._waiting.put(None, timeout=CLOSING_S)
+        except queue.Full:
+            return  # the disk hangs: the thread ends with the process
+        self._thread.join(CLOSING_S)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            waiting = [self._waiting.get()]
+            while len(waiting) < MOST_AT_ONCE and not self._waiting.empty():
+                waiting.append(self._waiting.get())
+            is_open = None not in waiting
+            self._write([line_of(*each) for each in waiting if each is not None])
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, lines: list[bytes]) -> None:
+        """Append these lines; if that fails all of them count as dropped, also those that are there."""
+        try:
+            for line in lines:
+                file = self._file or self._open()
+                if self._num_bytes and self._num_bytes + len(line) > self._most_bytes:
+                    file = self._turn(file)
+                file.write(line)
+                self._num_bytes += len(line)
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._num_dropped_there += len(lines)
+            self._give_up(error)
+        else:
+            self._num_written += len(lines)
+            self._is_failing = False
+
+    def _give_up(self, error: OSError) -> None:
+        """Say so once, and open the file anew with the next line."""
+        if not self._is_failing:
+            log.warning("request log: %s cannot be written (%s); lines are dropped until it can", self._path, error)
+        self._is_failing = True
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it had buffered is lost with it
+                file.close()
+
+    def _turn(self, file: BinaryIO) -> BinaryIO:
+        """Begin a new file; the oldest goes."""
+        self._file = None
+        file.close()
+        for number in range(self._num_files - 1, 0, -1):
+            before = self._path if number == 1 else _numbered(self._path, number - 1)
+            if before.exists():
+                os.replace(before, _numbered(self._path, number))
+        if self._num_files == 1:
+            self._path.unlink()
+        return self._open()
+
+    def _open(self) -> BinaryIO:
+        self._file = os.fdopen(_opened(self._path), "ab")
+        self._num_bytes = os.fstat(self._file.fileno()).st_size
+        return self._file
+
+
+def _opened(path: Path) -> int:
+    """Open the file at *path*, which may be a device, or a pipe that another process reads. PermissionError for another
+    user's file or pipe, OSError for one behind a link."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(file)
+    is_anothers = found.st_uid != os.geteuid() and not stat.S_ISCHR(found.st_mode)
+    if is_anothers or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
+        os.close(file)
+        raise PermissionError(errno.EPERM, "is another user's, or has several hard links; remove it", str(path))
+    return file
+
+
+def refuse_unusable(config: RequestLogConfig) -> None:
+    """OSError, with what to do, if the log that the configuration asks for cannot be written. Makes nothing."""
+    if config.path is None:
+        return
+    path, folder = Path(config.path), Path(config.path).absolute().parent
+    if not folder.exists():
+        why = f"there is no folder {folder}; make it, or give another path"
+    elif not folder.is_dir():
+        why = f"{folder} is no folder; give another path"
+    elif path.is_dir():
+        why = f"{path} is a folder; give a file in it"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        why = f"this user may not write {path if path.exists() else folder}; give another path"
+    else:
+        return
+    raise OSError(f"request log: {why}")
+
+
+def open_request_log(config: RequestLogConfig) -> RequestLog | None:
+    """The log that the configuration asks for, if it does. OSError, with what to do, if its file cannot be opened."""
+    if config.path is None:
+        return None
+    refuse_unusable(config)
+    try:
+        return RequestLog(Path(config.path), config.size, config.files)
+    except OSError as error:
+        raise OSError(f"request log: {config.path} cannot be opened ({error.strerror}); choose another path") from error
+
+
+def line_of(record: RequestRecord, trail: Trail) -> bytes:
+    """The request as a line of JSON, see docs/operations.md."""
+    step, names = coarse_names(trail)
+    return msgspec.json.encode(_facts(record) | {"grain": step * trail.block_size, "prefix": names}) + b"\n"
+
+
+def coarse_names(trail: Trail) -> tuple[int, list[str]]:
+    """Names of every so many blocks of a prompt, `MOST_NAMES` at most, and of how many: a power of two, so that two
+    prompts can be compared at the coarser one's grain."""
+    step = 1
+    while len(trail.names) // step > MOST_NAMES:
+        step *= 2
+    return step, [name[:NAME_BYTES].hex() for name in trail.names[step - 1 :: step]]
+
+
+def _facts(record: RequestRecord) -> dict[str, object]:
+    tokens = record.tokens
+    return {
+        "id": record.request_id,
+        "tenant": record.tenant,
+        "model": record.model,
+        "arrived_at": round(record.arrived_at, 4),
+        "prompt_tokens": tokens.num_tokens,
+        **{tier.value: getattr(tokens, tier) for tier in Tier},
+        "recomputed": tokens.recomputed,
+        "copied": tokens.copied,
+        "reasons": {reason.value: number for reason, number in tokens.reasons.items() if number},
+        "generated": record.num_generated,
+        "finish_reason": record.finish_reason,
+        **{name: _rounded(getattr(record, name)) for name in ("queue_s", "lookup_s", "load_s", "ttft_s", "total_s")},
+        "preempted": record.num_preempted,
+        "traceparent": record.traceparent,
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

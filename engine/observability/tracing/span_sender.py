@@ -1,0 +1,127 @@
+"""SpanSender: sends spans to a collector of OpenTelemetry's, from a thread of its own."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvtier.engine.observability.tracing.span import Span
+from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.extras import extra
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4096  # requests and batches whose spans are not sent yet; more are dropped and counted
+MOST_AT_ONCE = 256  # of them in a message
+TIMEOUT_S = 10.0  # of sending one
+CLOSING_S = 5.0  # that closing waits for the collector
+TRACES = "/v1/traces"
+
+MakeSpans = Callable[[], Sequence[Span]]
+
+
+class SpanSender:
+    """Makes and sends spans in a thread; whoever has some never waits. What finds the queue full, or the collector not
+    there, is dropped and counted. Needs the packages of `kvtier[otel]`."""
+
+    def __init__(self, endpoint: str, service: str) -> None:
+        """*endpoint* is the collector's, OTLP over HTTP; without a path in it `TRACES` is meant. *service*: what spans
+        say that they are of. `MissingExtra` without the packages."""
+        with extra("otel", "tracing", "or remove [tracing]"):
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+
+        url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES
+        self._endpoint = endpoint
+        exporter = OTLPSpanExporter(url, timeout=TIMEOUT_S)
+        self._export: Callable[[Sequence[ReadableSpan]], object] = exporter.export
+        self._shut_down: Callable[[], object] = exporter.shutdown
+        self._is_closed = False
+        self._resource = Resource.create({"service.name": service})
+        self._waiting: queue.Queue[MakeSpans | None] = queue.Queue(MOST_WAITING)
+        self._num_dropped_here = self._num_dropped_there = self._num_sent = 0  # there: by the thread
+        self._is_failing = False
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # a line for each message
+        self._thread = threading.Thread(target=self._run, name="kvtier-spans", daemon=True)
+        self._thread.start()
+
+    def send(self, make: MakeSpans) -> None:
+        """Have the thread call *make* and send what it makes. Returns at once."""
+        try:
+            self._waiting.put_nowait(make)
+        except queue.Full:
+            self._num_dropped_here += 1
+
+    @property
+    def num_sent(self) -> int:
+        """Requests and batches whose spans the collector has; any thread may ask."""
+        return self._num_sent
+
+    @property
+    def num_dropped(self) -> int:
+        """Requests and batches whose spans it never gets; any thread may ask."""
+        return self._num_dropped_here + self._num_dropped_there
+
+    def close(self) -> None:
+        """Send what waits, for `CLOSING_S` at most. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSING_S)
+            self._thread.join(CLOSING_S)
+        self._shut_down()  # which ends its wait for a collector that is not there
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            waiting = [self._waiting.get()]
+            while len(waiting) < MOST_AT_ONCE and not self._waiting.empty():
+                waiting.append(self._waiting.get())
+            is_open = None not in waiting
+            makes = [make for make in waiting if make is not None]
+            if makes:
+                self._send([span for make in makes for span in make()], len(makes))
+
+    def _send(self, spans: Sequence[Span], num_sends: int) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = self._export([_readable(span, self._resource) for span in spans])
+        is_sent = result is SpanExportResult.SUCCESS
+        if is_sent:
+            self._num_sent += num_sends
+        else:
+            self._num_dropped_there += num_sends
+        if is_sent == self._is_failing:
+            told = "takes spans again" if is_sent else "does not take spans; they are dropped until it does"
+            log.warning("tracing: %s %s", self._endpoint, told)
+        self._is_failing = not is_sent
+
+
+def _readable(span: Span, resource: Any) -> "ReadableSpan":
+    """The span as OpenTelemetry's exporters read it."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    def place(context: TraceContext, span_id: str, is_remote: bool) -> SpanContext:
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(int(context.trace_id, 16), int(span_id, 16), is_remote, flags)
+
+    return ReadableSpan(
+        span.name,
+        place(span.context, span.context.span_id, is_remote=False),
+        None if span.parent_id is None else place(span.context, span.parent_id, is_remote=True),
+        resource,
+        span.attributes,
+        links=[Link(place(each, each.span_id, is_remote=True)) for each in span.links],
+        kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+        status=Status(StatusCode.ERROR) if span.is_failed else Status(),
+        start_time=round(span.start * 1e9),
+        end_time=max(round(span.start * 1e9), round(span.end * 1e9)),
+    )

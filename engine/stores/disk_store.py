@@ -1,0 +1,127 @@
+"""The disk tier, made as the configuration asks for it: its store, codec, cipher and budget of writes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from kvtier.engine.config import DiskConfig, RemoteConfig, TenantConfig
+from kvtier.engine.stores.reopening_store import ReopeningStore
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.durability import Durability
+from kvtier.store.lmdb.data_file import capacity_within, most_bytes
+from kvtier.store.process.channel import SharedMemory
+from kvtier.store.store_settings import StoreSettings
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.ssd_life import SsdLife
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.transfer.block_memory import BlockMemory
+
+LEAST_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
+_ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
+_ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+
+
+def open_store(
+    config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
+) -> ReopeningStore:
+    """Begin to open the configured store, in a process of its own; its folder stays within the capacity.
+
+    A mistake in the configuration raises at once: ValueError, with what to do, for a capacity that holds next to
+    nothing or a key that cannot be read. A folder that cannot be opened does not: see `ReopeningStore`.
+    """
+    block_bytes = sum(memory.block_bytes for memory in memories)
+    refuse_small(config, block_bytes)
+    settings = store_settings(config, codec_of(config, dtype), tenants)
+    return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
+
+
+def refuse_small(config: DiskConfig, block_bytes: int) -> None:
+    """ValueError, with what to do, for a capacity that holds next to no blocks of that size."""
+    if capacity_within(config.capacity) < LEAST_BLOCKS * block_bytes:
+        raise ValueError(
+            f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
+            f"use {most_bytes(LEAST_BLOCKS * block_bytes)} or more"
+        )
+
+
+def store_settings(
+    config: DiskConfig, codec: Codec | CodecChoice, tenants: Mapping[str, TenantConfig] = MappingProxyType({})
+) -> StoreSettings:
+    """The settings of the configured store, whose folder stays within the capacity. Raises as `cipher_of`."""
+    return StoreSettings(
+        Path(config.path),
+        capacity_within(config.capacity),
+        codec,
+        cipher_of(config),
+        Durability(config.durability),
+        config.checkpoint_s,
+        {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
+    )
+
+
+def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
+    """The codec for blocks of other engines, whose KV mostly has elements of two bytes; others get smaller by less.
+    ValueError for one that changes bytes."""
+    if config.codec == "none":
+        return NO_CODEC
+    if config.codec == "fp8":
+        raise ValueError('codec "fp8": what other engines store comes back as it was; use none, zstd or auto')
+    compressed = CODECS["zstd-plane-2"]
+    return compressed if config.codec == "zstd" else CodecChoice(compressed)
+
+
+def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
+    """Return *namespace* for the blocks of every tier of an engine with this disk.
+
+    A block that was read from a disk with a lossy codec is rounded, and no tier keeps note of that: host memory holds
+    such blocks and copies them on. So all blocks of such an engine, rounded or not yet, have names other than those of
+    engines whose blocks are exact.
+    """
+    if disk is None:
+        return namespace
+    codec = codec_of(disk, namespace.dtype)
+    is_exact = isinstance(codec, CodecChoice) or codec.is_lossless
+    return replace(namespace, kv_quantization="none" if is_exact else disk.codec)
+
+
+def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
+    """Return the store as a tier of this namespace. Its records are under one encryption key or none.
+
+    Raises ValueError if the store's codec rounds blocks and *namespace* does not say so: see `with_rounding_of`.
+    """
+    if with_rounding_of(namespace, config) != namespace:
+        raise ValueError(f"disk: codec {config.codec} in a namespace of {namespace.kv_quantization!r} KV")
+    cipher = store.settings.cipher
+    namespace = replace(namespace, encryption_key_id="" if cipher is None else cipher.key_id.hex())
+    tier = DiskTier(
+        store,
+        namespace.digest,
+        written_bytes_per_day=config.max_written_bytes_per_day,
+        opening=store.opening,
+    )
+    if config.endurance is not None:
+        tier.life = SsdLife(config.endurance / 1e12, tier.clock, tier.latest.written_bytes_total)
+    return tier
+
+
+def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
+    """The configured encryption. ValueError if its key cannot be read, `MissingExtra` without the package."""
+    if config.encryption_key_file is not None:
+        return Cipher.from_file(Path(config.encryption_key_file).expanduser())
+    if config.encryption_key_command is not None:
+        return Cipher.from_command(config.encryption_key_command)
+    return None
+
+
+def codec_of(config: DiskConfig | RemoteConfig, dtype: str) -> Codec | CodecChoice:
+    """The codec for blocks whose elements are of *dtype*."""
+    if config.codec == "none":
+        return NO_CODEC
+    if config.codec == "fp8":
+        return CODECS[f"fp8-{_ELEMENTS[dtype]}"]
+    compressed = CODECS[f"zstd-plane-{_ELEMENT_BYTES[dtype]}"]
+    return compressed if config.codec == "zstd" else CodecChoice(compressed)

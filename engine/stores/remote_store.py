@@ -1,0 +1,129 @@
+"""The remote tier, made as the configuration asks for it: its store, codec, cipher, and the lane that asks."""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier.engine.config import RemoteConfig
+from kvtier.engine.stores.disk_store import cipher_of, codec_of, codec_of_others
+from kvtier.extras import extra
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.private_file import read_private
+from kvtier.store.remote.redis_settings import RedisSettings, RedisTls
+from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.store.remote_store import RemoteStore
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.transfer.lane import Finished, Lane, ThreadLane
+from kvtier.transfer.transfer_engine import Route
+
+log = logging.getLogger(__name__)
+NUM_GETTERS = 4  # reads at a time
+NUM_PUTTERS = 1
+NUM_ASKERS = 2
+
+
+def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
+    """The configured store; *dtype*: of the blocks' elements, None if they are other engines'.
+
+    ValueError, with what to do, for a URL, a password or a key that cannot be used, `MissingExtra` without the package
+    that speaks to the store.
+    """
+    codec = codec_of_others(config) if dtype is None else codec_of(config, dtype)
+    cipher = cipher_of(config)
+    store = remote_store(config)
+    return OpenRemote(store, SealedRemote(store, codec, cipher), cipher, finished)
+
+
+def remote_stays(where: str) -> str:
+    """Return the sentence that says what a reset does not reach: the store at *where*, which machines share."""
+    return (
+        f"remote: blocks in {where} stay and are found again, because other machines share them; "
+        f"'kvtier forget-remote {where} --namespace HEX' deletes them, and the server's log names the namespace"
+    )
+
+
+def remote_store(config: RemoteConfig) -> RemoteStore:
+    """The store at the configured URL. Raises as `open_remote`."""
+    if config.is_redis:
+        with extra("redis", f"remote {config.url.partition('://')[0]}://"):
+            from kvtier.store.remote.redis_remote import RedisRemote
+
+        tls = None if config.ca_file is None else RedisTls(ca_file=config.ca_file)
+        settings = RedisSettings.from_url(config.url, _password(config), tls)
+        timeout_s = config.timeout_s or settings.timeout_s
+        return RedisRemote(replace(settings, timeout_s=timeout_s, ttl_s=config.ttl_s or None))
+    return _object_store(config)
+
+
+def _object_store(config: RemoteConfig) -> RemoteStore:
+    from kvtier.store.remote.object_remote import ObjectRemote
+    from kvtier.store.remote.object_settings import ObjectSettings
+
+    plain = ObjectSettings(config.url)
+    return ObjectRemote(
+        replace(
+            plain,
+            endpoint=config.endpoint or "",
+            region=config.region or "",
+            allow_http=(config.endpoint or "").startswith("http://"),
+            timeout_s=config.timeout_s or plain.timeout_s,
+        )
+    )
+
+
+def _password(config: RemoteConfig) -> str | None:
+    if config.password_file is None:
+        return None
+    path = Path(config.password_file).expanduser()
+    try:
+        file = read_private(path)
+        password = file.content.decode().strip()
+    except OSError as error:
+        raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"remote: the password in {path} is no text in UTF-8; write it again") from None
+    if file.exposure is not None:
+        raise ValueError(f"remote: the password in {path}: {file.exposure}")
+    return password
+
+
+class OpenRemote:
+    """A remote store that is in use. Nothing is connected to before it is asked for something; an address at which
+    nobody answers is no error."""
+
+    def __init__(self, store: RemoteStore, records: SealedRemote, cipher: Cipher | None, finished: Finished) -> None:
+        """Takes over the *store*. What is asked of it comes back by *finished*."""
+        self._store = store
+        self._records = records
+        self._cipher = cipher
+        self._finished = finished
+        self._asks = ThreadLane(finished, "ask", num_threads=NUM_ASKERS)
+
+    @property
+    def where(self) -> str:
+        """The store's address, for people."""
+        return self._store.where
+
+    def lanes(self) -> dict[Route, Lane]:
+        """New lanes to and from the store; their caller closes them."""
+        return {
+            Route.HOST_TO_REMOTE: ThreadLane(self._finished, "put", num_threads=NUM_PUTTERS),
+            Route.REMOTE_TO_HOST: ThreadLane(self._finished, "get", num_threads=NUM_GETTERS),
+        }
+
+    def tier(self, namespace: bytes) -> RemoteTier:
+        """The store as a tier of that namespace."""
+        log.info("remote: blocks are put into %s as %s", self._store.where, namespace.hex())
+        return RemoteTier(self._records, namespace, self._asks, time.monotonic)
+
+    def tier_of(self, namespace: Namespace) -> RemoteTier:
+        """The same, for blocks that are as that namespace says. Its records are under one key or none."""
+        key_id = "" if self._cipher is None else self._cipher.key_id.hex()
+        return self.tier(replace(namespace, encryption_key_id=key_id).digest)
+
+    def close(self) -> None:
+        """Give up connections, and end what asks."""
+        self._store.close()
+        self._asks.close()

@@ -1,0 +1,155 @@
+"""The router's configuration: one frozen tree, of a TOML file and the command line."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtier.engine.config import (
+    ByteSize,
+    Count,
+    HostName,
+    OperatorsConfig,
+    Origin,
+    Seconds,
+    Table,
+    load_toml,
+    parse_bytes,
+    tree_from_dict,
+    with_tables,
+)
+from kvtier.routing.publisher import Publisher
+
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class ReplicaConfig(Table, frozen=True, kw_only=True):
+    """`[[replicas]]`: a server. *url* as `http://HOST:PORT`; *events* where it publishes KV events, *replay* where it
+    sends what was missed again, both ZMQ endpoints. Events of *topic* are listened to. It is called *name*, by default
+    its URL."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = ""
+    events: str | None = None
+    replay: str | None = None
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_usable = is_usable and not (parts.query or parts.fragment or parts.username)  # the name is the URL
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise ValueError(f"url {self.url}: is no server; write it as http://HOST:PORT")
+        for key, endpoint in (("events", self.events), ("replay", self.replay)):
+            if endpoint is not None and not re.match(r"^(tcp://[^*]+:\d+|ipc://.+|inproc://.+)$", endpoint):
+                raise ValueError(f"{key} {endpoint}: is no endpoint to connect to; write it as tcp://HOST:PORT")
+        if self.replay is not None and self.events is None:
+            raise ValueError("replay without events: give the endpoint of events too")
+        msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
+        msgspec.structs.force_setattr(self, "name", self.name or self.url)
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """Where it tells what it has; None if it does not."""
+        return None if self.events is None else Publisher(self.name, self.events, self.replay, self.topic)
+
+
+class PolicyConfig(Table, frozen=True, kw_only=True):
+    """`[policy]`: what weighs how much, in tokens that have to be computed.
+
+    Loading a token from host memory or disk costs *host_cost* or *disk_cost* of computing it. A token that waits at a
+    replica counts *queue_weight*, a request that runs there *request_tokens*. A conversation stays with its replica
+    if another is not better by more than *session_tokens*. A prompt of which nobody has anything goes by the hash of
+    its first *first_tokens* tokens, to the first replica with less than *hash_slack* times its share of requests.
+    """
+
+    host_cost: Part = 0.1
+    disk_cost: Part = 0.3
+    queue_weight: Weight = 0.1
+    request_tokens: Weight = 128.0
+    session_tokens: Weight = 1024.0
+    first_tokens: Count = 1024
+    hash_slack: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.25
+
+
+class IndexConfig(Table, frozen=True, kw_only=True):
+    """`[index]`: *max_blocks* that are known of, some 250 bytes each; *max_sessions* conversations."""
+
+    max_blocks: Count = 2_000_000
+    max_sessions: Count = 100_000
+
+
+class TokensConfig(Table, frozen=True, kw_only=True):
+    """`[tokens]`: how the router comes to know a prompt's tokens, which is what events are about.
+
+    With *ask* a replica's `/tokenize` is asked for *timeout_s* seconds at most, and answers of *max_cached* tokens in
+    all are kept, four bytes each.
+    Without it, or without an answer, the prompt's text is compared with what was sent to whom.
+    """
+
+    ask: bool = True
+    timeout_s: Seconds = 1.0
+    max_cached: Count = 16_000_000
+
+
+class HealthConfig(Table, frozen=True, kw_only=True):
+    """`[health]`: each replica is asked every *every_s* seconds; *failures* times no answer in *timeout_s* seconds, and
+    it is dead."""
+
+    every_s: Seconds = 2.0
+    timeout_s: Seconds = 2.0
+    failures: Count = 2
+
+
+class RouteConfig(Table, frozen=True, kw_only=True):
+    """The whole tree. Requests have *max_body* bytes at most, and an answer that takes longer than *timeout_s* to begin
+    or to go on is given up. Told to end, the router lets answers go on for *drain_s* seconds.
+
+    *api_keys* is the replicas' own file, if they have one: kvtier's blocks are named by tenant. With it the router lets
+    every request pass, and the replica decides. Without it requests must name as `Host` an IP address, a loopback name,
+    one of *allowed_hosts* or, if *host* is no loopback address, a name that public DNS cannot have; and of pages in
+    browsers those of *cors_origins* alone may ask, which the replicas have to allow too.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
+    replicas: list[ReplicaConfig] = msgspec.field(default_factory=list)
+    policy: PolicyConfig = PolicyConfig()
+    index: IndexConfig = IndexConfig()
+    tokens: TokensConfig = TokensConfig()
+    health: HealthConfig = HealthConfig()
+    operators: OperatorsConfig = OperatorsConfig()
+    api_keys: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    tenant_isolation: Literal["off", "strict"] = "strict"
+    allowed_hosts: tuple[HostName, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
+    max_body: ByteSize = parse_bytes("64MiB")
+    max_header: ByteSize = parse_bytes("32KiB")
+    header_timeout_s: Seconds = 20.0
+    max_connections: Count = 4096
+    max_connections_per_address: Count = 4096
+    timeout_s: Seconds = 600.0
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    log_format: Literal["human", "json"] = "human"
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise ValueError("no replicas: give the URL of one server at least")
+        for what in ("name", "url"):
+            values = [getattr(each, what) for each in self.replicas]
+            if len(set(values)) < len(values):
+                twice = next(each for each in values if values.count(each) > 1)
+                raise ValueError(f"replicas: the {what} {twice} is there twice; each replica has one of its own")
+
+
+def route_config(source: str | Path | None, given: Mapping[str, object]) -> RouteConfig:
+    """The configuration in the TOML file *source*, with what is *given* in place of its own; `ConfigError`."""
+    data = with_tables({} if source is None else load_toml(source), given)
+    return tree_from_dict(RouteConfig, data, "route" if source is None else str(source))

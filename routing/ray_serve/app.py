@@ -1,0 +1,45 @@
+"""build_app: the application, for `serve run`, `serve deploy` and `serve.run`."""
+
+from collections.abc import Mapping
+
+import msgspec
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from kvtier.routing.ray_serve.config import ray_serve_config
+from kvtier.routing.ray_serve.engine import Engine
+from kvtier.routing.ray_serve.front import Front
+
+ENDS_S = 30.0  # beyond `drain_s`, to write what is cached
+MOST_AT_ONCE = 256  # requests at one replica that have not ended; the engine has a queue of its own
+STATS_S = 2.0  # how often Ray asks replicas where they publish, which does not change
+
+
+def build_app(args: Mapping[str, object]) -> Application:
+    """The application with these arguments, see `RayServeConfig`: a `Front`, and behind it the deployment `Engine`.
+
+    How many replicas there are, and what each has of the machine, is said in `replicas`, or in Ray's own configuration
+    of the deployment.
+    """
+    config = ray_serve_config(args)
+    routing = RequestRouterConfig(
+        request_router_class="kvtier.routing.ray_serve.request_router.PrefixRequestRouter",
+        request_router_kwargs={
+            "policy": msgspec.to_builtins(config.policy),
+            "index": msgspec.to_builtins(config.index),
+        },
+        request_routing_stats_period_s=STATS_S,
+    )
+    drain_s = config.engine_config().server.drain_s
+    replicas = {
+        "max_ongoing_requests": MOST_AT_ONCE,
+        "graceful_shutdown_timeout_s": drain_s + ENDS_S,
+        "request_router_config": routing,
+        **config.replicas,
+    }
+    fronts = {"max_ongoing_requests": 16 * MOST_AT_ONCE, **config.fronts}
+    engine = serve.deployment(Engine, name="Engine", **replicas)
+    # Ray replaces all replicas when what they are made of changes: how many there are is no part of it.
+    made_of = msgspec.structs.replace(config, replicas={}, fronts={})
+    return serve.deployment(Front, name="Front", **fronts).bind(engine.bind(made_of), made_of)

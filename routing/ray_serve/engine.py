@@ -1,0 +1,80 @@
+"""Engine: a replica, which is `AsyncLLM` and the routes of `kvtier serve`."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp, Message
+
+from kvtier.engine.core import EngineCore
+from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.routing.ray_serve.asgi_call import messages
+from kvtier.routing.ray_serve.call import Call, Way
+from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
+from kvtier.routing.ray_serve.node_sidecar import sidecar_of_node
+from kvtier.routing.ray_serve.request_router import EVENTS, REPLAY
+from kvtier.server.access import Access, KeyCheck
+from kvtier.server.across_origins import across_origins
+from kvtier.server.entrance import Entrance
+from kvtier.server.served_models import ServedModels
+from kvtier.server.serving_app import load_app
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.tenancy import with_tenant_names
+
+REPLICA_HEADER = b"x-kvtier-replica"
+_ANY_PORT = "tcp://*:0"
+
+
+class Engine:
+    """One engine, which publishes what it has, and is attached to its node's sidecar if the application has some.
+
+    Ray Serve makes it, calls it on one event loop, and calls `__del__` before it ends the process.
+    """
+
+    async def __init__(self, config: RayServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Load the model. Errors are those of `LLM`."""
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id.encode()
+        tables: dict[str, object] = {
+            "events": {"endpoint": _ANY_PORT, "replay_endpoint": _ANY_PORT, "host": ray.util.get_node_ip_address()}
+        }
+        if config.sidecar is not None:
+            tables["sidecar"] = f"unix://{await sidecar_of_node(context.app_name, config.sidecar)}"
+        loaded = config.engine_config(**tables)
+        keys = ApiKeys.of(loaded.server.api_keys)
+        self._entrance = Entrance(server_settings(loaded), keys, tracer=Tracer.of(loaded.tracing, "kvtier"))
+        name = loaded.server.model_name or Checkpoint.of(config.model).served_name
+        models = ServedModels(name, tuple(loaded.lora), int(time.time()), longest_request=None)
+        named = with_tenant_names(loaded, keys)
+        self._serving = await load_app(config.model, None, named, models, self._entrance, lambda stage: None)
+        checked = across_origins(KeyCheck(self._serving, self._entrance), loaded.server)
+        self._app: ASGIApp = Access(checked, self._entrance)
+        self._publishes = await self._serving.service.llm.ask(_publishes)
+
+    def record_routing_stats(self) -> Mapping[str, object]:
+        """Where this replica tells what it has: Ray asks for it, and tells it to request routers."""
+        return self._publishes
+
+    def check_health(self) -> None:
+        """RuntimeError if the engine has ended: Ray then starts another replica."""
+        self._serving.service.llm.statistics()
+
+    async def answer(self, call: Call, way: Way) -> AsyncGenerator[Message]:
+        """The answer to a request, as ASGI messages. *way* is for the request router."""
+        async for message in messages(self._app, call):
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name)]}  # noqa: PLW2901
+            yield message
+
+    async def __del__(self) -> None:
+        """Let running requests end, write what is cached, and end the engine."""
+        if (serving := getattr(self, "_serving", None)) is not None:
+            await serving.close()
+            self._entrance.close()
+
+
+def _publishes(core: EngineCore) -> Mapping[str, object]:
+    assert core.publisher is not None, "no [events]"
+    return {EVENTS: core.publisher.endpoint, REPLAY: core.publisher.replay_endpoint}

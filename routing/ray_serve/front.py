@@ -1,0 +1,169 @@
+"""Front: the application's door for HTTP, which finds out a request's prompt and has a replica answer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from kvtier.routing.broken_answer import BROKEN_EVENT, replica_failed
+from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, may_repeat, read_question
+from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
+from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
+from kvtier.routing.salts import Salts
+from kvtier.routing.token_cache import TokenArray, TokenCache, asker_of, asking, tokens_in
+from kvtier.server.entrance import browser_rules
+from kvtier.web.api_error import ApiError
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.error_response import error_response
+from kvtier.web.facts import Facts
+from kvtier.web.paths import TOKENIZE
+from kvtier.web.request_body import read_body
+from kvtier.web.request_ids import request_id_of
+
+log = logging.getLogger(__name__)
+
+MOST_TRIES = 3  # replicas that may die of one request, or by chance, before its client is told
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An answer that has begun: its head, the first of its body, and the rest."""
+
+    head: Message
+    first: Message
+    rest: AsyncGenerator[Message]
+
+
+class Front:
+    """Passes each request on to a replica of the engine, and its answer back as it comes. Owned by the event loop.
+
+    A request whose replica dies before a byte has come goes to another one, if it may be asked again.
+    """
+
+    def __init__(self, engine: DeploymentHandle, config: RayServeConfig) -> None:
+        loaded = config.engine_config()
+        self._engine = engine.options(method_name="answer", stream=True)
+        self._settings = server_settings(loaded)
+        self._tokens = TokenCache(config.tokens.max_cached)
+        self._tokens_config = config.tokens
+        keys = ApiKeys.of(loaded.server.api_keys)
+        self._browser_rules = browser_rules(self._settings, keys)
+        self._salts = Salts(keys, loaded.server.tenant_isolation == "strict")
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        facts = Facts(request_id_of(request.headers.get("x-request-id")))
+        facts.put(request.scope)
+        try:
+            if self._browser_rules is not None:
+                refusal = self._browser_rules.refusal(request.method, request.headers)
+                if refusal is not None:
+                    raise refusal
+            call = _call(request, await read_body(request, self._settings), facts.request_id)
+            way = await self._way(call, request)
+            return await self._answer(call, way)
+        except ApiError as error:
+            return error_response(error, request.scope)
+
+    async def _way(self, call: Call, request: Request) -> Way:
+        credentials = {name: request.headers[name] for name in CREDENTIALS if name in request.headers}
+        who = next(iter(credentials.values()), "")
+        question = read_question(call.path, call.body, request.headers.get(SESSION_HEADER), who)
+        if question is None:
+            return Way(key=who.encode(errors="surrogatepass"))
+        tokens = await self._tokens_of(question, credentials)
+        return Way(Wanted(question, tokens, self._salts.of(who, question.salt), who))
+
+    async def _tokens_of(self, question: Question, credentials: Mapping[str, str]) -> TokenArray | None:
+        """The question's tokens, which a replica is asked for; None if none says in time."""
+        if question.token_ids is not None:
+            return np.array(question.token_ids, dtype=np.uint32)
+        if not self._tokens_config.ask or question.tokenize is None:
+            return None
+        body = asking(question.tokenize)
+        asker = asker_of(next(iter(credentials.values()), ""), question.salt)
+        if (kept := self._tokens.get(asker, body)) is not None:
+            return kept
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]
+        call = Call("POST", TOKENIZE, b"", [(b"content-type", b"application/json"), *headers], body)
+        try:
+            async with asyncio.timeout(self._tokens_config.timeout_s), aclosing(self._ask(call, Way())) as answer:
+                found = [message async for message in answer]
+            if found[0]["status"] != 200:
+                return None
+            tokens = tokens_in(b"".join(each.get("body", b"") for each in found[1:]))
+        except (TimeoutError, RayActorError, RayServeException, msgspec.MsgspecError, OverflowError):
+            return None  # the text has to do
+        self._tokens.keep(asker, body, tokens)
+        return tokens
+
+    async def _answer(self, call: Call, way: Way) -> Response:
+        for _ in range(MOST_TRIES):
+            try:
+                begun = await self._begin(call, way)
+            except RayActorError as error:
+                log.warning("a replica has died before it answered: %s", error)
+                if not may_repeat(call.method, call.path):
+                    break
+                way = Way(way.wanted, way.key)  # the one before has ended
+            except RayServeException as error:
+                raise ApiError(503, f"no replica answers: {error}", code="no_replica") from None
+            else:
+                response = StreamingResponse(_body(begun), begun.head["status"])
+                response.raw_headers = list(begun.head["headers"])
+                return response
+        raise replica_failed("ended before it answered")
+
+    async def _begin(self, call: Call, way: Way) -> _Begun:
+        answer = self._ask(call, way)
+        try:
+            return _Begun(await anext(answer), await anext(answer), answer)
+        except BaseException:
+            await answer.aclose()
+            raise
+
+    async def _ask(self, call: Call, way: Way) -> AsyncGenerator[Message]:
+        """A replica's answer. *way* says how far it is; if the reader leaves, the replica learns of it."""
+        answer = self._engine.remote(call, way)
+        try:
+            async for message in answer:
+                if message["type"] == "http.response.body":
+                    way.stage = Stage.ANSWERING
+                yield message
+        finally:
+            way.stage = Stage.ENDED
+            answer.cancel()
+
+
+async def _body(begun: _Begun) -> AsyncGenerator[bytes]:
+    """The answer's bytes. Of one that breaks off the connection ends, behind an event of an error if it has events."""
+    is_events = dict(begun.head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+    try:
+        yield begun.first.get("body", b"")
+        async for message in begun.rest:
+            yield message.get("body", b"")
+    except RayActorError:
+        if is_events:
+            yield BROKEN_EVENT
+        raise
+    finally:
+        await begun.rest.aclose()
+
+
+def _call(request: Request, body: bytes, request_id: str) -> Call:
+    scope = request.scope
+    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+    headers.append((b"x-request-id", request_id.encode()))
+    client = None if request.client is None else (request.client.host, request.client.port)
+    return Call(scope["method"], path, scope["query_string"], headers, body, client)

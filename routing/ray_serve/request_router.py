@@ -1,0 +1,163 @@
+"""PrefixRequestRouter: Ray Serve's request router that asks `kvtier route`'s policy."""
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from weakref import ReferenceType, ref
+
+from ray.serve.request_router import (
+    LocalityMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from kvtier.engine.config import tree_from_dict
+from kvtier.routing.config import IndexConfig, PolicyConfig
+from kvtier.routing.prefix_index import Matched
+from kvtier.routing.publisher import Publisher
+from kvtier.routing.ray_serve.call import Stage, Wanted, Way
+from kvtier.routing.ray_serve.feeds import Feeds
+from kvtier.routing.replica import Health, Replica, Work
+from kvtier.routing.router import Routed, RoutedPrompt, Router
+
+EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # among a replica's routing stats: where it publishes
+MOST_RANKED = 3  # replicas that are tried in the policy's order; then the others, as Ray chooses
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A call that was sent: where it went, and what ends it there."""
+
+    prompt: RoutedPrompt
+    ranks: Mapping[str, Routed]  # the replicas that it could go to, the best first
+    name: str
+    work: Work
+    end: ExitStack
+
+
+class PrefixRequestRouter(LocalityMixin, RequestRouter):
+    """Knows from its replicas' KV events what each has in device, host memory and disk, and sends a call to the one
+    that has most of its prompt and has the time for it. A call that has no `Way` among its arguments goes to the less
+    busy of two random replicas.
+
+    Ray makes one in each process that has a handle. Owned by the event loop in which Ray routes.
+    """
+
+    def initialize_state(self, policy: Mapping[str, object], index: Mapping[str, object]) -> None:
+        """Begin with no replica. *policy* and *index* are tables of `kvtier route`'s configuration."""
+        policy_config: PolicyConfig = tree_from_dict(PolicyConfig, policy, "policy")
+        index_config: IndexConfig = tree_from_dict(IndexConfig, index, "index")
+        self._router = Router(policy_config, index_config)
+        self._feeds = Feeds()
+        self._sent: dict[ReferenceType[Way], _Sent] = {}  # a way that its caller has dropped has ended
+
+    def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
+        """These are there now: listen to those that have come, and forget those that have gone."""
+        super().update_replicas(list(replicas))
+        there = {each.replica_id.unique_id: each for each in replicas}
+        for name in self._router.replicas.keys() - there.keys():
+            self._forget(name)
+        for name, replica in there.items():
+            if name not in self._router.replicas:
+                self._router.add(Replica(name, health=Health.READY))
+            if (events := replica.routing_stats.get(EVENTS)) is not None:
+                publisher = Publisher(name, events, replica.routing_stats.get(REPLAY))
+                self._feeds.listen(publisher, partial(self._router.learn, name), partial(self._router.forget, name))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Ray has found that a replica is dead: forget it."""
+        super().on_replica_actor_died(replica_id)
+        self._forget(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas that a call may go to, in ranks, the best first."""
+        way = None if pending_request is None else _way_of(pending_request)
+        if pending_request is None or way is None or (way.wanted is None and way.key is None):
+            return self._any(pending_request)
+        pending_request.routing_context.should_backoff = True  # if all of them are full
+        there = {each.replica_id.unique_id: each for each in candidate_replicas}
+        self._weigh()
+        names = self._ranked(way) if way.wanted is not None else self._by_key(way.key or b"")
+        ranks = [[there.pop(name)] for name in names if name in there]
+        return [*ranks, list(there.values())]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        """A replica has accepted a call: it may be another than the best."""
+        way, name = _way_of(pending_request), replica_id.unique_id
+        sent = None if way is None else self._sent.get(ref(way))
+        if way is not None and sent is not None and sent.name != name and name in self._router.replicas:
+            self._take_back(way)
+            self._send(way, sent.prompt, sent.ranks, name)
+
+    def matched(self, wanted: Wanted) -> Mapping[str, Matched]:
+        """How much of a prompt each replica has, as far as is known, of those that have something."""
+        return self._router.matched(self._prompt(wanted))
+
+    def _prompt(self, wanted: Wanted) -> RoutedPrompt:
+        return self._router.prompt(wanted.question, wanted.tokens, wanted.salt, wanted.who)
+
+    def _any(self, pending_request: PendingRequest | None) -> list[list[RunningReplica]]:
+        found = list(self.apply_locality_routing(pending_request))
+        two = random.sample(found, min(2, len(found)))
+        return [[self.curr_replicas[each] for each in two]]
+
+    def _ranked(self, way: Way) -> Sequence[str]:
+        """The policy's choice, and its next ones."""
+        wanted = way.wanted
+        assert wanted is not None, "no prompt"
+        self._take_back(way)  # all were full when it was looked at before
+        prompt = self._prompt(wanted)
+        ranks: dict[str, Routed] = {}
+        while len(ranks) < MOST_RANKED and (routed := self._router.choose(prompt, ranks)) is not None:
+            ranks[routed.choice.name] = routed
+        if ranks:
+            # Noted now and not when Ray has sent it: calls that come meanwhile would all go the same way.
+            self._send(way, prompt, ranks, next(iter(ranks)))
+        return list(ranks)
+
+    def _by_key(self, key: bytes) -> Sequence[str]:
+        name = self._router.any_open(key)
+        return [] if name is None else [name]
+
+    def _send(self, way: Way, prompt: RoutedPrompt, ranks: Mapping[str, Routed], name: str) -> None:
+        routed = ranks.get(name)
+        num_computed = max(0, prompt.num_tokens - (0 if routed is None else routed.matched.total))
+        end = ExitStack()
+        work = end.enter_context(self._router.replicas[name].working(num_computed))
+        self._router.sent(prompt, name)
+        self._sent[ref(way)] = _Sent(prompt, ranks, name, work, end)
+
+    def _take_back(self, way: Way) -> None:
+        if (sent := self._sent.pop(ref(way), None)) is not None:
+            sent.end.close()
+            if sent.name in self._router.replicas:
+                self._router.refused(sent.prompt, sent.name)
+
+    def _weigh(self) -> None:
+        """Take in how far calls are, and what others have sent."""
+        for reference, sent in list(self._sent.items()):
+            if (way := reference()) is None or way.stage is Stage.ENDED:
+                del self._sent[reference]
+                sent.end.close()
+            elif way.stage is Stage.ANSWERING:
+                sent.work.begin()
+        for replica_id in self.curr_replicas:
+            if (replica := self._router.replicas.get(replica_id.unique_id)) is not None:
+                num_there = self.replica_queue_len_cache.get(replica_id) or 0
+                replica.num_elsewhere = max(0, num_there - replica.num_sent)
+
+    def _forget(self, name: str) -> None:
+        self._feeds.end(name)
+        if name in self._router.replicas:
+            self._router.remove(name)
+
+
+def _way_of(pending_request: PendingRequest) -> Way | None:
+    arguments = (*pending_request.args, *pending_request.kwargs.values())
+    return next((each for each in arguments if isinstance(each, Way)), None)

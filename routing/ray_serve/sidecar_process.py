@@ -1,0 +1,26 @@
+"""A process that is `kvtier sidecar`, and ends as told by SIGTERM when the one that started it has ended.
+
+It reads its tables, which may have secrets, from its standard input.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+from kvtier.cli.sidecar import run_sidecar
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, tables: dict[str, object]) -> int:
+    """Serve engines until a signal; the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # of the thread that started it, which stays until then
+    if os.getppid() != parent:
+        return 0
+    return run_sidecar(None, tables, checks_only=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), json.load(sys.stdin)))

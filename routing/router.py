@@ -1,0 +1,158 @@
+"""Router: what is known of all replicas, and the choice among them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.routing.config import IndexConfig, PolicyConfig
+from kvtier.routing.fingerprints import Fingerprints, Prefixes
+from kvtier.routing.kv_event import Batch
+from kvtier.routing.policy import Candidate, Choice, RoutingPolicy
+from kvtier.routing.prefix_index import NOTHING, Matched, PrefixIndex
+from kvtier.routing.question import Question
+from kvtier.routing.replica import Health, Replica
+from kvtier.routing.ring import HashRing
+from kvtier.routing.sessions import Sessions
+from kvtier.routing.token_cache import TokenArray
+
+TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
+MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
+MAX_TOKENS = 1 << 17  # tokens that are looked at: prompts of that length that differ behind are alike
+BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt as it is looked for: its prefixes, in one or several sizes of steps; the first are noted when it is
+    sent. *ring_key* is of its first blocks."""
+
+    num_tokens: int
+    views: Sequence[Prefixes]
+    ring_key: bytes
+    session: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A choice, and how much of the prompt the replica had."""
+
+    choice: Choice
+    matched: Matched
+
+
+class Router:
+    """Chooses, and learns from what replicas tell and what they are sent. Owned by the event loop."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        index: IndexConfig,
+        fingerprints: Fingerprints | None = None,
+        on_dead: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """*on_dead* is called with the name of a replica that has died, when what it had is forgotten."""
+        self.index = PrefixIndex(fingerprints or Fingerprints(), index.max_blocks)
+        self.sessions = Sessions(index.max_sessions)
+        self._replicas: dict[str, Replica] = {}
+        self._on_dead = on_dead
+        self._policy = RoutingPolicy(policy)
+        self._first_tokens = policy.first_tokens
+        self._ring = HashRing([])
+
+    @property
+    def replicas(self) -> Mapping[str, Replica]:
+        """Those that there are, by name."""
+        return self._replicas
+
+    def add(self, replica: Replica) -> None:
+        """A replica has come. None of its name is there."""
+        assert replica.name not in self._replicas, "a replica of that name is there"
+        self._replicas[replica.name] = replica
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.add(replica.name)
+
+    def remove(self, name: str) -> None:
+        """The replica has gone for good: nothing is known of it any more."""
+        del self._replicas[name]
+        self._ring = HashRing(sorted(self._replicas))
+        self.index.remove(name)
+        self.sessions.forget(name)
+
+    def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
+        """The question as it is looked for. *salt* is what the replicas name its blocks with; *who* keeps texts apart
+        whose tokens are not known."""
+        if tokens is None or not self.index.block_sizes:
+            return self._by_text(question, len(tokens) if tokens is not None else None, who)
+        fingerprints = self.index.fingerprints
+        root = fingerprints.root(question.model if question.model in self.index.loras else None, salt)
+        looked_at = tokens[:MAX_TOKENS]
+        views = [Prefixes(fingerprints.chain(root, looked_at, size), size) for size in sorted(self.index.block_sizes)]
+        first = views[0].fingerprints[: max(1, self._first_tokens // int(views[0].step_tokens))]
+        ring_key = first[-1].to_bytes(8, "big") if first else looked_at.tobytes()
+        return RoutedPrompt(len(tokens), views, ring_key, question.session)
+
+    def _by_text(self, question: Question, num_tokens: int | None, who: str) -> RoutedPrompt:
+        fingerprints = self.index.fingerprints
+        root = fingerprints.root("text", question.model, question.salt, who)
+        text = np.frombuffer(question.text[:MOST_TEXT], dtype=np.uint8)
+        prefixes = fingerprints.chain(root, text, TEXT_STEP)
+        first = question.text[: int(self._first_tokens * BYTES_PER_TOKEN)]
+        length = int(len(question.text) / BYTES_PER_TOKEN) if num_tokens is None else num_tokens
+        return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
+
+    def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
+        """How much of the prompt each replica has, in the steps in which it has most."""
+        best: dict[str, Matched] = {}
+        for view in prompt.views:
+            for name, matched in self.index.matched(view).items():
+                if matched.total > best.get(name, NOTHING).total:
+                    best[name] = matched
+        return best
+
+    def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
+        """The replica for the prompt, none of those that were *tried*; None if no other is open."""
+        matched = self.matched(prompt)
+        candidates = [
+            Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
+            for name in self._ring.order(prompt.ring_key)
+            for replica in [self.replicas[name]]
+        ]
+        session = None if prompt.session is None else self.sessions.replica_of(prompt.session)
+        choice = self._policy.choose(prompt.num_tokens, candidates, session)
+        return None if choice is None else Routed(choice, matched.get(choice.name, NOTHING))
+
+    def sent(self, prompt: RoutedPrompt, name: str) -> None:
+        """The prompt was sent to that replica, which will have it soon."""
+        if prompt.views:
+            self.index.expect(name, prompt.views[0])
+        if prompt.session is not None:
+            self.sessions.keep(prompt.session, name)
+
+    def refused(self, prompt: RoutedPrompt, name: str) -> None:
+        """That replica has not computed the prompt, and will not."""
+        if prompt.views:
+            self.index.expect_no_longer(name, prompt.views[0])
+
+    def any_open(self, key: bytes, tried: Collection[str] = ()) -> str | None:
+        """A replica for a request without a prompt: always the same for the same *key*, while it is open."""
+        order = self._ring.order(key)
+        return next((name for name in order if self.replicas[name].is_open and name not in tried), None)
+
+    def learn(self, name: str, batch: Batch) -> None:
+        """Take in what a replica tells."""
+        for event in batch.events:
+            self.index.learn(name, event)
+
+    def forget(self, name: str) -> None:
+        """The replica has nothing any more, as far as is known."""
+        self.index.forget(name)
+
+    def bury(self, name: str) -> None:
+        """The replica is dead: what it had is forgotten, and its conversations go elsewhere."""
+        replica = self.replicas[name]
+        if replica.health is not Health.DEAD:
+            replica.health = Health.DEAD
+            self.index.forget(name)
+            self.sessions.forget(name)
+            self._on_dead(name)

@@ -1,0 +1,175 @@
+"""RouteServer: the router on its port, with all that goes on beside answering."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import uvicorn
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+
+from kvtier.routing.app import RouteApp
+from kvtier.routing.config import RouteConfig
+from kvtier.routing.event_feed import EventFeed
+from kvtier.routing.health import HealthCheck
+from kvtier.routing.metrics import RouteMetrics, RouterCollector
+from kvtier.routing.proxy import Proxy
+from kvtier.routing.replica import Replica
+from kvtier.routing.router import Router
+from kvtier.routing.tokens import Tokens
+from kvtier.routing.upstream import sent_once
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.browser_check import BrowserRules
+from kvtier.web.gate import ConnectionLimits, Gate
+from kvtier.web.http_connection import HttpConnection
+from kvtier.web.operating.audit_log import AuditLog
+from kvtier.web.operating.operators import Operators
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+IDLE_S = 4.0  # a connection to a replica is kept: servers of uvicorn's close one after 5
+LEAVING_S = 5  # for the last bytes of answers
+LOOK_S = 0.05  # how often it is looked whether all answers have ended
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server without its handlers of signals, which `commands/route.py` sets for the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RouteServer:
+    """Routes requests that come to a socket which is bound already; `run` runs until `stop`."""
+
+    def __init__(
+        self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
+    ) -> None:
+        """Made on the event loop that it runs on. *operators* may drain replicas; *keys* are the replicas'."""
+        self.router = Router(config.policy, config.index, on_dead=self._on_dead)
+        for each in config.replicas:
+            self.router.add(Replica(each.name, each.url))
+        self.metrics = RouteMetrics()
+        self._config = config
+        self._bound = bound
+        self._stop = asyncio.Event()
+        self._ends = AsyncExitStack()
+        session = _session(config)
+        self._ends.push_async_callback(session.close)
+        tokens = Tokens(config.tokens, session)
+        self.feeds: Mapping[str, EventFeed] = {
+            name: EventFeed(publisher, partial(self.router.learn, name), partial(self.router.forget, name))
+            for each in config.replicas
+            if (publisher := each.publisher) is not None
+            for name in [publisher.name]
+        }
+        self.metrics.registry.register(RouterCollector(self.router, self.feeds, tokens))
+        proxy = Proxy(config, self.router, tokens, session, self.metrics, keys)
+        audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
+        if audit is not None:
+            self._ends.callback(audit.close)
+        rules = browser_rules(config, keys)
+        self.app = RouteApp(self.router, proxy, self.feeds, self.metrics, operators, audit, rules)
+        self._health = HealthCheck(config.health, self.router, session)
+
+    def _on_dead(self, name: str) -> None:
+        """Should it only have been out of reach, its events are learnt anew."""
+        if name in self.feeds:
+            self.feeds[name].start_over()
+
+    def stop(self) -> None:
+        """Begin to drain, then end. Called on the event loop."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Route until `stop`. Raises the error that ended what goes on beside."""
+        async with self._ends:
+            await self._health.look()
+            server = _Uvicorn(_settings(self._config, self.app, self.metrics))
+            beside = [asyncio.create_task(each) for each in self._beside()]
+            answering = asyncio.create_task(server.serve([self._bound]))
+            stopping = asyncio.create_task(self._stop.wait())
+            try:
+                done, _ = await asyncio.wait({*beside, answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                await self._drain()
+            finally:
+                server.should_exit = True
+                await answering
+                for task in (*beside, stopping):
+                    task.cancel()
+                await asyncio.gather(*beside, stopping, return_exceptions=True)
+
+    def _beside(self) -> Iterator[Coroutine[Any, Any, None]]:
+        yield self._health.run()
+        for feed in self.feeds.values():
+            yield feed.run()
+
+    async def _drain(self) -> None:
+        """Refuse what comes, and let what runs go on for a while."""
+        self.app.is_ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                while self.app.num_running:
+                    await asyncio.sleep(LOOK_S)
+        if self.app.num_running:
+            log.warning("%d answers were not complete within %g s", self.app.num_running, self._config.drain_s)
+
+
+def _session(config: RouteConfig) -> ClientSession:
+    """What asks replicas: over connections that are kept, and with nothing of its own in a request."""
+    return ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+        timeout=ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=config.timeout_s),
+        cookie_jar=DummyCookieJar(),  # they are its clients'
+        auto_decompress=False,
+        middlewares=(sent_once,),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        max_header_bytes=config.max_header,
+        header_timeout_s=config.header_timeout_s,
+        max_connections=config.max_connections,
+        max_per_address=config.max_connections_per_address,
+    )
+    gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
+    return uvicorn.Config(
+        app,
+        http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,  # the address behind the others in X-Forwarded-For is the one that is connected
+        timeout_graceful_shutdown=LEAVING_S,
+    )
+
+
+def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
+    """Return what a browser may ask for other sites' pages; None where the replicas need a key."""
+    if keys is not None:
+        return None
+    return BrowserRules.of(
+        config.host,
+        config.allowed_hosts,
+        config.cors_origins,
+        host_advice="add the name to allowed_hosts or --allow-host, or give the servers' --api-keys",
+        origin_advice="add their origin to cors_origins, or give the servers' --api-keys",
+    )
+
+
+def keys_of(config: RouteConfig) -> ApiKeys | None:
+    """The replicas' keys. ValueError for a file that cannot be used."""
+    return ApiKeys.of(config.api_keys)

@@ -1,0 +1,160 @@
+"""Upstream: one request as it goes to a replica, and its answer as it comes back."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, closing
+from dataclasses import dataclass
+from io import BytesIO
+
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientHandlerType,
+    ClientRequest,
+    ClientResponse,
+    ClientSession,
+    ConnectionTimeoutError,
+)
+from starlette import datastructures
+from yarl import URL
+
+from kvtier.web.api_error import ApiError
+from kvtier.web.browser_check import is_same_origin
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+MOST_WHOLE = 64 << 20  # bytes of an answer that says its length: it is read to its end before a byte is sent on
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_OF_THE_ROUTER = frozenset({b"host", b"content-length", b"expect", b"x-request-id", b"x-forwarded-for"})
+
+
+class NoAnswer(Exception):
+    """A replica did not answer, and nothing has been sent on. *was_connected*: it may have begun to work."""
+
+    def __init__(self, why: str, was_connected: bool) -> None:
+        super().__init__(why)
+        self.why = why
+        self.was_connected = was_connected
+
+
+class Broken(Exception):
+    """A replica's answer has ended too early. *why*: it died, or nothing has come for too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as a client sent it; *target* is its path and query. *headers* are those that go on."""
+
+    method: str
+    target: bytes
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A replica's answer, of which a byte has come already; of one that says how long it is, all of it."""
+
+    status: int
+    headers: Headers
+    first: bytes
+    rest: AsyncIterator[bytes]
+    is_whole: bool
+
+    @property
+    def is_events(self) -> bool:
+        """Whether it is a stream of server-sent events, to which one can be added."""
+        headers = dict(self.headers)
+        is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
+        return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+
+
+@asynccontextmanager
+async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncIterator[Answer]:
+    """The answer of the replica at *url*; on leaving the replica learns that nobody reads any longer.
+
+    *session* has the middleware `sent_once`. Raises `NoAnswer` if nothing of it has come, ApiError for a request that
+    HTTP does not allow; *rest* raises `Broken`.
+    """
+    with closing(await _response(session, url, asked)) as response:
+        async with aclosing(_pieces(response)) as pieces:
+            is_whole = response.content_length is not None and response.content_length <= MOST_WHOLE
+            try:
+                first = b"".join([piece async for piece in pieces]) if is_whole else await anext(pieces, b"")
+            except Broken as error:
+                raise NoAnswer(error.why, was_connected=True) from None
+            yield Answer(response.status, passed_on(response.raw_headers), first, pieces, is_whole)
+
+
+async def _response(session: ClientSession, url: str, asked: Asked) -> ClientResponse:
+    """The answer's head."""
+    try:
+        # The target begins with a slash, or it would be a part of the replica's address. It is not made another.
+        if not asked.target.startswith(b"/"):
+            raise ValueError("its target is no path")
+        target = URL(url + asked.target.decode("ascii"), encoded=True)
+        headers = [(name.decode(), value.decode()) for name, value in asked.headers]
+        body = BytesIO(asked.body) if asked.body else None
+        return await session.request(asked.method, target, headers=headers, data=body, allow_redirects=False)
+    except ValueError as error:  # aiohttp's of a URL is a ClientError too
+        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_request") from None
+    except (ClientError, OSError) as error:
+        raise NoAnswer(_why(error), was_connected=True) from None
+
+
+async def sent_once(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
+    """A middleware of aiohttp's, without which it sends GET, PUT and others again by itself. Raises `NoAnswer`."""
+    try:
+        return await handler(request)
+    except (ClientConnectorError, ConnectionTimeoutError):
+        raise NoAnswer("connect", was_connected=False) from None
+    except (ClientError, OSError) as error:
+        raise NoAnswer(_why(error), was_connected=True) from None
+
+
+async def _pieces(response: ClientResponse) -> AsyncGenerator[bytes]:
+    try:
+        async for piece in response.content.iter_any():
+            yield piece
+    except (ClientError, OSError) as error:
+        raise Broken(_why(error)) from None
+
+
+def _why(error: Exception) -> str:
+    return "timeout" if isinstance(error, TimeoutError) else "died"
+
+
+def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
+    """Return a request's *headers* as they go on, with the address of its *client* behind those of the proxies before.
+
+    The origin of a page of the router's own is left out: a replica, which has another name, would take it for foreign.
+    """
+    headers = [*headers]
+    of_router = _OF_THE_ROUTER.union([b"origin"] if is_same_origin(datastructures.Headers(raw=headers)) else [])
+    kept = [(name, value) for name, value in passed_on(headers) if name.lower() not in of_router]
+    before = [value for name, value in headers if name.lower() == b"x-forwarded-for"]
+    return [*kept, (b"x-forwarded-for", b", ".join([*before, client.encode()])), (b"x-request-id", request_id.encode())]
+
+
+def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Those of the *headers* that are not of one connection alone."""
+    headers = [*headers]
+    named = b",".join(value for name, value in headers if name.lower() == b"connection")
+    of_connection = _HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}
+    return [(name.lower(), value) for name, value in headers if name.lower() not in of_connection]

@@ -1,0 +1,76 @@
+"""The content blocks of an answer: its text, and a block for each call of a tool; whole, and as events of a stream."""
+
+import uuid
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, ReadAnswer, TextDelta
+from kvtier.web.event_stream import named_event
+
+
+class BlockStream:
+    """Writes the events of an answer's blocks, one open at a time. An answer without a call has a block of text, also
+    if that is empty. Owned by one reply."""
+
+    def __init__(self) -> None:
+        self._num_blocks = 0  # that have begun; the last one is open
+        self._is_text = False  # the open block
+        self.has_calls = False
+
+    def events(self, deltas: Iterable[Delta]) -> Iterator[bytes]:
+        """The events by which the answer grows."""
+        for delta in deltas:
+            match delta:
+                case TextDelta(text):
+                    yield from self._open_text()
+                    yield self._delta({"type": "text_delta", "text": text})
+                case CallBegin(_, name):
+                    yield from self._open(_use(name, {}))
+                    self.has_calls, self._is_text = True, False
+                case ArgumentsDelta(_, text):
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def last_events(self) -> Iterator[bytes]:
+        """The end of the last block."""
+        if not self._num_blocks:
+            yield from self._open_text()
+        yield typed_event("content_block_stop", index=self._num_blocks - 1)
+
+    def _open_text(self) -> Iterator[bytes]:
+        if not self._is_text:
+            yield from self._open({"type": "text", "text": ""})
+            self._is_text = True
+
+    def _open(self, block: dict[str, object]) -> Iterator[bytes]:
+        if self._num_blocks:
+            yield typed_event("content_block_stop", index=self._num_blocks - 1)
+        yield typed_event("content_block_start", index=self._num_blocks, content_block=block)
+        self._num_blocks += 1
+
+    def _delta(self, delta: dict[str, object]) -> bytes:
+        return typed_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+
+def whole_blocks(answer: ReadAnswer) -> list[dict[str, object]]:
+    """The blocks of a whole answer. Arguments that were cut off are an empty object: a client would take half of one
+    for all."""
+    text: list[dict[str, object]] = [{"type": "text", "text": answer.text}]
+    calls = [_use(call.name, _input(call.arguments)) for call in answer.calls]
+    return calls if calls and not answer.text else text + calls
+
+
+def typed_event(kind: str, **fields: object) -> bytes:
+    """An event whose name is its type too."""
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _use(name: str, arguments: object) -> dict[str, object]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": arguments}
+
+
+def _input(arguments: str) -> object:
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return {}

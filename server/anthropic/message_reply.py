@@ -1,0 +1,93 @@
+"""MessageReply: how `/v1/messages` writes its answers."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+
+from kvtier.engine.async_llm import Piece
+from kvtier.engine.scheduling.request import Completion, FinishReason
+from kvtier.server.anthropic.answer_blocks import BlockStream, typed_event, whole_blocks
+from kvtier.server.cache_usage import CacheUsage
+from kvtier.server.documents.kept_prefixes import Keeping
+from kvtier.server.reply import Answer
+from kvtier.server.tool_calls.deltas import read_whole
+from kvtier.server.tool_calls.tool_use import ToolUse
+from kvtier.server.usage import Usage
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.web.api_error import ApiError
+from kvtier.web.error_object import error_object
+from kvtier.web.event_stream import named_event
+
+
+class MessageReply:
+    """A `Reply` with one choice. Its stream begins with what the prompt took, and ends with what the answer took."""
+
+    def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, only_warms: bool) -> None:
+        """With *only_warms* nothing of the answer is told."""
+        self._usage = usage
+        self._request_id = request_id
+        self._only_warms = only_warms
+        self._has_begun = False
+        self._tools = tools
+        self._reader = tools.reader()  # of the stream
+        self._blocks = BlockStream()
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
+        (answer,) = answers
+        done = answer.completion
+        read = read_whole(self._tools.reader(), done.text)
+        usage = {**self._of_prompt(done.tokens), "output_tokens": self._num_told(done)}
+        return {
+            **self._head,
+            "content": [] if self._only_warms else whole_blocks(read),
+            **_ending(done, has_calls=bool(read.calls)),
+            "usage": usage,
+            "kvtier": self._usage.kvtier(),
+        }
+
+    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._beginning(piece)
+        done = piece.completion
+        if not self._only_warms:
+            deltas = [*self._reader.push(piece.text), *([] if done is None else self._reader.end())]
+            yield from self._blocks.events(deltas)
+            if done is not None:
+                yield from self._blocks.last_events()
+        if done is not None:
+            usage = {**self._of_prompt(done.tokens), "output_tokens": self._num_told(done)}
+            ending = _ending(done, has_calls=self._blocks.has_calls)
+            yield typed_event("message_delta", delta=ending, usage=usage, kvtier=self._usage.kvtier())
+
+    def last_events(self) -> Iterator[bytes]:
+        yield typed_event("message_stop")
+
+    def error_event(self, error: ApiError) -> bytes:
+        return named_event("error", error_object(error, self._request_id))
+
+    def _beginning(self, piece: Piece) -> bytes:
+        usage = {**self._of_prompt(piece.tokens), "output_tokens": 0}
+        message: dict[str, object] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        return typed_event("message_start", message=message)
+
+    def _of_prompt(self, tokens: TokenBalance) -> dict[str, object]:
+        return CacheUsage.of(tokens, self._usage.kept or Keeping()).anthropic()
+
+    def _num_told(self, completion: Completion) -> int:
+        return 0 if self._only_warms else len(completion.token_ids)
+
+
+def _ending(completion: Completion, *, has_calls: bool) -> dict[str, str | None]:
+    """Why the answer has ended, in Anthropic's words."""
+    if completion.finish_reason is FinishReason.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if completion.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop}
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}

@@ -1,0 +1,181 @@
+"""MessagesRequest: the body of `POST /v1/messages`, and the chat that it asks for."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvtier.engine.text.chat_template import PART_SEPARATOR, TemplateValue
+from kvtier.server.anthropic.blocks import (
+    Block,
+    Blocks,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    blocks_of,
+    parts_of,
+)
+from kvtier.server.anthropic.tools import AutoChoice, ClientTool, ToolChoice
+from kvtier.server.cache_control import CacheControl
+from kvtier.server.chat_request import MOST_MESSAGES, ChatRequest, Message
+from kvtier.server.generation_request import KvtierOptions, Text
+from kvtier.server.response_format import JsonSchemaFormat, NamedSchema
+from kvtier.server.tool_calls.tool import MOST_TOOLS
+
+# Anthropic's parameters that say nothing about the answer: any value is let pass …
+IGNORED = frozenset(
+    {
+        "anthropic_beta",
+        "anthropic_version",
+        "betas",
+        "context_management",  # edits to save tokens: the whole conversation is read
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "thinking",  # a model thinks as its template has it, see chat_template_kwargs
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+# … and those that would change it, with the values that ask for no change: any other value is refused.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+
+
+class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """An answer in JSON, by a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How to answer. The template is told of *effort* as of OpenAI's `reasoning_effort`; the rest is ignored."""
+
+    effort: Text | None = None
+    format: JsonOutput | None = None
+
+
+class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/messages/count_tokens`: a conversation. *cache_control* is of the last block.
+
+    Beyond Anthropic's: *cache_salt*, *chat_template_kwargs*, as in OpenAI's chats.
+    """
+
+    model: str
+    messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] = []
+    tool_choice: ToolChoice = AutoChoice()
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: JsonOutput | None = None  # which was there before *output_config*
+    cache_salt: Text | None = None
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Conversation.chat(self)  # which has checks of its own
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the conversation ends with the beginning of the assistant's answer."""
+        return self.messages[-1].role == "assistant"
+
+    def written(self) -> list[Message]:
+        """The messages of the chat. Those of one role in a row are one message, as Anthropic has it."""
+        messages = list(self._joined())
+        if self.cache_control is not None:
+            messages[-1] = msgspec.structs.replace(messages[-1], cache_control=self.cache_control)
+        return messages
+
+    def chat(self) -> ChatRequest:
+        """The conversation as a chat, to be counted."""
+        asked = self.output_config.format or self.output_format
+        return ChatRequest(
+            model=self.model,
+            messages=self.written(),
+            tools=[tool.tool() for tool in self.tools],
+            tool_choice=self.tool_choice.in_chat,
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            continue_final_message=self.is_begun,
+            response_format=None if asked is None else JsonSchemaFormat(NamedSchema("answer", asked.schema)),
+            reasoning_effort=self.output_config.effort,
+            cache_salt=self.cache_salt,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def _joined(self) -> Iterator[Message]:
+        if self.system:
+            blocks = [TextBlock(self.system)] if isinstance(self.system, str) else self.system
+            yield Message("system", [part for block in blocks for part in block.parts()])
+        for role, messages in groupby(self.messages, lambda message: message.role):
+            said: list[Block] = [block for message in messages for block in blocks_of(message.content)]
+            yield from _answer(said) if role == "assistant" else _question(role, said)
+
+
+def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
+    """The assistant's message. The prompt may be kept up to the end of its calls, not between them."""
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    controls = [use.cache_control for use in uses if use.cache_control is not None]
+    calls = [use.call() for use in uses] or None
+    thoughts = PART_SEPARATOR.join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    control = controls[-1] if controls else None
+    yield Message("assistant", [*parts_of(blocks)], control, tool_calls=calls, reasoning_content=thoughts)
+
+
+def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
+    """What tools have answered, a message each, and what the user says."""
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    for result in results:
+        yield result.message()
+    if len(results) < len(blocks):
+        yield Message(role, [*parts_of(blocks)])
+
+
+class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to answer. With *max_tokens* 0 its prompt is computed and kept, and nothing is answered.
+
+    Beyond Anthropic's: *kvtier*, *priority* and *seed*, as in OpenAI's chats.
+    """
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=16)] = []
+    stream: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    kvtier: KvtierOptions = KvtierOptions()
+
+    @property
+    def only_warms(self) -> bool:
+        """Whether nothing is to be answered."""
+        return self.max_tokens == 0
+
+    def chat(self) -> ChatRequest:
+        """The chat that is to be answered. To be computed a prompt has to be continued, by a token at least."""
+        return msgspec.structs.replace(
+            super().chat(),
+            max_tokens=max(1, self.max_tokens),
+            stop=self.stop_sequences,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            priority=self.priority,
+            kvtier=self.kvtier,
+        )

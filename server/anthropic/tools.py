@@ -1,0 +1,86 @@
+"""Tools in Anthropic's words, and those of OpenAI's chats that they become."""
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvtier.server.cache_control import CacheControl
+from kvtier.server.tool_calls.tool import Function, FunctionName, NamedFunction, NamedTool, Tool
+from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
+
+
+class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the client runs. How its input is streamed is not the client's choice.
+
+    What Anthropic's servers are told of a tool beside the model, is ignored: the model is told of all tools.
+    """
+
+    name: FunctionName
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Any = None
+    input_examples: Any = None
+    allowed_callers: Any = None
+
+    def __post_init__(self) -> None:
+        if self.type not in (None, "custom"):
+            raise ValueError("type: a tool that the server runs is not there; describe one of yours by input_schema")
+        if self.input_schema is None:
+            raise ValueError("input_schema: is missing")
+
+    def tool(self) -> Tool:
+        """The tool of a chat."""
+        return Tool(
+            Function(self.name, self.description, self.input_schema, self.strict), cache_control=self.cache_control
+        )
+
+
+class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Which tools the model has to use. By default it may use several at once."""
+
+    disable_parallel_tool_use: bool = False
+
+
+class AutoChoice(_Choice, frozen=True, tag="auto"):
+    """Whether the model uses any is its choice."""
+
+    @property
+    def in_chat(self) -> ChatToolChoice:
+        """The choice in a chat."""
+        return "auto"
+
+
+class AnyChoice(_Choice, frozen=True, tag="any"):
+    """It has to use one."""
+
+    @property
+    def in_chat(self) -> ChatToolChoice:
+        """The choice in a chat."""
+        return "required"
+
+
+class NoneChoice(_Choice, frozen=True, tag="none"):
+    """It may use none."""
+
+    @property
+    def in_chat(self) -> ChatToolChoice:
+        """The choice in a chat."""
+        return "none"
+
+
+class NamedChoice(_Choice, frozen=True, kw_only=True, tag="tool"):
+    """It has to use the one of that *name*."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+
+    @property
+    def in_chat(self) -> ChatToolChoice:
+        """The choice in a chat."""
+        return NamedTool(NamedFunction(self.name))
+
+
+ToolChoice: TypeAlias = AutoChoice | AnyChoice | NoneChoice | NamedChoice

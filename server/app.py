@@ -1,0 +1,103 @@
+"""What LoadingApp and ServingApp share: routes that both answer, the shape of errors, and the Switch between them."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import Protocol
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.dashboard.assets import ASSETS
+from kvtier.web.error_response import error_response
+from kvtier.web.facts import facts_of
+from kvtier.web.paths import HEALTH, METRICS, VERSION
+
+
+class App(Protocol):
+    """Answers requests in one stage of the server's life: while the model is loaded, or after."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as ASGI defines it."""
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what tenants share among *num_tenants* from now on."""
+
+    def end(self) -> None:
+        """Refuse requests from now on: the server is about to end."""
+
+
+class Switch:
+    """The app behind the port: a request is answered by the app that is set when it comes. Owned by the event loop."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the app that is set now answer the request."""
+        await self.app(scope, receive, send)
+
+
+def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> Starlette:
+    """A Starlette app of *routes* and of /health, /version and /metrics, which answer at any time."""
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    always = [Route(HEALTH, _health), Route(VERSION, _version), Route(METRICS, metrics)]
+    handlers = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _left,
+        Exception: _unexpected,
+    }
+    return Starlette(routes=[*always, *routes], exception_handlers=handlers)  # type: ignore[arg-type]  # each handler takes its own kind of error
+
+
+def shutting_down() -> ApiError:
+    """The error of a request that comes when the server is about to end."""
+    return ApiError(503, "the server is about to end; ask another one", code="shutting_down")
+
+
+async def _health(_: Request) -> Response:
+    return json_response({"status": "alive"})
+
+
+async def _version(_: Request) -> Response:
+    return json_response({"version": version("kvtier")})
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.scope)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Answer an error that Starlette raises: an unknown route, or a method that the route does not take."""
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    if error.status_code == 404:
+        message = f"no such route: {request.method} {request.url.path}; {_known(request)}"
+    return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
+
+
+def _known(request: Request) -> str:
+    """Which routes there are, and which of them may be meant."""
+    routes = {route.path for route in request.app.routes if isinstance(route, Route)}
+    paths = sorted(path for path in routes if not path.startswith(ASSETS))
+    near = get_close_matches(request.url.path, paths, 1)
+    return (f"did you mean {near[0]}? " if near else "") + f"There are {', '.join(paths)}"
+
+
+async def _left(request: Request, _: ClientDisconnect) -> Response:
+    facts_of(request.scope).client_left = True
+    return error_response(ApiError(400, "the body was cut off; send it again", code="disconnected"), request.scope)
+
+
+async def _unexpected(request: Request, _: Exception) -> Response:
+    message = f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
+    return error_response(ApiError(500, message), request.scope)

@@ -1,0 +1,74 @@
+"""build_server: the one place where the parts of a server are made and put together."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncio_extras import call_in_executor
+
+from kvtier.engine.config import Config
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.engine.thread_work import guarded
+from kvtier.server.entrance import Entrance
+from kvtier.server.http_server import HttpServer
+from kvtier.server.loading_app import LoadingApp
+from kvtier.server.log_lines import redirect_libraries
+from kvtier.server.served_models import ServedModels
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.operating.routes import Operating
+from kvtier.web.tenancy import with_tenant_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvtier.server.serving_app import ServingApp
+
+
+def build_server(
+    model: "str | Path | PreTrainedModel",
+    config: Config,
+    bound: socket.socket,
+    model_name: str,
+    keys: ApiKeys | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    operating: Operating | None = None,
+    shows_bars: bool = False,
+) -> HttpServer:
+    """A server of *model*, which clients call *model_name*; nothing is loaded before it runs.
+
+    *operating* has operators' verbs, by default there are none. With *shows_bars* transformers shows on stderr how far
+    it is with the weights. ValueError if an adapter is called *model_name* too.
+    """
+    if model_name in config.lora:
+        raise ValueError(
+            f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
+        )
+    entrance = Entrance(config.server, keys, operating, Tracer.of(config.tracing, "kvtier"))
+    models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
+    loading = LoadingApp(entrance, models)
+
+    async def load() -> "ServingApp":
+        loading.tell_stage("importing torch and transformers")  # for seconds; clients and signals are answered
+        executor = ThreadPoolExecutor(1)
+        importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)
+        executor.shutdown(wait=False)  # the thread ends after the import, also if this task is cancelled
+        await importing
+        from kvtier.server.serving_app import load_app
+
+        return await load_app(model, tokenizer, with_tenant_names(config, keys), models, entrance, loading.tell_stage)
+
+    return HttpServer(bound, entrance, loading, load)
+
+
+def _import_engine(shows_bars: bool) -> None:
+    from transformers.utils import logging as transformers_log
+
+    from kvtier.server import serving_app
+
+    redirect_libraries()
+    if not shows_bars:  # in a file a bar is one line without end
+        transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

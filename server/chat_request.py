@@ -1,0 +1,343 @@
+"""ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template makes a prompt of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.text.chat_template import (
+    PART_SEPARATOR,
+    TEMPLATE_ERRORS,
+    LostContent,
+    NotOfTheTemplate,
+    TemplateValue,
+    chat_text,
+)
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prefixed_text import PrefixedText
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
+from kvtier.server.cache_control import CacheControl, check_breakpoints
+from kvtier.server.documents.kept_prefixes import Breakpoint
+from kvtier.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
+from kvtier.server.prompt import Prompt
+from kvtier.server.tool_calls.past_call import PastCall, template_id
+from kvtier.server.tool_calls.tool import MOST_TOOLS, Function, Tool, ToolChoice, check_tools
+from kvtier.web.api_error import ApiError
+
+CHAT_NEUTRAL = NEUTRAL | {
+    "add_special_tokens": (False,),  # the template writes them
+    "best_of": (1,),
+    "documents": ([],),
+    "echo": (False,),
+}
+MOST_MESSAGES = 10_000  # a template handles each message in Python
+_HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A part of a message that is text."""
+
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A part of an earlier answer in which the model refused; it is text like any other."""
+
+    refusal: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
+class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
+    """A part of a message that stands for the text of a document of `/v1/kvtier/documents`."""
+
+    document_id: str
+    cache_control: CacheControl | None = None
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+    """A part of a message that is an image, which no model here can read."""
+
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
+
+
+Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message. A client may send an answer of this server, or of another, back as it came: what is unknown here is
+    left out, see `unknown_fields`. What a model has thought before its answer goes by several names."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    cache_control: CacheControl | None = None  # of the message's last part, in the place of the part's own
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None  # remarks about an answer; ignored
+    tool_calls: list[PastCall] | None = None
+    reasoning_content: Any = None  # a text; anything else is ignored
+    reasoning: Any = None
+    thinking: Any = None
+
+    def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
+        """The message as templates know it, and one with these *traits* wants it: the role developer, which is younger
+        than they are, becomes system."""
+        text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
+        role = "system" if self.role == "developer" else self.role
+        written: dict[str, Any] = {"role": role, "content": traits.content(role, text)}
+        if thoughts := self.thoughts:
+            written |= {"reasoning_content": thoughts, "thinking": thoughts}  # templates know one of the names, or none
+        if self.tool_calls:
+            written["tool_calls"] = [call.for_template(traits) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            written["tool_call_id"] = template_id(self.tool_call_id, traits)
+        return written | ({} if self.name is None else {"name": self.name})
+
+    def answering(self, names: Mapping[str, str]) -> "Message":
+        """A copy of what a tool has said with the name of the tool, which *names* has by the id of the call."""
+        name = names.get(self.tool_call_id or "")
+        return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The message's parts; a content that is a text is one part, and so is a refusal."""
+        said = [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
+        return [*(part for part in said if part != TextPart("")), TextPart(self.refusal)] if self.refusal else said
+
+    @property
+    def thoughts(self) -> str:
+        """What the model has thought before this answer; empty if that is not told."""
+        told = (self.reasoning_content, self.reasoning, self.thinking) if self.role == "assistant" else ()
+        return next((text for text in told if isinstance(text, str) and text), "")
+
+    @property
+    def document_ids(self) -> list[str]:
+        """The ids of the documents in the message."""
+        return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
+
+    def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
+        """The numbers of the parts up to which the prompt is to be kept, and how; None: up to the end of its calls."""
+        *others, last = [part.cache_control for part in self.parts] or [None]
+        own = None if self.tool_calls else self.cache_control
+        for number, control in enumerate([*others, own or last]):
+            if control is not None:
+                yield number, control
+        if self.tool_calls and self.cache_control is not None:
+            yield None, self.cache_control
+
+    def marked(self, number: int) -> "Message":
+        """A copy of the message with a mark behind its part *number*, which is a text."""
+        parts = [
+            TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
+            for place, part in enumerate(self.parts or [TextPart("")])
+        ]
+        return msgspec.structs.replace(self, content=parts, refusal=None)
+
+    def with_texts(self, texts: Mapping[str, str]) -> "Message":
+        """A copy of the message with the texts of its documents, which *texts* has by id."""
+        if not self.document_ids or self.content is None or isinstance(self.content, str):
+            return self
+        parts = [
+            TextPart(texts[part.document_id], part.cache_control) if isinstance(part, DocumentPart) else part
+            for part in self.content
+        ]
+        return msgspec.structs.replace(self, content=parts)
+
+
+def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[CacheControl]:
+    """Those of a whole prompt, in the order in which they are counted."""
+    of_tools = [tool.cache_control for tool in tools if tool.cache_control is not None]
+    return of_tools + [control for message in messages for _, control in message.cache_controls()]
+
+
+def unknown_fields(messages: object) -> set[str]:
+    """The fields of messages, as they came, that are not known here, and that the prompt therefore has nothing of."""
+    if not isinstance(messages, list):
+        return set()
+    found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
+    return found.difference(Message.__struct_fields__)
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to continue. Without a limit the answer may fill what the longest request has left.
+
+    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
+    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. Without
+    *add_generation_prompt* the prompt ends with the last message. What
+    *reasoning_effort* says, the template is told too, by that name. It is told of *tools* whatever *tool_choice* is, so
+    that the prompts of one conversation begin alike.
+    """
+
+    messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = msgspec.field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: Text | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobCount | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.messages:
+            raise ValueError("messages: the list is empty; send one message or more")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("messages: the last one calls tools; send what they have answered behind it")
+        check_tools(self.tools, self.tool_choice)
+        check_breakpoints(cache_controls(self.tools, self.messages))
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: set logprobs to true as well")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def num_prompts(self) -> int:
+        """A chat has one prompt."""
+        return 1
+
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
+    ) -> list[Prompt]:
+        """The conversation's prompt, as a list of one. *document* has to be empty.
+
+        ApiError 400 if the model has no template, or it does not take these messages; TooManyTokens beyond *limit*.
+        """
+        assert not document, "documents stand in the messages"
+        if tokenizer.chat_template is None:
+            message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
+            raise ApiError(400, message, code="no_chat_template")
+        traits = TemplateTraits.of(tokenizer, has_tools=bool(self.tools))
+        if self.tools and not traits.writes_tools:
+            message = (
+                "the model's chat template writes no tools; leave them out, or serve a model that was made for them"
+            )
+            raise ApiError(400, message, param="tools", code="no_tools")
+        try:
+            text = PrefixedText(tokenizer, self._text(tokenizer, traits, self.messages, self.tools), limit)
+            return [Prompt(text.token_ids, sorted(self._breakpoints(tokenizer, traits, text), key=_place))]
+        except TooManyTokens:
+            raise
+        except NotOfTheTemplate as error:
+            raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
+        except TEMPLATE_ERRORS as error:
+            message = f"the model's chat template does not take these messages: {error}"
+            raise ApiError(400, message, param="messages", code="invalid_value") from None
+
+    def _text(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        traits: TemplateTraits,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        is_asked: bool = True,
+    ) -> str:
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        written = [message.answering(names).for_template(traits) for message in messages]
+
+        def write(messages: Sequence[Mapping[str, Any]]) -> str:
+            return chat_text(
+                tokenizer,
+                messages,
+                self._variables,
+                tools=[tool.for_template() for tool in tools],
+                is_continued=is_asked and self.continue_final_message,
+                is_asked=is_asked and self.add_generation_prompt,
+            )
+
+        try:
+            text = write(written)
+        except TEMPLATE_ERRORS:
+            if not any(message.thoughts for message in messages):
+                raise
+            text = write([_without_thoughts(message) for message in written])  # some take them only in some messages
+        _check_kept(messages, traits, text)
+        return text
+
+    def _breakpoints(
+        self, tokenizer: PreTrainedTokenizerBase, traits: TemplateTraits, text: PrefixedText
+    ) -> Iterator[Breakpoint]:
+        """Where what has a `cache_control` ends in the prompt. The template is asked, which may write it anew: it
+        writes the conversation with a mark there, or no more than is up to there, and what comes before that is
+        compared with *text*."""
+        write = partial(self._text, tokenizer, traits)
+        for place, tool in enumerate(self.tools):
+            if tool.cache_control is not None:
+                other = Tool(Function(_HERE))
+                yield from _marked(text, write(self.messages, [*self.tools[: place + 1], other]), tool.cache_control)
+        for place, message in enumerate(self.messages):
+            for number, control in message.cache_controls():
+                before, after = self.messages[:place], self.messages[place + 1 :]
+                if number is None:
+                    up_to_here = write([*before, message], self.tools, is_asked=False)
+                    yield Breakpoint(text.num_tokens_shared(up_to_here), control.ttl_s)
+                else:
+                    marked = [*before, message.marked(number), *after]
+                    yield from _marked(text, write(marked, self.tools), control)
+
+    @property
+    def document_ids(self) -> list[str]:
+        """The ids of the documents in the messages, in their order."""
+        return [document_id for message in self.messages for document_id in message.document_ids]
+
+    def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
+        """A copy with the texts of its documents, which *texts* has by id. Only the copy can be made a prompt of."""
+        return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
+
+    @property
+    def _variables(self) -> dict[str, TemplateValue]:
+        """What the template is told beside the messages."""
+        told = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return told | self.chat_template_kwargs
+
+    def max_new_tokens(self, room: int) -> int:
+        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
+        return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+
+def _without_thoughts(written: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in written.items() if key not in ("reasoning_content", "thinking")}
+
+
+def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) -> None:
+    """LostContent if the template, which may lose what users say, has lost the last of it."""
+    if "user" not in traits.lost_roles:
+        return
+    said = next((message for message in reversed(messages) if message.role == "user"), None)
+    if said is not None and any(part.text.strip() not in text for part in said.parts if isinstance(part, TextPart)):
+        raise LostContent("it leaves out what the user says; use /v1/completions, or a tokenizer with another template")
+
+
+def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
+    """The breakpoint at the mark; none if the template has left out what has it."""
+    before, mark, _ = marked.partition(_HERE)
+    if mark:
+        yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)
+
+
+def _place(breakpoint: Breakpoint) -> int:
+    return breakpoint.num_tokens

@@ -1,0 +1,99 @@
+"""CompletionReply: how `/v1/completions` writes its answers."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvtier.engine.async_llm import Piece
+from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.server.completion_request import CompletionRequest
+from kvtier.server.prompt import Prompt
+from kvtier.server.prompt_logprobs import prompt_logprobs
+from kvtier.server.reply import Answer, CountedTokens, chunk_fields, envelope
+from kvtier.server.token_text import TokenText, finite
+from kvtier.server.usage import Usage
+from kvtier.web.api_error import ApiError
+from kvtier.web.event_stream import DONE, data_event
+
+_Scored = Sequence[tuple[int, TokenLogprobs | None]]  # token ids, and what is told of them
+
+
+class CompletionReply:
+    """A `Reply` whose chunks have the same form as the whole answer. An echo stands before the choice's own text."""
+
+    def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> None:
+        self._head = envelope("text_completion", "cmpl", asked.model)
+        self._asked = asked
+        self._prompts = prompts
+        self._text = text
+        self._usage = usage
+        self._options = asked.chunk_options
+        self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
+        self._begun: set[int] = set()
+        self._counted = CountedTokens()
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
+        choices = []
+        for index, done in ((answer.index, answer.completion) for answer in answers):
+            choice = self._choice(index, done.text, done.logprobs, done.finish_reason, done.prompt_logprobs)
+            if (num_top := self._asked.prompt_logprobs) is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, num_top, self._text)
+            choices.append(choice)
+        return {**self._head, "choices": choices, **self._used()}
+
+    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+        self._counted.begin(index, piece)
+        self._counted.add(index, piece)
+        echoes = self._asked.echo and index not in self._begun
+        if piece.text or piece.logprobs or piece.completion or echoes:
+            logprobs = [] if piece.logprobs is None else [piece.logprobs]
+            finish_reason = None if piece.completion is None else piece.completion.finish_reason
+            choice = self._choice(index, piece.text, logprobs, finish_reason, piece.prompt_logprobs)
+            usage = self._counted.usage(index)
+            fields = chunk_fields(self._options, str(choice["text"]), choice["logprobs"], usage)
+            yield data_event({**self._head, "choices": [choice], **fields})
+
+    def last_events(self) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield data_event({**self._head, "choices": [], **self._used()})
+        yield DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return data_event(error.content())
+
+    def _used(self) -> dict[str, object]:
+        return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: str | None,
+        of_prompt: Sequence[TokenLogprobs | None],
+    ) -> dict[str, object]:
+        """The choice, or its next piece; the first one has the echo, of whose tokens *of_prompt* is told."""
+        scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
+        if self._asked.echo and index not in self._begun:
+            self._begun.add(index)
+            prompt = self._prompts[index // self._asked.n]
+            text = self._text.of_prompt(prompt) + text
+            scored = [*zip(prompt.token_ids, of_prompt, strict=False), *scored]
+        told = None if self._asked.logprobs is None else self._logprobs(index, scored, self._asked.logprobs)
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, scored: _Scored, num_top: int) -> dict[str, object]:
+        offsets = []
+        for token_id, _ in scored:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._text.of(token_id))
+        items = [item for _, item in scored]
+        return {
+            "tokens": [self._text.name_of(token_id) for token_id, _ in scored],
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
+            "top_logprobs": [None if item is None else self._likeliest(item, num_top) for item in items],
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, item: TokenLogprobs, num_top: int) -> dict[str, float]:
+        pairs = (*item.top[:num_top], (item.token_id, item.logprob))  # the token itself too, likely or not
+        return {self._text.name_of(token_id): finite(logprob) for token_id, logprob in pairs}

@@ -1,0 +1,85 @@
+"""CompletionRequest: the body of `POST /v1/completions`, prompts to continue."""
+
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.llm import encode
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.server.generation_request import IGNORED, GenerationRequest, LogprobCount, TokenCount
+from kvtier.server.prompt import Prompt
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # which is for a chat's template
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt or many, each a text or token ids. With *echo* each answer begins with its prompt, whose tokens'
+    *logprobs* are told too; with *max_tokens* 0 that is all of it."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool = False
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MAX_TOKENS
+    logprobs: LogprobCount | None = None
+    best_of: TokenCount | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported; leave it out, and choose among n yourself")
+        if not self.max_tokens and not self.tells_prompt:
+            raise ValueError("max_tokens: nothing would be answered; set echo to true as well, or ask for 1 or more")
+        if isinstance(self.prompt, list) and len({type(item) for item in self.prompt}) != 1:
+            raise ValueError("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to find for each token of the prompt."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer has the prompt in it, or what is thought of its tokens."""
+        return self.echo or super().tells_prompt
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts the request has; each of them gets *n* choices."""
+        return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
+
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
+    ) -> list[Prompt]:
+        """The prompts, after those of *document*, which begins with the special tokens if any.
+
+        TooManyTokens and UnknownToken for a prompt that is beyond *limit*.
+        """
+        asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+        prompts = [(prompt, _encode(tokenizer, prompt, limit, not document)) for prompt in asked]
+        if document:
+            return [Prompt([*document, *token_ids]) for _, token_ids in prompts]
+        return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
+
+    def max_new_tokens(self, room: int) -> int:
+        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
+        return self.max_tokens
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: object, limit: PromptLimit, is_whole: bool) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        token_ids = cast(list[int], prompt)  # its type was checked with the request
+        limit.check_ids(token_ids)
+        return token_ids
+    limit.check_text(prompt)
+    if is_whole:
+        return encode(tokenizer, prompt)
+    encoded: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return encoded

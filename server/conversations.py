@@ -1,0 +1,61 @@
+"""Conversations: which requests had the same messages, whatever the chat template made of them."""
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.server.chat_request import Message
+
+MOST_CONVERSATIONS = 4096
+MOST_ALIKE = 8  # requests that are named for one, the newest
+_DIGEST_BYTES = 16
+
+
+class Conversations:
+    """The newest requests for chats, by digests of their messages: of the first one, and of all. No text is kept. Owned
+    by the event loop."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()  # digests by request
+        self._alike: dict[bytes, deque[str]] = {}
+
+    def add(self, request_id: str, tenant: str | None, messages: Sequence[Message]) -> None:
+        """Take in a request that begins; one with the same id takes its place."""
+        self._drop(request_id)
+        digests = _digests(tenant, messages)
+        self._requests[request_id] = digests
+        for digest in digests:
+            self._alike.setdefault(digest, deque(maxlen=MOST_ALIKE)).append(request_id)
+        if len(self._requests) > MOST_CONVERSATIONS:
+            self._drop(next(iter(self._requests)))
+
+    def alike(self, request_id: str) -> list[str]:
+        """Other requests of its tenant that began with the same message."""
+        return self._named(self._requests.get(request_id, ()), request_id)
+
+    def alike_messages(self, tenant: str | None, messages: Sequence[Message]) -> list[str]:
+        """Requests of the tenant that began with the same message."""
+        return self._named(_digests(tenant, messages), "")
+
+    def _named(self, digests: Sequence[bytes], besides: str) -> list[str]:
+        found = [request_id for digest in digests for request_id in self._alike.get(digest, ())]
+        return [request_id for request_id in dict.fromkeys(found) if request_id != besides]
+
+    def _drop(self, request_id: str) -> None:
+        for digest in self._requests.pop(request_id, ()):
+            alike = self._alike[digest]
+            if request_id in alike:
+                alike.remove(request_id)
+            if not alike:
+                del self._alike[digest]
+
+
+def _digests(tenant: str | None, messages: Sequence[Message]) -> tuple[bytes, ...]:
+    first, *rest = (msgspec.json.encode([tenant, message.for_template()]) for message in messages)
+    running = hashlib.blake2b(first, digest_size=_DIGEST_BYTES)
+    digests = [running.copy().digest()]
+    for message in rest:
+        running.update(message)
+    return tuple(dict.fromkeys([*digests, running.digest()]))

@@ -1,0 +1,85 @@
+"""Settings of a configuration that do nothing beside its other settings, told to the operator."""
+
+from collections.abc import Collection, Iterator
+
+from kvtier.engine.config import Config, DeviceConfig, DiskConfig, SchedulerConfig, ServerConfig
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.web.api_keys import ApiKeys
+
+
+def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
+    """A line for each setting that does nothing: `key: why`. A setting at its default is not mentioned."""
+    return [
+        *_of_the_engine(config, groups),
+        *_of_looking_ahead(config),
+        *_of_the_disk(config.disk),
+        *_of_the_server(config.server, config.scheduler, keys),
+        *_of_tenants(config, keys),
+    ]
+
+
+def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterator[str]:
+    scheduler, default = config.scheduler, SchedulerConfig()
+    if config.device.gpu_memory_utilization is not None and config.device.capacity != DeviceConfig().capacity:
+        yield "device.capacity: gpu_memory_utilization takes its place"
+    if config.device.retention_tokens is not None and not any(group.forgets for group in groups):
+        yield "device.retention_tokens: no layer of this model has a window"
+    has_tiers = config.host is not None or config.sidecar is not None
+    if not has_tiers and scheduler.by_layers != default.by_layers:
+        yield "scheduler.by_layers: there is no host tier to load from"
+    if not has_tiers and scheduler.load != default.load:
+        yield "scheduler.load: there is no tier to load from"
+    if scheduler.token_budget < scheduler.prefill_chunk != default.prefill_chunk:
+        yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, no chunk is longer"
+    if scheduler.token_budget < scheduler.max_running != default.max_running:
+        yield f"scheduler.max_running: token_budget is {scheduler.token_budget}, no more can decode in a step"
+    if config.metrics_port is None and config.metrics_host != Config().metrics_host:
+        yield "metrics_host: without a metrics_port /metrics is where the server is"
+
+
+def _of_looking_ahead(config: Config) -> Iterator[str]:
+    scheduler, default = config.scheduler, SchedulerConfig()
+    settings = {"look_ahead": scheduler.look_ahead, "look_ahead_s": scheduler.look_ahead_s}
+    changed = [name for name, value in settings.items() if value != getattr(default, name)]
+    for name in changed:
+        if config.disk is None and config.remote is None and config.sidecar is None:
+            yield f"scheduler.{name}: there is no [disk] to bring anything from"
+        elif name == "look_ahead_s" and not scheduler.look_ahead:
+            yield "scheduler.look_ahead_s: look_ahead is 0, nothing is brought ahead"
+
+
+def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:
+    if disk is not None and disk.durability != "interval" and disk.checkpoint_s != DiskConfig(path="-").checkpoint_s:
+        yield f'disk.checkpoint_s: durability is "{disk.durability}"; only "interval" has checkpoints'
+
+
+def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKeys | None) -> Iterator[str]:
+    most_queued = scheduler.max_waiting - scheduler.max_running
+    if most_queued < server.max_queued != ServerConfig().max_queued:
+        yield f"server.max_queued: no more than scheduler.max_waiting, {scheduler.max_waiting}, run and wait together"
+    if keys is not None and server.allowed_hosts:
+        yield "server.allowed_hosts: with api_keys clients may use any host name"
+    if server.max_connections < server.max_connections_per_address != ServerConfig().max_connections_per_address:
+        yield f"server.max_connections_per_address: no more than server.max_connections, {server.max_connections}"
+    if keys is None and server.tenant_isolation != ServerConfig().tenant_isolation:
+        yield "server.tenant_isolation: without api_keys there are no tenants"
+    if server.metrics_tenants and keys is None:
+        yield "server.metrics_tenants: without api_keys /metrics is open"
+    elif server.metrics_tenants and server.tenant_isolation == "off":
+        yield 'server.metrics_tenants: with tenant_isolation "off" every key may read /metrics'
+    if keys is not None:
+        for tenant in set(server.metrics_tenants) - keys.tenants:
+            yield f"server.metrics_tenants: no key is {tenant}'s"
+
+
+def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
+    for salt, tenant in config.tenants.items():
+        name = tenant.name or "..."  # the salt may be a secret
+        if config.host is None and tenant.host is not None:
+            yield f"tenants.{name}.host: there is no host tier"
+        if config.disk is None and tenant.disk is not None:
+            yield f"tenants.{name}.disk: there is no [disk]"
+        if keys is not None and salt not in keys.tenants:
+            yield f"tenants.{name}: no key is that tenant's; with api_keys [tenants] go by the names in that file"
+        elif keys is not None and config.server.tenant_isolation == "off":
+            yield f'tenants.{name}: only for requests with a cache_salt, while tenant_isolation is "off"'

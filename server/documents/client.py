@@ -1,0 +1,56 @@
+"""DocumentClient: asks a running `kvtier serve` over HTTP about its documents."""
+
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from kvtier.server.documents.document import check_id
+from kvtier.web.json_client import JsonClient
+
+TIMEOUT_S = 60.0
+
+
+class DocumentClient:
+    """Asks one server about its documents; methods return the JSON objects that it answers.
+
+    Each raises Refused if the server refuses, OSError if no server answers, ValueError for an impossible id.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        """*url* is the server's address, *key* an API key. ValueError for either if it cannot be one."""
+        self._client = JsonClient(url, key, "--api-key or KVTIER_API_KEY", "kvtier serve --model …", TIMEOUT_S)
+
+    def list(self) -> dict[str, Any]:
+        """List all documents of the tenant, and whether they survive a restart."""
+        return self._ask("GET", "")
+
+    def put(self, document_id: str, content: dict[str, object]) -> dict[str, Any]:
+        """Put a document, or replace it."""
+        return self._ask("PUT", _path(document_id), content)
+
+    def get(self, document_id: str) -> dict[str, Any]:
+        """The document with its status."""
+        return self._ask("GET", _path(document_id))
+
+    def warm(self, document_id: str, tier: str) -> dict[str, Any]:
+        """Have the server begin to bring the document to *tier*."""
+        return self._ask("POST", f"{_path(document_id)}/warm?{urlencode({'tier': tier})}")
+
+    def pin(self, document_id: str, ttl_s: float) -> dict[str, Any]:
+        """Have the document kept in host memory for *ttl_s* seconds."""
+        return self._ask("POST", f"{_path(document_id)}/pin", {"ttl_s": ttl_s})
+
+    def unpin(self, document_id: str) -> dict[str, Any]:
+        """End the document's pin."""
+        return self._ask("DELETE", f"{_path(document_id)}/pin")
+
+    def delete(self, document_id: str) -> dict[str, Any]:
+        """Delete the document."""
+        return self._ask("DELETE", _path(document_id))
+
+    def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
+        return self._client.ask(method, f"/v1/kvtier/documents{path}", content)
+
+
+def _path(document_id: str) -> str:
+    check_id(document_id)  # an id with a slash would be another path
+    return f"/{quote(document_id, safe='')}"

@@ -1,0 +1,382 @@
+"""Documents: the documents of all tenants, computed in the background, kept warm, and restored after a restart."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.config import Config
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.server.documents.document import MOST_PINNED_S, Document, check_id
+from kvtier.server.documents.draft import Draft, tokenizer_digest, tokens_of
+from kvtier.server.documents.file import Damaged, file_name, tenant_prefix
+from kvtier.server.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
+from kvtier.server.documents.kept_prefixes import Keeping, MarkedPrompt
+from kvtier.server.documents.worker import DocumentWorker, Residence, Status
+from kvtier.tiers.naming.tier import Tier
+
+log = logging.getLogger(__name__)
+
+_NUM_AT_ONCE = 8  # documents that are asked about between two steps of the engine
+
+_T = TypeVar("_T")
+
+
+class TooManyDocuments(Exception):
+    """The tenant has as many documents as it may have; the message says what to do."""
+
+
+class Documents:
+    """Documents by tenant and id; a tenant reaches its own only. Owned by the event loop.
+
+    With a folder each change is on disk before it is answered; without one documents end with the process. A change
+    goes on to its end if its caller is cancelled, so that the folder, this object and the engine's thread agree.
+    """
+
+    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, most_per_tenant: int) -> None:
+        """Begin without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
+        self._llm = llm
+        self._worker = worker
+        self._folder = folder
+        self._most_per_tenant = most_per_tenant
+        self._documents: dict[tuple[str | None, str], Document] = {}
+        self._damaged: dict[str, str] = {}  # why, by file name
+        # One change of a tenant at a time, so that disk and memory agree; and no tenant waits for another's changes.
+        self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
+        self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(
+        cls, llm: AsyncLLM, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
+    ) -> Self:
+        """Open the folder of *config* with the documents and pins of the last process; queue those never computed.
+
+        *salt_of* gives the cache_salt that a document's blocks are named with. *num_tenants* share what may be pinned.
+        OSError if the folder cannot be used, FolderInUse if another process has it open.
+        """
+        async with AsyncExitStack() as undo:
+            folder = await _open_folder(llm, config)
+            undo.push_async_callback(folder.close)
+            worker = await llm.attend(lambda core: DocumentWorker(core, salt_of, num_tenants))
+            undo.callback(llm.neglect, worker)  # or blocks of documents without an owner would stay pinned
+            documents = cls(llm, worker, folder, config.documents.max_per_tenant)
+            undo.callback(documents._stop)
+            await documents._read()
+            undo.pop_all()
+        return documents
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether documents survive the process."""
+        return self._folder.is_kept
+
+    def of(self, tenant: str | None) -> list[Document]:
+        """All documents of the tenant, the oldest first."""
+        found = [document for (owner, _), document in self._documents.items() if owner == tenant]
+        return sorted(found, key=lambda document: document.created_at)
+
+    def find(self, tenant: str | None, document_id: str) -> Document | None:
+        """The tenant's document of that id; None if there is none."""
+        return self._documents.get((tenant, document_id))
+
+    def damaged_files(self, tenant: str | None) -> dict[str, str]:
+        """Why files of the tenant could not be read, by file name."""
+        prefix = tenant_prefix(tenant)
+        return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
+
+    def why_damaged(self, tenant: str | None, document_id: str) -> str | None:
+        """Why the file of the tenant's document could not be read; None if it could, or there is none."""
+        return self._damaged.get(file_name(tenant, document_id))
+
+    async def put(
+        self, tenant: str | None, document_id: str, draft: Draft, most_tokens: int | None = None
+    ) -> tuple[Document, bool]:
+        """Put a document, and have it computed; the document, and whether it is new. One of other content is replaced.
+
+        ValueError for an impossible id, text or token ids; jinja2's TemplateError if the chat template does not take
+        it; TooManyDocuments; OSError if it cannot be written, and then nothing has changed. A call that is cancelled
+        while the text is tokenized has done nothing; cancelled later, it is carried out all the same.
+        """
+        check_id(document_id)
+        limit = self._llm.tokenizers.limit(self._longest(most_tokens))
+        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit), tenant)
+        document = Document(
+            document_id,
+            tenant,
+            form,
+            draft.text,
+            draft.system,
+            np.array(token_ids, np.int32),
+            draft.lora,
+            draft.cache_salt,
+            time.time(),
+        )
+        self._check_length(document, most_tokens)
+        await self._ask(lambda worker: worker.extra_of(document))  # ValueError if its adapter is not there
+        return await self._make_change(tenant, lambda: self._put(document))
+
+    async def residence(self, document: Document) -> Residence:
+        """Where the document is now."""
+        (residence,) = await self.residences([document])
+        return residence
+
+    async def residences(self, documents: Sequence[Document]) -> list[Residence]:
+        """Where several documents are now. The engine steps in between, so they are not of one moment."""
+        found: list[Residence] = []
+        for start in range(0, len(documents), _NUM_AT_ONCE):
+            some = documents[start : start + _NUM_AT_ONCE]
+            found += await self._ask(partial(_residences, some))
+        return found
+
+    async def warm(self, document: Document, tier: Tier) -> None:
+        """Begin to bring the document to the device or to host memory. NoRoomToPin."""
+        await self._ask(lambda worker: worker.warm(document, tier))
+
+    async def pin(self, document: Document, ttl_s: float) -> None:
+        """Keep the document in host memory for *ttl_s* seconds from now, also over restarts.
+
+        NoRoomToPin; OSError if the pin cannot be written to disk, and then the document is not pinned.
+        """
+        await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
+
+    async def unpin(self, document: Document) -> None:
+        """End the document's pin. OSError if that cannot be written to disk, and then it stays pinned."""
+        await self._make_change(document.tenant, lambda: self._unpin(document))
+
+    async def pin_prompt(
+        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+    ) -> bool:
+        """Keep what is cached of a prompt in host memory for *ttl_s* seconds.
+
+        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        """
+        return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
+
+    async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
+        """Keep what is cached of a prompt in host memory up to its breakpoints, each until it has not been read for its
+        time; but not those for which the tenant's share has no room."""
+        return await self._ask(lambda worker: worker.prefixes.keep(prompt))
+
+    async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
+        """What of a prompt is kept already, which counts as read."""
+        return await self._ask(lambda worker: worker.prefixes.read(prompt))
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what may be pinned among *num_tenants*, from the engine's next step on.
+
+        Pins beyond the new share stay until they end or are renewed.
+        """
+        self._llm.tell(lambda _: self._worker.share_among(num_tenants))
+
+    async def delete(self, tenant: str | None, document_id: str) -> bool:
+        """Delete a document, or its damaged file; False if there is neither.
+
+        OSError if its file cannot be removed, and then it is still there. Its blocks stay cached until their room is
+        needed.
+        """
+        return await self._make_change(tenant, lambda: self._delete(tenant, document_id))
+
+    async def close(self) -> None:
+        """Wait until all changes are written, and close the folder, so that another process can open it.
+
+        The engine keeps its pins until it ends. If the caller is cancelled, closing goes on; a second call waits for
+        it.
+        """
+        self._stop()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    def _stop(self) -> None:
+        """Ignore from now on that documents become ready."""
+        self._is_closed = True
+
+    async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
+        """The result of *question*, which is called in the engine's thread, the worker's owner."""
+        return await self._llm.ask(lambda _: question(self._worker))
+
+    async def _close(self) -> None:
+        while self._changes:
+            await asyncio.wait(self._changes)
+        await self._folder.close()
+
+    async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        """The result of *change*, which is made in its turn, also if the caller is cancelled."""
+        return await asyncio.shield(self._start_change(tenant, change))
+
+    def _start_change(
+        self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]
+    ) -> "asyncio.Task[_T]":
+        task = asyncio.create_task(self._in_turn(tenant, change))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _in_turn(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        async with self._changing[tenant]:
+            return await change()
+
+    async def _put(self, document: Document) -> tuple[Document, bool]:
+        tenant = document.tenant
+        before = self.find(tenant, document.id)
+        if before is not None and before.has_content_of(document):
+            if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
+                await self.warm(before, Tier.DEVICE)
+            return before, False
+        if before is None and len(self.of(tenant)) >= self._most_per_tenant:
+            raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
+        await self._folder.write(document)
+        if before is not None:
+            await self._ask(lambda worker: worker.drop(before))
+        self._documents[tenant, document.id] = document
+        self._damaged.pop(file_name(tenant, document.id), None)
+        await self._ask(lambda worker: worker.add(document, partial(self._tell_ready, document)))
+        return document, before is None
+
+    async def _pin(self, document: Document, ttl_s: float) -> None:
+        await self._ask(lambda worker: worker.pin(document, ttl_s))
+        try:
+            await self._set_pin(document, time.time() + ttl_s)
+        except OSError:
+            await self._ask(lambda worker: worker.unpin(document, _pinned_s(document)))  # the earlier end
+            raise
+
+    async def _unpin(self, document: Document) -> None:
+        if document.pinned_until is not None:
+            await self._set_pin(document, None)
+            await self._ask(lambda worker: worker.unpin(document))
+
+    async def _delete(self, tenant: str | None, document_id: str) -> bool:
+        document, name = self.find(tenant, document_id), file_name(tenant, document_id)
+        if document is None and name not in self._damaged:
+            return False
+        await self._folder.remove(name)
+        self._damaged.pop(name, None)
+        if document is not None:
+            del self._documents[tenant, document_id]
+            await self._ask(lambda worker: worker.drop(document))
+        return True
+
+    async def _read(self) -> None:
+        """Read the folder's documents, and note the damaged files."""
+        known: list[tuple[Document, bool]] = []
+        for file, outcome in await self._folder.read_all():
+            if isinstance(outcome, Damaged):
+                self._damaged[file.name] = str(outcome)
+                log.warning("documents: %s is left out: %s", file, outcome)
+            else:
+                known.append(outcome)
+        for document, is_of_tokenizer in sorted(known, key=lambda pair: pair[0].created_at):
+            await self._take_in(document, is_of_tokenizer)
+
+    async def _take_in(self, document: Document, is_of_tokenizer: bool) -> None:
+        left_s = _pinned_s(document)
+
+        def take(worker: DocumentWorker) -> None:
+            worker.extra_of(document)
+            worker.add(document, partial(self._tell_ready, document))
+            if left_s > 0:
+                worker.pin(document, left_s, must_have_room=False)
+
+        try:
+            if not is_of_tokenizer:
+                await self._tokenize_again(document)
+            await self._ask(take)
+        except (ValueError, TemplateError) as error:
+            self._damaged[file_name(document.tenant, document.id)] = f"{error}; serve it as it was, or put it again"
+        else:
+            self._documents[document.tenant, document.id] = document
+
+    async def _tokenize_again(self, document: Document) -> None:
+        if document.text is None:
+            raise ValueError("its token ids are another tokenizer's")
+        draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
+        limit = self._llm.tokenizers.limit(self._longest(None))
+        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit))
+        document.token_ids = np.array(token_ids, np.int32)
+        document.was_ready = False
+        self._check_length(document)
+
+    def _check_length(self, document: Document, most_tokens: int | None = None) -> None:
+        longest = self._longest(most_tokens)
+        if document.num_tokens > longest:
+            raise TooManyTokens(document.num_tokens, longest)
+        if not document.num_tokens:
+            raise ValueError("the document has 0 tokens; give it one at least")
+
+    def _longest(self, most_tokens: int | None) -> int:
+        """How many tokens a document may have."""
+        longest = self._llm.longest_request - 2  # a question and an answer of one token each
+        return longest if most_tokens is None else min(longest, most_tokens)
+
+    async def _set_pin(self, document: Document, until: float | None) -> None:
+        before, document.pinned_until = document.pinned_until, until
+        try:
+            await self._folder.write(document)
+        except OSError:
+            document.pinned_until = before
+            raise
+
+    def _tell_ready(self, document: Document) -> None:
+        """Tell the event loop, from the engine's thread, that the document has been computed."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._on_ready, document)
+
+    def _on_ready(self, document: Document) -> None:
+        if self._is_closed:
+            return
+        document.was_ready = True
+        self._start_change(document.tenant, lambda: self._write_if_there(document))
+
+    async def _write_if_there(self, document: Document) -> None:
+        if self.find(document.tenant, document.id) is document:
+            try:
+                await self._folder.write(document)
+            except OSError as error:  # no more is lost than this: after a restart the document is computed once more
+                log.warning("documents: the file of one that has become ready could not be written: %s", error)
+
+
+def _pinned_s(document: Document) -> float:
+    """For how many seconds more the document is pinned; 0 if it is not."""
+    return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
+
+
+async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
+    if (path := documents_path(config)) is None:
+        log.info("documents last as long as this process; %s", how_to_keep(config.sidecar))
+        return NoFolder()
+    cipher = await llm.ask(lambda core: core.cipher)
+    tokenizer = await llm.with_tokenizer(tokenizer_digest)
+    return await FolderThread.open(path, cipher, tokenizer)
+
+
+def documents_path(config: Config) -> Path | None:
+    """The folder of documents: as configured, else beside the store's folder; None without a [disk] of the engine's
+    own. A sidecar's disk may be where this process can write nothing."""
+    if config.documents.path is not None:
+        return Path(config.documents.path)
+    if config.disk is None:
+        return None
+    store = Path(config.disk.path)
+    return store.with_name(f"{store.name}-documents")
+
+
+def how_to_keep(sidecar: str | None) -> str:
+    """What to do for documents that are to outlive the process."""
+    return f"to keep them give [documents] a path{', or have a [disk]' if sidecar is None else ''}"
+
+
+def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[Residence]:
+    return [worker.residence(document) for document in documents]

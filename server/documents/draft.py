@@ -1,0 +1,66 @@
+"""Draft: a document as a client puts it, before it is tokenized."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.llm import encode
+from kvtier.engine.text.chat_prefix import chat_prefix
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.server.documents.document import Form
+from kvtier.tiers.naming.request_text import check_text
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A *text* or *token_ids* to put. Without a *form* a text is for chats if the tokenizer has a chat template.
+
+    ValueError for text that is no valid Unicode.
+    """
+
+    text: str | None
+    token_ids: Sequence[int] | None
+    form: Form | None
+    system: str | None
+    lora: str | None
+    cache_salt: str | None
+
+    def __post_init__(self) -> None:
+        for what in ("text", "system", "lora", "cache_salt"):
+            if (value := getattr(self, what)) is not None:
+                check_text(what, value)
+
+
+def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
+    """Tokenize the draft: the form it has in prompts, and the token ids to compute ahead.
+
+    ValueError for a text beyond *limit* (`TooManyTokens`), for unknown token ids, and for a form or system message that
+    the draft cannot have. Raises what the chat template raises.
+    """
+    form = draft.form
+    if form is None:
+        form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
+    if draft.system is not None and form is Form.TEXT:
+        raise ValueError('system: is only for a document with "as": "chat"; leave it out')
+    if draft.text is None:
+        if form is Form.CHAT:
+            raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')
+        limit.check_ids(draft.token_ids or ())
+        return form, draft.token_ids or ()
+    if form is Form.TEXT:
+        limit.check_text(draft.text)
+        return form, encode(tokenizer, draft.text)
+    if tokenizer.chat_template is None:
+        raise ValueError('as: the model\'s tokenizer has no chat template; use "as": "text"')
+    return form, chat_prefix(tokenizer, draft.system, draft.text, limit)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """A digest that changes when the tokenizer or its chat template would make other token ids of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(msgspec.json.encode([content, special, tokenizer.chat_template])).digest()

@@ -1,0 +1,211 @@
+"""DocumentFolder: documents on disk, a file for each, which only its owner can read; encrypted as blocks are.
+
+A file is MAGIC, then in clear digest (xxh3_128, 16 bytes) ‖ content, or with a key what `Cipher.encrypt` makes of the
+two; content is the msgpack of a `_Record`. Its name is made of digests of tenant and id.
+"""
+
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvtier.server.documents.document import Document, Form
+from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
+from kvtier.store.folder import Folder, open_own, sync_folder
+from kvtier.store.owner_lock import FolderInUse, OwnerLock
+from kvtier.store.record import DIGEST_BYTES
+
+log = logging.getLogger(__name__)
+
+CLEAR, ENCRYPTED = b"kvtdoc1\0", b"kvtdoc1E"
+SUFFIX = ".doc"
+_UNFINISHED = ".new"  # behind a file's name while it is being written
+
+
+class Damaged(ValueError):
+    """A file that is no document, or none for this configuration; the message says why."""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str | None
+    form: str
+    text: str | None
+    system: str | None
+    token_ids: bytes  # int32, little endian
+    lora: str | None
+    cache_salt: str | None
+    created_at: float
+    was_ready: bool
+    pinned_until: float | None
+    tokenizer: bytes
+
+
+class DocumentFolder:
+    """Writes, reads and removes the files of documents. One thread at a time may use it; every method may block.
+
+    A lock keeps other processes out: they would remove what this one is writing, and know nothing of its changes.
+    """
+
+    def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
+        """Open the folder at *path*, or make it. *tokenizer*: a digest of what makes token ids here.
+
+        FolderInUse if another process has it open; OSError if it cannot be opened.
+        """
+        self.path = path
+        self._cipher = cipher
+        self._tokenizer = tokenizer
+        try:
+            with ExitStack() as undo:
+                self._folder = undo.enter_context(Folder.make(path))
+                undo.callback(OwnerLock(self._folder).release)
+                if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    log.warning("documents %s: other users may read the folder; chmod 700 it", path)
+                for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
+                    unfinished.unlink(missing_ok=True)
+                self._let_go = undo.pop_all()
+        except FolderInUse:
+            raise
+        except OSError as error:
+            raise OSError(f"documents {path}: {error.strerror}; give [documents] another path") from error
+
+    def close(self) -> None:
+        """Give the lock back, so that another process can open the folder. A second call does nothing."""
+        self._let_go.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def write(self, document: Document) -> None:
+        """Write a document's file whole, or leave the one before. It survives a crash of the machine then. OSError."""
+        content = msgspec.msgpack.encode(
+            _Record(
+                document.id,
+                document.tenant,
+                document.form,
+                document.text,
+                document.system,
+                document.token_ids.astype("<i4").tobytes(),
+                document.lora,
+                document.cache_salt,
+                document.created_at,
+                document.was_ready,
+                document.pinned_until,
+                self._tokenizer,
+            )
+        )
+        name = file_name(document.tenant, document.id)
+        file, unfinished = self._folder.here / name, self._folder.here / f"{name}{_UNFINISHED}"
+        with open(unfinished, "wb", opener=open_own) as output:
+            output.write(self._sealed(name, content))
+            output.flush()
+            os.fsync(output.fileno())
+        unfinished.replace(file)
+        sync_folder(self._folder.here)
+
+    def remove(self, name: str) -> None:
+        """Remove the file *name*, if there is one. OSError."""
+        with suppress(FileNotFoundError):
+            (self._folder.here / name).unlink()
+            sync_folder(self._folder.here)
+
+    def names(self) -> list[str]:
+        """The names of all files of documents. OSError."""
+        return sorted(file.name for file in self._folder.here.glob(f"*{SUFFIX}"))
+
+    def read(self, name: str) -> tuple[Document, bool]:
+        """The document in the file *name*, and whether this tokenizer made its token ids. Damaged if there is none."""
+        try:
+            with open(self._folder.here / name, "rb", opener=open_own) as file:
+                value = file.read()
+        except OSError as error:
+            raise Damaged(f"cannot be read ({error.strerror})") from error
+        try:
+            record = msgspec.msgpack.decode(self._opened(name, value), type=_Record)
+            document = Document(
+                record.id,
+                record.tenant,
+                Form(record.form),
+                record.text,
+                record.system,
+                np.frombuffer(record.token_ids, "<i4").astype(np.int32),
+                record.lora,
+                record.cache_salt,
+                record.created_at,
+                record.was_ready,
+                record.pinned_until,
+            )
+        except Damaged:
+            raise
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Damaged("its content is no document") from error
+        if file_name(document.tenant, document.id) != name:
+            raise Damaged("it is another document's")
+        return document, record.tokenizer == self._tokenizer
+
+    def _sealed(self, name: str, content: bytes) -> bytes:
+        digest = xxhash.xxh3_128_digest(content)
+        if self._cipher is None:
+            return CLEAR + digest + content
+        value = bytearray(len(content) + OVERHEAD_BYTES)
+        self._cipher.encrypt(digest, memoryview(content), _context(name), memoryview(value))
+        return ENCRYPTED + value
+
+    def _opened(self, name: str, value: bytes) -> bytes:
+        magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
+        if magic == ENCRYPTED and self._cipher is None:
+            raise Damaged("it is encrypted; give [disk] the key")
+        if magic == CLEAR and self._cipher is not None:  # another process could have written it without the key
+            raise Damaged("it is not encrypted, but [disk] has a key; put it again")
+        if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
+            content = bytearray(len(value) - OVERHEAD_BYTES)
+            try:
+                digest = self._cipher.decrypt(memoryview(value), _context(name), memoryview(content))
+            except ValueError as error:
+                raise Damaged("it was changed, or encrypted with another key") from error
+        elif self._cipher is None and magic == CLEAR:
+            digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
+        else:
+            raise Damaged("it does not begin as a document's file does")
+        if xxhash.xxh3_128_digest(content) != digest:
+            raise Damaged("its bytes are not those that were written")
+        return bytes(content)
+
+
+def file_name(tenant: str | None, document_id: str) -> str:
+    """The name of a document's file, made of digests: it tells neither tenant nor id."""
+    return f"{tenant_prefix(tenant)}{_digest('id', document_id)}{SUFFIX}"
+
+
+def tenant_prefix(tenant: str | None) -> str:
+    """The beginning that the names of all files of a tenant have."""
+    return _digest("nobody" if tenant is None else "tenant", tenant or "")[:16] + "-"
+
+
+def read_all(folder: DocumentFolder) -> Iterator[tuple[str, tuple[Document, bool] | Damaged]]:
+    """Yield each file's name, with what `DocumentFolder.read` returns or raises for it."""
+    for name in folder.names():
+        try:
+            yield name, folder.read(name)
+        except Damaged as damage:
+            yield name, damage
+
+
+def _digest(tag: str, text: str) -> str:
+    content = f"kvtier document {tag}\0".encode() + text.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(content).hexdigest()[:40]
+
+
+def _context(name: str) -> bytes:
+    return ENCRYPTED + name.encode()

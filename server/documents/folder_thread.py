@@ -1,0 +1,110 @@
+"""FolderThread: a DocumentFolder for coroutines, in a thread of its own. NoFolder: its double that keeps nothing."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, Self, TypeAlias, TypeVar
+
+from asyncio_extras import call_in_executor
+
+from kvtier.engine.thread_work import guarded
+from kvtier.server.documents.document import Document
+from kvtier.server.documents.file import Damaged, DocumentFolder, read_all
+from kvtier.store.codec.cipher import Cipher
+
+_T = TypeVar("_T")
+
+# A file, and what `DocumentFolder.read` returns or raises for it.
+Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
+
+
+class DocumentFiles(Protocol):
+    """A place that keeps documents beyond the process (`FolderThread`), or does not (`NoFolder`)."""
+
+    is_kept: bool
+
+    async def read_all(self) -> list[Found]:
+        """Read all files. OSError."""
+
+    async def write(self, document: Document) -> None:
+        """Write a document's file whole, or leave the one before. OSError."""
+
+    async def remove(self, name: str) -> None:
+        """Remove the file *name*, if there is one. OSError."""
+
+    async def close(self) -> None:
+        """Finish the calls before, and close the folder, so that another process can open it."""
+
+
+class FolderThread:
+    """Calls a DocumentFolder in one thread, in the order of the calls.
+
+    A call that has begun goes on to its end if its caller is cancelled.
+    """
+
+    is_kept = True
+
+    def __init__(self, thread: ThreadPoolExecutor, folder: DocumentFolder) -> None:
+        """Owns *thread* and *folder*, and ends both in `close`. `open` makes one."""
+        self._thread = thread
+        self._folder = folder
+
+    @classmethod
+    async def open(cls, path: Path, cipher: Cipher | None, tokenizer: bytes) -> Self:
+        """Start the thread and open the folder in it. Arguments and errors are those of `DocumentFolder`."""
+        thread, opened = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents"), ExitStack()
+
+        def open_folder() -> DocumentFolder:
+            return opened.enter_context(DocumentFolder(path, cipher, tokenizer))
+
+        try:
+            return cls(thread, await _in_thread(thread, open_folder))
+        except BaseException:  # if the caller was cancelled, the folder may be open, or still opening
+            thread.submit(opened.close)
+            thread.shutdown(wait=False)
+            raise
+
+    async def read_all(self) -> list[Found]:
+        """Read all files. OSError."""
+        folder = self._folder
+        return await _in_thread(self._thread, lambda: [(folder.path / name, found) for name, found in read_all(folder)])
+
+    async def write(self, document: Document) -> None:
+        """Write a document's file whole, or leave the one before. OSError."""
+        await _in_thread(self._thread, lambda: self._folder.write(document))
+
+    async def remove(self, name: str) -> None:
+        """Remove the file *name*, if there is one. OSError."""
+        await _in_thread(self._thread, lambda: self._folder.remove(name))
+
+    async def close(self) -> None:
+        """Finish the calls before, and close the folder; also if the caller is cancelled."""
+        closing = self._thread.submit(guarded(self._folder.close))
+        self._thread.shutdown(wait=False)
+        await asyncio.wrap_future(closing)
+
+
+class NoFolder:
+    """Keeps no files: documents end with the process."""
+
+    is_kept = False
+
+    async def read_all(self) -> list[Found]:
+        """No files."""
+        return []
+
+    async def write(self, document: Document) -> None:
+        """Write nothing."""
+
+    async def remove(self, name: str) -> None:
+        """Remove nothing."""
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+
+async def _in_thread(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+    result: _T = await call_in_executor(guarded(work), executor=thread)
+    return result

@@ -1,0 +1,171 @@
+"""DocumentWorker: computes and pins documents in the engine's thread, and says where they are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.engine.core import EngineCore
+from kvtier.engine.llm import keyed
+from kvtier.server.documents.document import Document
+from kvtier.server.documents.kept_prefixes import KeptPrefixes
+from kvtier.server.documents.pin_shares import PinShares
+from kvtier.server.documents.pins import DocumentPins
+from kvtier.server.documents.prefills import DocumentPrefills
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
+from kvtier.tiers.naming.tier import Tier
+
+PROMPT_PIN_S = 3600.0  # for a request that pins its prompt and does not say for how long
+
+
+class Status(StrEnum):
+    """The status of a document."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    READY = "ready"  # all of it is cached, in any tier
+    EVICTED = "evicted"  # it was ready; a part of it is in no tier any more
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where a document is at one moment, by value. A token counts for the warmest tier that has it."""
+
+    status: Status
+    error: str | None
+    num_computed: int  # tokens done while it is prefilling; else all or none
+    tokens: Mapping[str, int]  # by tier, and "nowhere"
+    num_bytes: Mapping[str, int]  # by tier
+    load_s: float | None  # to load it to the device, by the lanes' speeds and queues; None: not known yet
+    compute_s: float | None  # to compute all of it; None: not known yet
+    is_warming: bool  # on its way to host memory
+    is_held: bool  # all of it is in host memory, and stays there while it is pinned
+
+
+class DocumentWorker:
+    """Computes documents, and keeps documents and prompts in host memory. Owns their queue, pins and tenants' shares.
+
+    It is made, called and ended in the engine's thread, which calls `tick` after every step (`AsyncLLM.attend`).
+    """
+
+    def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
+        """*salt_of* gives the cache_salt that a document's blocks are named with."""
+        self._core = core
+        self._salt_of = salt_of
+        self._chains: dict[Document, BlockChain] = {}
+        self._errors: dict[Document, str] = {}
+        self._on_ready: dict[Document, Callable[[], None]] = {}  # of documents that were never computed
+        self._shares = PinShares(core, num_tenants)
+        self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
+        self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
+        self.prefixes = KeptPrefixes(core, self._shares)
+
+    def extra_of(self, document: Document) -> ExtraKeys:
+        """What a document's blocks are named with beside its tokens. ValueError if its adapter is not configured."""
+        return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
+
+    def add(self, document: Document, on_ready: Callable[[], None]) -> None:
+        """Take a new document, and compute it unless it was ready before.
+
+        *on_ready* is called when it has been computed for the first time.
+        """
+        if not document.was_ready:
+            self._on_ready[document] = on_ready
+            self._compute(document)
+
+    def warm(self, document: Document, tier: Tier) -> None:
+        """Bring a document to the device or to host memory, and compute what is in no tier. NoRoomToPin."""
+        if tier is Tier.DEVICE:
+            self._compute(document)
+        else:
+            self._pins.warm(document)
+
+    def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
+        """Keep a document in host memory for *ttl_s* seconds from now. NoRoomToPin, unless it may wait for room."""
+        self._pins.pin(document, ttl_s, must_have_room)
+
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now."""
+        self._pins.unpin(document, in_s)
+
+    def pin_prompt(
+        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+    ) -> bool:
+        """Keep what is cached of a prompt for *ttl_s* seconds.
+
+        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        """
+        chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
+        pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
+        if pin is None or pin.num_bytes:
+            return pin is not None
+        self._core.pins.unpin(pin)
+        return False
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what may be pinned among *num_tenants* from now on."""
+        self._shares.num_tenants = num_tenants
+
+    def drop(self, document: Document) -> None:
+        """Forget a document. Its blocks stay cached until their room is needed."""
+        self._prefills.remove(document)
+        self._pins.drop(document)
+        self._chains.pop(document, None)
+        self._errors.pop(document, None)
+        self._on_ready.pop(document, None)
+
+    def end(self) -> None:
+        """Forget all documents, and end their pins."""
+        self._prefills.end()
+        self._pins.end()
+
+    def tick(self) -> None:
+        """Go on with the queue and with the pins."""
+        self._prefills.tick()
+        self._pins.tick()
+
+    def residence(self, document: Document) -> Residence:
+        """Where the document is now."""
+        core, chain = self._core, self._chain(document)
+        hit = core.cache.lookup(chain, document.num_tokens + 1)
+        tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)
+        for tier in core.cache.where(chain):
+            tokens["nowhere" if tier is None else str(tier)] += chain.block_size
+        tokens["nowhere"] += document.num_tokens % chain.block_size
+        status = self._status(document, is_whole=hit.num_tokens == hit.limit)
+        num_done = {Status.READY: document.num_tokens, Status.PREFILLING: self._prefills.num_computed}
+        planner = core.planner
+        compute_s = planner.compute_seconds(0, document.num_tokens) if planner.prefill.is_known else None
+        return Residence(
+            status,
+            self._errors.get(document),
+            num_done.get(status, 0),
+            tokens,
+            {str(tier): round(tokens[str(tier)] * core.bytes_per_token) for tier in Tier},
+            core.cache.load_seconds(hit, planner),
+            compute_s,
+            self._pins.is_warming(document),
+            self._pins.is_held(document),
+        )
+
+    def _status(self, document: Document, *, is_whole: bool) -> Status:
+        if self._prefills.has(document):
+            return Status.PREFILLING if self._prefills.is_running(document) else Status.QUEUED
+        if document in self._errors:
+            return Status.FAILED
+        return Status.READY if is_whole else Status.EVICTED
+
+    def _compute(self, document: Document) -> None:
+        self._errors.pop(document, None)
+        self._prefills.add(document)
+
+    def _on_ended(self, document: Document, error: str | None) -> None:
+        if error is not None:
+            self._errors[document] = error
+        elif document in self._on_ready:
+            self._on_ready.pop(document)()
+
+    def _chain(self, document: Document) -> BlockChain:
+        if document not in self._chains:
+            self._chains[document] = self._core.chain(document.token_ids.tolist(), self.extra_of(document))
+        return self._chains[document]

@@ -1,0 +1,149 @@
+"""EngineSource: what the dashboard shows of `kvtier serve`."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from kvtier.engine.core import EngineStatistics
+from kvtier.engine.observability.metrics.tokens import sources_of
+from kvtier.server.document_object import document_object
+from kvtier.server.service import Service
+from kvtier.tiers.histogram import HistogramStatistics
+from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.transfer_engine import Route
+from kvtier.web.dashboard import parts
+from kvtier.web.dashboard.dashboard import NoSample
+from kvtier.web.dashboard.health import (
+    as_facts,
+    disk_conditions,
+    remote_conditions,
+    sidecar_condition,
+    tier_conditions,
+)
+from kvtier.web.dashboard.recent_values import RecentValues, quantile
+from kvtier.web.dashboard.sample import Sample
+
+NUM_DOCUMENTS = 32
+TTFT_WINDOW_S = 60.0
+TTFT_SHARES = {"p50": 0.5, "p90": 0.9}
+
+_REQUESTS = ("waiting", "promoting", "running")
+
+
+class EngineSource:
+    """Samples of an engine, out of the statistics that `/metrics` and `/stats` have. Owned by the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._ages = parts.RecentAges()
+        self._ttft = RecentValues(TTFT_WINDOW_S)
+        self.columns = (
+            *parts.token_columns(),
+            *(column for tier in Tier for column in parts.tier_columns(tier)),
+            *(column for route in Route for column in parts.lane_columns(route)),
+            *parts.what_if_columns(Tier),
+            *(f"requests.{state}" for state in _REQUESTS),
+            "requests.answered",
+            *(f"ttft.{share}" for share in TTFT_SHARES),
+            "pinned.bytes",
+            "disk.written",
+        )
+        self.about: Mapping[str, object] = {
+            "kind": "serve",
+            "version": version("kvtier"),
+            "name": service.models.name,
+            "own_only": service.is_strict,
+        }
+
+    async def sample(self, at: float, monotonic_s: float) -> Sample:
+        """The engine's last snapshot. `NoSample` once it has ended."""
+        try:
+            statistics = self._service.llm.statistics()
+        except RuntimeError as error:
+            raise NoSample(str(error)) from None
+        return self._sampled(statistics, at, monotonic_s)
+
+    async def own(self, group: str | None) -> Mapping[str, object]:
+        """The tenant's documents, and the slowest requests: its own, where tenants share nothing."""
+        service = self._service
+        documents = service.documents.of(group)
+        shown = documents[-NUM_DOCUMENTS:][::-1]
+        try:
+            records = await service.llm.ask(lambda core: core.records.slowest())
+            residences = await service.documents.residences(shown)
+        except RuntimeError as error:
+            raise NoSample(str(error)) from None
+        visible = [each for each in records if not service.is_strict or each.tenant == group]
+        name = service.models.name
+        return {
+            "slowest": [parts.record_facts(record) for record in visible[: parts.NUM_SLOWEST]],
+            "documents": [
+                document_object(document, residence, name)
+                for document, residence in zip(shown, residences, strict=True)
+            ],
+            "num_documents": len(documents),
+        }
+
+    def _sampled(self, statistics: EngineStatistics, at: float, monotonic_s: float) -> Sample:
+        cache = statistics.cache
+        totals = parts.token_totals(statistics.tokens)
+        levels: parts.Numbers = {
+            "requests.waiting": statistics.num_waiting,
+            "requests.promoting": statistics.num_promoting,
+            "requests.running": statistics.num_running,
+            "pinned.bytes": statistics.pinned_bytes,
+        }
+        for tier, found in cache.tiers.items():
+            totals |= parts.tier_totals(tier, found)
+            levels |= parts.tier_levels(tier, found)
+        for route, moved in cache.routes.items():
+            totals |= parts.lane_totals(route, moved)
+            levels |= parts.lane_levels(route, moved)
+        levels |= self._ages.levels(monotonic_s, cache.tiers) | parts.what_if_levels(statistics.requests.what_if)
+        totals["requests.answered"], ttft = self._first_tokens(statistics, monotonic_s)
+        if cache.disk is not None:
+            totals["disk.written"] = cache.disk.written_bytes_total
+        return Sample(at, monotonic_s, totals, levels | ttft, self._facts(statistics))
+
+    def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
+        """How many requests had one, and how long the last minute's waited for it."""
+        first, *others = statistics.requests.times.ttft.values()
+        for each in others:
+            first = first.plus(each)
+        recent: HistogramStatistics = self._ttft.since(monotonic_s, first)
+        shares = {name: quantile(recent, share) for name, share in TTFT_SHARES.items()}
+        return first.num_values, {f"ttft.{name}": value for name, value in shares.items() if value is not None}
+
+    def _facts(self, statistics: EngineStatistics) -> dict[str, object]:
+        cache = statistics.cache
+        conditions = [
+            *disk_conditions(statistics.store, cache.disk),
+            *remote_conditions(cache.remote),
+            *tier_conditions(cache.tiers),
+        ]
+        if statistics.sidecar is not None:
+            conditions.append(sidecar_condition(statistics.sidecar))
+        return {
+            "is_draining": self._service.is_draining,
+            "recent_hit_ratio": statistics.prefix.recent_hit_ratio,
+            "conditions": as_facts(conditions),
+            "corrupt": parts.corrupt_facts(cache.tiers),
+            "evicted": parts.evicted_facts(cache.tiers),
+            "disk": None if cache.disk is None else parts.disk_facts(cache.disk),
+            "remote": None if cache.remote is None else parts.remote_facts(cache.remote),
+            "store": None if statistics.store is None else parts.store_facts(statistics.store),
+            "tenants": _tenants(statistics),
+        }
+
+
+def _tenants(statistics: EngineStatistics) -> list[dict[str, object]]:
+    """The largest tenants' tokens, and the bytes of those with a quota."""
+    tokens = statistics.requests.tenants
+    names = [*tokens, *(name for name in statistics.tenants if name not in tokens)]
+    return [
+        {
+            "name": name,
+            "tokens": sources_of(tokens[name]) if name in tokens else None,
+            "bytes": {tier.value: number for tier, number in statistics.tenants.get(name, {}).items()},
+        }
+        for name in names
+    ]

@@ -1,0 +1,69 @@
+"""Entrance: keys, connection limits and counters, which every request passes, also before the model is loaded."""
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.engine.config import ServerConfig
+from kvtier.engine.observability.metrics.http import HttpMetrics
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.browser_check import BrowserRules
+from kvtier.web.gate import ConnectionLimits, Gate
+from kvtier.web.operating.routes import Operating
+
+
+class Entrance:
+    """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed.
+    *operating*: operators' verbs; None: there are none. *tracer*: sends spans
+    of requests; None: nobody asks for them."""
+
+    def __init__(
+        self,
+        settings: ServerConfig,
+        keys: ApiKeys | None,
+        operating: Operating | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.settings = settings
+        self.tracer = tracer
+        self.operating = operating
+        self.keys = keys
+        self.browser_rules = browser_rules(settings, keys)
+        self.registry = CollectorRegistry()
+        self.metrics = HttpMetrics(self.registry)
+        limits = ConnectionLimits(
+            settings.max_header,
+            settings.header_timeout_s,
+            settings.max_connections,
+            settings.max_connections_per_address,
+        )
+        self.gate = Gate(limits, lambda why: self.metrics.connections_refused.labels(why).inc())
+
+    def close(self) -> None:
+        """Send the spans that wait, and close the audit log."""
+        if self.tracer is not None:
+            self.tracer.close()
+        if self.operating is not None:
+            self.operating.close()
+
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants have a key; without API keys all clients are one tenant."""
+        return 1 if self.keys is None else len(self.keys.tenants)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether tenants share no cached block."""
+        return self.keys is not None and self.settings.tenant_isolation == "strict"
+
+
+def browser_rules(settings: ServerConfig, keys: ApiKeys | None) -> BrowserRules | None:
+    """Return what a browser may ask for other sites' pages; None where clients need a key, which such pages lack."""
+    if keys is not None:
+        return None
+    return BrowserRules.of(
+        settings.host,
+        settings.allowed_hosts,
+        settings.cors_origins,
+        host_advice="add the name to server.allowed_hosts or --allow-host, or give --api-keys",
+        origin_advice="add their origin to server.cors_origins, or give --api-keys",
+    )

@@ -1,0 +1,315 @@
+"""Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.async_llm import AsyncLLM, Piece
+from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.timeline import Caller
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.server.chat_reply import ChatReply
+from kvtier.server.chat_request import CHAT_NEUTRAL, ChatRequest, unknown_fields
+from kvtier.server.choices import Choice, ChoicePiece, generate
+from kvtier.server.completion_reply import CompletionReply
+from kvtier.server.completion_request import COMPLETION_IGNORED, CompletionRequest
+from kvtier.server.context_limit import ContextLimit
+from kvtier.server.documents.worker import PROMPT_PIN_S
+from kvtier.server.generation_request import IGNORED, NEUTRAL
+from kvtier.server.ignored_fields import tell_ignored
+from kvtier.server.left_out import left_out_headers
+from kvtier.server.named_documents import with_document, with_document_texts
+from kvtier.server.prompt import Prompt
+from kvtier.server.prompt_keeper import PromptKeeper
+from kvtier.server.reply import Answer, Reply
+from kvtier.server.service import Service
+from kvtier.server.token_text import TokenText
+from kvtier.server.tool_calls.tool_use import ToolFormat, ToolUse
+from kvtier.server.usage import Usage
+from kvtier.server.waiting_room import RoomFull, Visit
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.connection import in_time, while_connected
+from kvtier.web.event_stream import HEADERS
+from kvtier.web.facts import facts_of
+from kvtier.web.request_body import fit, json_object, parse, read_body
+from kvtier.web.tenancy import effective_salt
+
+Asked: TypeAlias = CompletionRequest | ChatRequest
+ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
+
+_T = TypeVar("_T")
+
+MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
+
+
+def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:
+    """Write the answer as OpenAI's endpoints do."""
+    if isinstance(asked, ChatRequest):
+        return ChatReply(asked.model, text, usage, tools, asked.num_top_logprobs is not None, asked.chunk_options)
+    return CompletionReply(asked, prompts, text, usage)
+
+
+class Generation:
+    """An ASGI answer. When its client leaves it aborts its streams, and gives back its place in the waiting room."""
+
+    def __init__(
+        self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
+    ) -> None:
+        """*document*: token ids that come before those of each prompt of a CompletionRequest."""
+        self._service = service
+        self._asked = asked
+        self._document = document
+        self._reply_of = reply_of
+        self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        self._usage = Usage(asked.n)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate the answer and send it."""
+        try:
+            await while_connected(receive, self._answer(scope, receive, in_time(send)))
+        except (ClientDisconnect, TimeoutError):
+            facts_of(scope).client_left = True
+
+    async def num_tokens(self, tenant: str | None) -> int:
+        """How many tokens the prompts have, without answering. ApiError 400 if that is sure to be too many."""
+        with self._api_errors():
+            llm = self._service.llm
+            prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
+        return sum(len(prompt.token_ids) for prompt in prompts)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked, service = self._asked, self._service
+        lora, tenant = service.models.lora_of(asked.model), facts_of(scope).tenant
+        service.check_open()
+        llm = service.llm
+        num_completions = asked.n * asked.num_prompts
+        if num_completions > service.room.capacity:
+            most = service.room.capacity
+            message = f"the request asks for {num_completions} completions, the server takes {most}; ask for fewer"
+            raise ApiError(400, message, code="too_many_completions")
+        try:
+            with service.room.enter(num_completions, tenant, asked.priority) as visit:
+                with self._api_errors():
+                    prompts, text = await llm.with_tokenizer(
+                        lambda tokenizer: (self._prompts(tokenizer, llm), TokenText(tokenizer)), tenant
+                    )
+                    tools = tool_use(asked, service.tool_format)
+                    choices = self._choices(prompts, llm, tools)
+                    grammar = await llm.grammar_of(choices[0][0].sampling.structured_outputs, tenant)
+                    self._usage.left_out = () if grammar is None else grammar.left_out
+                visit.prompts = [group[0].prompt for group in choices]
+                await visit.wait_for_turn()
+                reply = self._reply_of(asked, prompts, text, self._usage, tools)
+                if isinstance(asked, ChatRequest):
+                    service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
+                salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
+                async with aclosing(generate(llm, choices, lora, salt, self._options(), _caller(scope))) as pieces:
+                    keeper = PromptKeeper(service.documents, self._usage, tenant, lora, salt)
+                    observed = self._observed(self._kept(pieces, prompts, keeper), visit)
+                    if asked.stream:
+                        await self._send_stream(observed, reply, send, tenant)
+                    else:
+                        answers = await self._collect(observed)
+                        headers = left_out_headers(self._usage.left_out)
+                        response = await self._written(
+                            lambda: json_response(reply.whole(answers), 200, headers), tenant
+                        )
+                        await response(scope, receive, send)
+        except RoomFull as full:
+            headers = {"Retry-After": str(full.retry_after_s)}
+            raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
+        finally:
+            self._tell(scope)
+
+    def _options(self) -> RequestOptions:
+        """What the request asks of the engine. With several tenants only the waiting room goes by its priority."""
+        options = self._asked.options
+        return options if self._service.num_tenants <= 1 else replace(options, priority=0)
+
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
+        """The prompts. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
+        limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
+        most = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
+        num_kept = self._asked.num_kept_of(most)
+        try:
+            most_given = most if num_kept is None else MOST_TIMES_TOO_LONG * most
+            within = llm.tokenizers.limit(max(0, most_given - len(self._document)))
+            prompts = self._asked.prompts(tokenizer, within, self._document)
+            return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
+        except TooManyTokens as error:
+            num_new, num_least = self._max_new_tokens(0), error.num_least + len(self._document)
+            if limit is not None and limit <= longest - num_new:
+                message = (
+                    f"the prompt has {num_least} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
+                )
+            else:
+                message = (
+                    f"{ContextLimit.of(llm)}, and the prompt may have {most} of them besides {num_new} in the "
+                    f"completion. It has {num_least} or more. Please shorten one of them."
+                )
+            raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
+
+    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
+        """The choices of each prompt. ApiError 400 for a prompt that is too long."""
+        asked = self._asked
+        structured = tools.structured
+        groups = []
+        for number, prompt in enumerate(each.token_ids for each in prompts):
+            self._check_length(len(prompt), self._max_new_tokens(0), ContextLimit.of(llm))
+            max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
+            indices = range(number * asked.n, (number + 1) * asked.n)
+            samplings = [
+                tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured)) for i in indices
+            ]
+            groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
+        return groups
+
+    def _max_new_tokens(self, room: int) -> int:
+        """How many tokens to generate at most; the model's settings may say less than the request."""
+        asked, most = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
+        return asked if most is None else min(asked, most)
+
+    def _check_length(self, num_prompt: int, num_new: int, longest: ContextLimit) -> None:
+        code = "context_length_exceeded"
+        if (limit := self._service.settings.max_prompt_tokens) is not None and num_prompt > limit:
+            message = f"the prompt has {num_prompt} tokens, and server.max_prompt_tokens is {limit}; shorten it"
+            raise ApiError(400, message, code=code, param=self._field)
+        if num_prompt + num_new > longest.num_tokens:
+            message = (
+                f"{longest}. However, you requested "
+                f"{num_prompt + num_new} ({num_prompt} in the {self._field}, {num_new} in the completion). "
+                "Please shorten one of them."
+            )
+            raise ApiError(400, message, code=code, param=self._field)
+
+    async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
+        """Yield *pieces*; observe their times, and add up what they took."""
+        metrics, began_at = self._service.metrics, time.monotonic()
+        last_at: dict[int, float] = {}
+        with self._api_errors():
+            async for item in pieces:
+                now = time.monotonic()
+                if item.index in last_at:
+                    metrics.token_gap.observe(now - last_at[item.index])
+                elif not last_at:
+                    visit.has_begun = True
+                    metrics.ttft.observe(now - began_at)
+                last_at[item.index] = now
+                if item.piece.completion is not None:
+                    self._usage.add(item.index, item.piece.completion)
+                yield item
+
+    def _kept(
+        self, pieces: AsyncIterator[ChoicePiece], prompts: Sequence[Prompt], keeper: PromptKeeper
+    ) -> AsyncIterator[ChoicePiece]:
+        """*pieces*, while *keeper* keeps of the prompts what the request asks for."""
+        asked = self._asked
+        if prompts[0].breakpoints:  # of a chat, which has one prompt
+            pieces = keeper.kept(pieces, prompts[0])
+        if asked.kvtier.pin:
+            firsts = {number * asked.n: prompt.token_ids for number, prompt in enumerate(prompts)}
+            pieces = keeper.pinned(pieces, firsts, asked.kvtier.ttl_s or PROMPT_PIN_S)
+        return pieces
+
+    @contextmanager
+    def _api_errors(self) -> Iterator[None]:
+        """Raise an ApiError for what the engine does not take, or cannot finish."""
+        try:
+            yield
+        except WrongParameter as error:
+            raise ApiError(400, str(error), param=error.name, code="invalid_value") from None
+        except ValueError as error:
+            raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
+        except RuntimeError as error:  # the engine ended while the request was in it
+            code = "shutting_down" if self._service.is_draining else "engine_failed"
+            raise ApiError(503, "the server ends before the answer is complete; ask again", code=code) from error
+
+    async def _collect(self, pieces: AsyncIterator[ChoicePiece]) -> list[Answer]:
+        answers = []
+        async for item in pieces:
+            if item.piece.completion is not None:
+                answers.append(Answer(item.index, item.piece.completion))
+        return sorted(answers, key=lambda answer: answer.index)
+
+    async def _send_stream(
+        self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send, tenant: str | None
+    ) -> None:
+        """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
+        begun: set[int] = set()
+        try:
+            async for item in pieces:
+                if not begun:
+                    left_out = left_out_headers(self._usage.left_out)
+                    headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in left_out.items())]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                write = partial(_joined_events, reply, item.index, item.piece)
+                events = write() if item.index in begun else await self._written(write, tenant)
+                begun.add(item.index)
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = b"".join(reply.last_events())
+        except ApiError as error:
+            if not begun:
+                raise
+            last = reply.error_event(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
+        """What *write* returns; where it tells of each token of a prompt it is called in a tokenizer's thread."""
+        if not self._asked.tells_prompt:
+            return write()
+        return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
+
+    def _tell(self, scope: Scope) -> None:
+        usage = self._usage
+        facts_of(scope).fields |= {
+            "stream": self._asked.stream,
+            "prompt_tokens": usage.prompts.num_tokens,
+            **usage.by_tier(),
+            "generated": usage.num_generated,
+            "ttft_s": None if usage.ttft_s is None else round(usage.ttft_s, 4),
+        }
+
+
+def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
+    return b"".join(reply.events(index, piece))
+
+
+def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
+    """The tools of a request; only a chat may have any. `WrongParameter` for what is no schema or grammar."""
+    if isinstance(asked, ChatRequest):
+        return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
+    return ToolUse((), "none", False, form, asked.structured)
+
+
+def _caller(scope: Scope) -> Caller:
+    facts = facts_of(scope)
+    return Caller(facts.request_id, facts.tenant, None if facts.trace is None else facts.trace.header)
+
+
+async def complete(request: Request) -> Generation:
+    """Answer `POST /v1/completions`."""
+    service: Service = request.app.state.service
+    service.check_open()
+    body = await read_body(request, service.settings)
+    asked = parse(body, CompletionRequest, COMPLETION_IGNORED, NEUTRAL)
+    return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
+
+
+async def chat(request: Request) -> Generation:
+    """Answer `POST /v1/chat/completions`."""
+    service: Service = request.app.state.service
+    service.check_open()
+    body = await read_body(request, service.settings)
+    content = json_object(body)
+    tell_ignored(unknown_fields(content.get("messages")))
+    asked = fit(content, ChatRequest, IGNORED, CHAT_NEUTRAL)
+    return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

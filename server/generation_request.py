@@ -1,0 +1,224 @@
+"""GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
+
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.server.response_format import (
+    AskedOutputs,
+    Choices,
+    JsonSchema,
+    ResponseFormat,
+    as_structured_outputs,
+)
+
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+MOST_TTL_S = 30 * 86400.0
+MOST_BIASES = 1024
+MOST_BAD_WORDS = 128
+MOST_BAD_WORD_CHARACTERS = 256
+_SEEDS = 1 << 64
+
+# OpenAI's parameters, and vLLM's, that say nothing about the answer: any value is let pass …
+IGNORED = frozenset(
+    {
+        "guided_decoding_backend",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# … and those that would change it, with the values that ask for no change: any other value is refused.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+_Number = TypeVar("_Number", int, float)
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_BAD_WORD_CHARACTERS)]
+LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener.
+
+    With *continuous_usage_stats*, which is vLLM's, each chunk has the usage so far; only with *include_usage*.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The object `kvtier` of a request: parameters that OpenAI's API does not have."""
+
+    skip_reading_prefix_cache: bool = False
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    document: str | None = None  # its tokens come before the prompt's; for completions only
+    pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not self.pin:
+            raise ValueError("ttl_s says how long to pin the prompt; set pin to true")
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions` and those that the
+    model's settings say.
+
+    Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
+    the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
+    *structured_outputs* and what was before it, *guided_json* and its like.
+    """
+
+    model: str
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None  # OpenAI's default is 1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MOST_BIASES)] = {}
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MOST_BAD_WORDS)] = []
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] = 1
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Text | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    prompt_logprobs: LogprobCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: AskedOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    kvtier: KvtierOptions = KvtierOptions()
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+        if self.stream and self.prompt_logprobs is not None:  # as at vLLM
+            raise ValueError("prompt_logprobs: a stream does not tell them; set stream to false, or ask for an echo")
+        if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
+            raise ValueError("truncate_prompt_tokens: the document would be cut; leave one of them out")
+
+    @property
+    def chunk_options(self) -> StreamOptions:
+        """What the chunks of a stream have beside their choices; the defaults if the request does not say."""
+        return self.stream_options or StreamOptions()
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        raise NotImplementedError
+
+    def num_kept_of(self, most: int) -> int | None:
+        """How many of a prompt's last tokens are taken, if it may have *most*; None: it is not to be cut."""
+        asked = self.truncate_prompt_tokens
+        return most if asked == -1 else asked or None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to find for each token of the prompt; None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer is as long as the prompt: it says something of each of its tokens."""
+        return self.prompt_logprobs is not None
+
+    @property
+    def options(self) -> RequestOptions:
+        """What the request asks of the queue and the cache."""
+        return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text has to be; None if any will do. `WrongParameter` for what is no schema or grammar."""
+        guided = {
+            kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
+        return as_structured_outputs(self.response_format, self.structured_outputs, guided)
+
+    def sampling(
+        self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
+    ) -> SamplingParams:
+        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same.
+
+        *defaults* hold where the request does not say; *structured* is its property.
+        `WrongParameter` for parameters that do not go together.
+        """
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            top_k=max(0, _first(self.top_k, defaults.top_k, 0)),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            bad_words=self.bad_words,
+            seed=None if self.seed is None else (self.seed + choice) % _SEEDS,
+            stop=[text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text],
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_top_logprobs,
+            prompt_logprobs=None if choice else self.num_prompt_logprobs,  # all choices have the same prompt
+            structured_outputs=structured,
+        )
+
+
+def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) -> _Number:
+    if asked is not None:
+        return asked
+    return otherwise if of_model is None else of_model

@@ -1,0 +1,112 @@
+"""HttpServer: answers on a port from the first moment, loads the model behind it, and serves until `stop`."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from kvtier.server.access import Access, KeyCheck
+from kvtier.server.across_origins import across_origins
+from kvtier.server.app import App, Switch
+from kvtier.server.entrance import Entrance
+from kvtier.server.loading_app import LoadingApp
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.http_connection import HttpConnection
+
+if TYPE_CHECKING:
+    from kvtier.server.serving_app import ServingApp  # imported while the server is already answering
+
+_LEAVING_S = 5  # for the last bytes of answers
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server without its handlers of signals, which `commands/serve.py` sets for the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves one model on a socket that is bound already. `build_server` makes one; `run` runs it on an event loop."""
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        entrance: Entrance,
+        loading: LoadingApp,
+        load: "Callable[[], Coroutine[None, None, ServingApp]]",
+    ) -> None:
+        """*loading* answers requests until *load* has returned the app that serves."""
+        self.entrance = entrance
+        self._bound = bound
+        self._load = load
+        self._switch = Switch(loading)
+        self._stop = asyncio.Event()
+        settings = uvicorn.Config(
+            Access(across_origins(KeyCheck(self._switch, entrance), entrance.settings), entrance),
+            http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_LEAVING_S,
+        )
+        self._uvicorn = _Uvicorn(settings)
+
+    @property
+    def app(self) -> App:
+        """The app that answers requests now."""
+        return self._switch.app
+
+    def stop(self) -> None:
+        """Begin to drain, flush and end. A server that is still loading ends at once. Called on the event loop."""
+        self._stop.set()
+
+    def replace_keys(self, keys: ApiKeys) -> None:
+        """Let in requests with these keys alone from now on. Called on the event loop."""
+        self.entrance.keys = keys
+        self._switch.app.share_among(self.entrance.num_tenants)
+
+    async def run(self) -> bool:
+        """Load and serve until `stop`; False if `stop` came before the model was loaded: its thread still loads then.
+
+        Raises what loading raises, or the error that ended the engine.
+        """
+        answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
+        try:
+            loading = asyncio.create_task(self._load())
+            if await self._wait_or_stop(loading):
+                return False
+            await self._serve(loading.result())
+            return True
+        finally:
+            self._switch.app.end()
+            self._uvicorn.should_exit = True
+            await answering
+            self.entrance.close()
+
+    async def _serve(self, app: "ServingApp") -> None:
+        app.share_among(self.entrance.num_tenants)  # the keys may have been replaced since loading began
+        self._switch.app = app
+        try:
+            await self._wait_or_stop(asyncio.create_task(app.wait_end()))
+        finally:
+            await app.close()
+
+    async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
+        """Wait for *doing*, and raise its error; True if `stop` came first, and *doing* was cancelled."""
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+            return not doing.done()
+        finally:
+            doing.cancel()
+            stopping.cancel()

@@ -1,0 +1,64 @@
+"""Puts documents into the requests for completions and chats that name them instead of sending their text."""
+
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.server.chat_request import ChatRequest
+from kvtier.server.completion_request import CompletionRequest
+from kvtier.server.documents.document import Document, Form
+from kvtier.server.service import Service
+from kvtier.web.api_error import ApiError
+
+_Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
+
+
+def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
+    """The chat with the texts of the documents that it names. ApiError 404 for one that the tenant does not have.
+
+    Without a cache_salt of its own the chat gets that of its first document, under which that was computed.
+    """
+    if asked.kvtier.document is not None:
+        message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
+        raise ApiError(400, message, param="kvtier.document", code="invalid_value")
+    texts, first = {}, None
+    for document_id in asked.document_ids:
+        document = _document(service, tenant, document_id, "messages")
+        if document.text is None:
+            message = "the document was put as token ids, which stand in no chat; put its text"
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        texts[document_id] = document.text
+        first = first or document
+    if first is None:
+        return asked
+    return _salted(asked.with_texts(texts), first)
+
+
+def with_document(
+    service: Service, tenant: str | None, asked: CompletionRequest
+) -> tuple[CompletionRequest, list[int]]:
+    """The request, and the token ids of the document that it names, which come before each prompt.
+
+    Without a cache_salt of its own the request gets the document's. ApiError 404 if the tenant does not have it.
+    """
+    if asked.kvtier.document is None:
+        return asked, []
+    document = _document(service, tenant, asked.kvtier.document, "kvtier.document")
+    if document.form is not Form.TEXT:
+        message = 'the document is for chats; name it in a message of a chat, or put it with "as": "text"'
+        raise ApiError(400, message, param="kvtier.document", code="invalid_value")
+    return _salted(asked, document), document.token_ids.tolist()
+
+
+def _document(service: Service, tenant: str | None, document_id: str, field: str) -> Document:
+    service.check_open()
+    document = service.documents.find(tenant, document_id)
+    if document is None:
+        raise ApiError(404, "there is no document of that id", param=field, code="document_not_found")
+    return document
+
+
+def _salted(asked: _Asked, document: Document) -> _Asked:
+    if asked.cache_salt is not None or document.cache_salt is None:
+        return asked
+    return msgspec.structs.replace(asked, cache_salt=document.cache_salt)

@@ -1,0 +1,269 @@
+"""OPERATIONS: all that may be asked of the server, in the order in which people read it."""
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvtier.server.anthropic import messages_request
+from kvtier.server.anthropic.messages_request import Conversation, MessagesRequest
+from kvtier.server.chat_request import CHAT_NEUTRAL, ChatRequest
+from kvtier.server.completion_request import COMPLETION_IGNORED, CompletionRequest
+from kvtier.server.document_routes import PinRequest, PutRequest
+from kvtier.server.explain_routes import ExplainRequest
+from kvtier.server.generation_request import IGNORED, NEUTRAL
+from kvtier.server.openapi import answers
+from kvtier.server.openapi.operation import EVENTS, JSON, TEXT, Body, Operation, Outcome
+from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
+from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.dashboard.data_paths import DOWNLOADS, HISTORY, STREAM
+from kvtier.web.operating import verbs
+from kvtier.web.paths import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    DOCS,
+    DOCUMENTS,
+    EXPLAIN,
+    HEALTH,
+    MESSAGES,
+    METRICS,
+    MODELS,
+    OLD_DOCUMENTS,
+    OLD_STATS,
+    OPENAPI,
+    OPERATE,
+    READY,
+    STATS,
+    TOKENIZE,
+    VERSION,
+)
+
+_OF_A_BODY = (400, 408, 413)
+_GENERATED = (*_OF_A_BODY, 404, 429, 503)
+_RANGE = {"range": Annotated[float, msgspec.Meta(ge=1, le=366 * 86_400, description="seconds until now")]}
+_DOCUMENT = f"{DOCUMENTS}/{{id}}"
+
+
+def _json(what: str, kind: object) -> Outcome:
+    return Outcome(what, {JSON: kind})
+
+
+def _answered(what: str, kind: object) -> dict[int, Outcome]:
+    """An answer as a whole, or as a stream."""
+    return {200: Outcome(what, {JSON: kind, EVENTS: None})}
+
+
+_TOLD_OF_DOCUMENT = _json("the document, without its text", answers.DocumentObject)
+_OPENAI = [
+    Operation(
+        "OpenAI",
+        "POST",
+        COMPLETIONS,
+        "Continue prompts, or score them.",
+        _answered("the continuations, or with stream their pieces as events", answers.CompletionAnswer),
+        _GENERATED,
+        Body([CompletionRequest], COMPLETION_IGNORED, NEUTRAL),
+    ),
+    Operation(
+        "OpenAI",
+        "POST",
+        CHAT,
+        "Answer a conversation.",
+        _answered("the answers, or with stream their pieces as events", answers.ChatAnswer),
+        _GENERATED,
+        Body([ChatRequest], IGNORED, CHAT_NEUTRAL),
+    ),
+    Operation("OpenAI", "GET", MODELS, "List the model and its adapters.", {200: _json("them", answers.ModelList)}),
+    Operation(
+        "OpenAI",
+        "GET",
+        f"{MODELS}/{{model}}",
+        "Tell of one model.",
+        {200: _json("the model", answers.ModelObject)},
+        (404,),
+    ),
+]
+_ANTHROPICS = [
+    Operation(
+        "Anthropic",
+        "POST",
+        MESSAGES,
+        "Answer a conversation.",
+        _answered("the answer, or with stream its pieces as events", answers.MessageAnswer),
+        _GENERATED,
+        Body([MessagesRequest], messages_request.IGNORED, messages_request.NEUTRAL),
+    ),
+    Operation(
+        "Anthropic",
+        "POST",
+        COUNT_TOKENS,
+        "Count the tokens of a conversation.",
+        {200: _json("their number", answers.CountedTokens)},
+        (*_OF_A_BODY, 404, 503),
+        Body([Conversation], messages_request.IGNORED, messages_request.NEUTRAL),
+    ),
+]
+_TOKENS = [
+    Operation(
+        "tokens",
+        "POST",
+        TOKENIZE,
+        "Tell a prompt's token ids.",
+        {200: _json("the ids", answers.Tokenized)},
+        (*_OF_A_BODY, 404),
+        Body([TokenizeCompletion, TokenizeChat]),
+    ),
+    Operation(
+        "tokens",
+        "POST",
+        DETOKENIZE,
+        "Tell the text of token ids.",
+        {200: _json("the text", answers.Detokenized)},
+        (*_OF_A_BODY, 404),
+        Body([Detokenize]),
+    ),
+]
+_DOCUMENTS = [
+    Operation(
+        "documents",
+        "GET",
+        DOCUMENTS,
+        "List documents.",
+        {200: _json("the tenant's documents", answers.DocumentList)},
+        (503,),
+    ),
+    Operation(
+        "documents",
+        "PUT",
+        _DOCUMENT,
+        "Put a document, which is computed ahead of questions.",
+        {200: _TOLD_OF_DOCUMENT, 201: _json("the document, which is new", answers.DocumentObject)},
+        (*_OF_A_BODY, 404, 409, 503, 507),
+        Body([PutRequest]),
+    ),
+    Operation("documents", "GET", _DOCUMENT, "Show a document.", {200: _TOLD_OF_DOCUMENT}, (404, 503)),
+    Operation(
+        "documents",
+        "POST",
+        f"{_DOCUMENT}/warm",
+        "Bring a document to a tier.",
+        {202: _TOLD_OF_DOCUMENT},
+        (400, 404, 503),
+        query={"tier": Literal["host", "device"]},
+    ),
+    Operation(
+        "documents",
+        "POST",
+        f"{_DOCUMENT}/pin",
+        "Keep a document in host memory for a time.",
+        {200: _TOLD_OF_DOCUMENT},
+        (*_OF_A_BODY, 404, 503, 507),
+        Body([PinRequest]),
+    ),
+    Operation(
+        "documents",
+        "DELETE",
+        f"{_DOCUMENT}/pin",
+        "End a document's pin.",
+        {200: _TOLD_OF_DOCUMENT},
+        (404, 503, 507),
+    ),
+    Operation(
+        "documents",
+        "DELETE",
+        _DOCUMENT,
+        "Delete a document.",
+        {200: _json("it is gone", answers.DocumentDeleted)},
+        (400, 404, 503, 507),
+    ),
+]
+_EXPLAINED = [
+    Operation(
+        "explain",
+        "GET",
+        f"{EXPLAIN}/{{id}}",
+        "Tell why a request's prompt was found in the cache or not.",
+        {200: _json("an explanation for each choice", answers.Explanations)},
+        (404, 503),
+    ),
+    Operation(
+        "explain",
+        "POST",
+        EXPLAIN,
+        "Tell what would be found of a prompt now.",
+        {200: _json("the explanation", answers.Explanations)},
+        (*_OF_A_BODY, 404, 409, 503),
+        Body([ExplainRequest]),
+    ),
+]
+_WATCHED = [
+    Operation("watching", "GET", HEALTH, "Tell that the process lives.", {200: _json("it does", answers.Standing)}),
+    Operation(
+        "watching",
+        "GET",
+        READY,
+        "Tell whether requests are answered.",
+        {200: _json("they are", answers.Standing), 503: _json("not yet, or not any more", answers.Standing)},
+    ),
+    Operation("watching", "GET", VERSION, "Tell the version.", {200: _json("of kvtier", answers.Version)}),
+    Operation("watching", "GET", METRICS, "Tell metrics to Prometheus.", {200: Outcome("the metrics", {TEXT: None})}),
+    Operation("watching", "GET", STATS, "Tell all counters.", {200: _json("the counters", dict[str, Any])}),
+    Operation("watching", "GET", PAGE, "Show the dashboard.", {200: Outcome("a page", {"text/html": None})}),
+    Operation(
+        "watching",
+        "GET",
+        f"{ASSETS}/{{file}}",
+        "A file of the dashboard.",
+        {200: Outcome("the file", {"text/css": None, "text/javascript": None, "image/svg+xml": None})},
+        (404,),
+    ),
+    Operation(
+        "watching", "GET", STREAM, "Follow the dashboard's data.", {200: Outcome("events", {EVENTS: None})}, (503,)
+    ),
+    Operation(
+        "watching",
+        "GET",
+        HISTORY,
+        "Tell the dashboard's data of a time.",
+        {200: _json("by column", answers.HistoryStretch)},
+        (400,),
+        query=_RANGE,
+    ),
+    *(
+        Operation(
+            "watching",
+            "GET",
+            path,
+            "The dashboard's data of a time, as a file.",
+            {200: Outcome("the file", {media_type: kind})},
+            (400,),
+            query=_RANGE,
+        )
+        for path, (media_type, kind) in zip(
+            DOWNLOADS, (("text/csv", None), (JSON, answers.HistoryStretch)), strict=True
+        )
+    ),
+    Operation("watching", "GET", OPENAPI, "Tell all of this to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}),
+    Operation("watching", "GET", DOCS, "Show all of this to people.", {200: Outcome("a page", {"text/html": None})}),
+]
+_OPERATED = [
+    Operation(
+        "operating",
+        "POST",
+        f"{OPERATE}/{verb}",
+        (kind.__doc__ or "").split("\n\n", maxsplit=1)[0],
+        {200: _json("what it has done", answers.VerbAnswer)},
+        (*_OF_A_BODY, 401, 404, 409, 503, 504, 507),
+        Body([kind], is_required=False),
+    )
+    for verb, kind in verbs.KINDS.items()
+]
+_OLD = [
+    replace(operation, tag="old paths", path=operation.path.replace(new, old), is_deprecated=True)
+    for new, old in ((DOCUMENTS, OLD_DOCUMENTS), (STATS, OLD_STATS))
+    for operation in (*_DOCUMENTS, *_WATCHED)
+    if operation.path.startswith(new)
+]
+OPERATIONS = [*_OPENAI, *_ANTHROPICS, *_TOKENS, *_DOCUMENTS, *_EXPLAINED, *_WATCHED, *_OPERATED, *_OLD]

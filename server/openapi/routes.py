@@ -1,0 +1,46 @@
+"""`/openapi.json` and `/docs`: what the server that is asked has, for programs and for people."""
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from kvtier.server.openapi.document import openapi_document
+from kvtier.server.openapi.operation import JSON, Operation
+from kvtier.server.openapi.operations import OPERATIONS
+from kvtier.server.openapi.page import HEADERS, docs_page
+from kvtier.web.paths import DOCS, OPENAPI
+
+
+class OpenApiRoutes:
+    """Answers for one app. Both are written once, as anybody may ask: they have nothing of a tenant's, so they need no
+    key. Owned by the event loop."""
+
+    def __init__(self, needs_key: bool, is_strict: bool) -> None:
+        self._needs_key = needs_key
+        self._is_strict = is_strict
+        self._written: tuple[bytes, str] | None = None  # the document and the page
+
+    def routes(self) -> list[Route]:
+        """The two routes."""
+        return [Route(OPENAPI, self._document), Route(DOCS, self._page)]
+
+    async def _document(self, request: Request) -> Response:
+        return Response(self._of(request.app)[0], media_type=JSON)
+
+    async def _page(self, request: Request) -> Response:
+        return Response(self._of(request.app)[1], headers=HEADERS, media_type="text/html")
+
+    def _of(self, app: Starlette) -> tuple[bytes, str]:
+        if self._written is None:
+            served = [operation for operation in OPERATIONS if _is_served(app, operation)]
+            document = openapi_document(served, self._needs_key, self._is_strict)
+            self._written = msgspec.json.encode(document), docs_page(document, OPENAPI)
+        return self._written
+
+
+def _is_served(app: Starlette, operation: Operation) -> bool:
+    """Whether one of the app's routes answers the operation: those of operators are there if they have tokens."""
+    scope = {"type": "http", "path": operation.path, "method": operation.method}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

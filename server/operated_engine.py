@@ -1,0 +1,167 @@
+"""OperatedEngine: operators' verbs on the engine of a server."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvtier.engine.core import EngineCore
+from kvtier.engine.llm import encode, keyed
+from kvtier.engine.stores.remote_store import remote_stays
+from kvtier.server.service import Service
+from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.pins import Pin as CachePin
+from kvtier.web.api_error import ApiError
+from kvtier.web.operating.purging import until_done
+from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+from kvtier.web.tenancy import effective_salt
+
+LOOK_S = 0.02  # how often it is looked whether something has been copied or read
+COMING_S = 10.0  # that an answer waits for what a pin brings to host memory
+MOST_PINS = 256
+OWNER = "operators"  # of their pins
+
+_T = TypeVar("_T")
+
+
+class OperatedEngine:
+    """See `Operated`. The engine's thread does each verb in parts, between its steps. Owned by the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._purging = asyncio.Lock()  # two at a time would only make both slower
+        self._pins: dict[str, tuple[CachePin, float]] = {}  # with the time when it ends
+
+    async def reset(self, asked: Reset) -> Answer:
+        """Evict what is meant from device, host memory and disk. The answer says that a remote tier keeps its own."""
+        tenant = None if asked.tenant is None else tenant_of(asked.tenant)
+        tiers = frozenset(Tier)
+        if asked.namespace is not None and not (await self._ask(_namespace)).startswith(asked.namespace):
+            tiers = frozenset({Tier.DISK})  # the other tiers have nothing of other models
+        answer = await self._purged(PurgeOrder(tiers, tenant, asked.namespace))
+        remote = (await self._ask(lambda core: core.config)).remote
+        return answer if remote is None else {**answer, "note": remote_stays(remote.where)}
+
+    async def evict(self, asked: Evict) -> Answer:
+        """Evict the oldest of one tier."""
+        tier = Tier(asked.tier)
+        if tier not in (await self._ask(lambda core: core.cache.statistics())).tiers:
+            raise ApiError(409, f"there is no {tier} tier here; /metrics has those that there are", code="no_tier")
+        order = PurgeOrder(frozenset({tier}), most_bytes=asked.num_bytes, most_blocks=asked.blocks)
+        return await self._purged(order)
+
+    async def spill(self, asked: Spill) -> Answer:
+        """Copy down all that has no copy below."""
+        if not all(await self._ask(lambda core: core.cache.lower.num_slots)):
+            raise ApiError(409, "there is no tier below the device; give host.capacity a size", code="no_tier")
+        give_up_at = time.monotonic() + asked.seconds
+        while num_left := await self._ask(lambda core: core.cache.spill_rest()):
+            if time.monotonic() >= give_up_at:
+                message = f"{num_left} blocks have no copy below after {asked.seconds:g} s"
+                raise ApiError(504, message, code="timeout")
+            await asyncio.sleep(LOOK_S)
+        return {"left": 0}
+
+    async def pin(self, asked: Pin) -> Answer:
+        """Keep what is cached of a prompt in host memory."""
+        service = self._service
+        lora = None if asked.model is None else service.models.lora_of(asked.model)
+        salt = effective_salt(asked.tenant, asked.salt, service.is_strict)
+        token_ids: Sequence[int] = asked.token_ids or ()
+        if (prompt := asked.prompt) is not None:
+            token_ids = await service.llm.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
+
+        def naming(core: EngineCore) -> Callable[[], BlockChain]:
+            return partial(core.chain, token_ids, keyed(core, NO_EXTRA_KEYS, lora, salt))
+
+        named = await self._ask(naming)
+        chain = await service.llm.with_tokenizer(lambda _: named())  # hashes a long prompt: not on the engine's thread
+
+        def begin(core: EngineCore) -> CachePin | None:
+            self._forget_ended(core)
+            before, _ = self._pins.get(asked.pin_id, (None, 0.0))
+            if before is None and len(self._pins) >= MOST_PINS:
+                raise ApiError(507, f"there are {MOST_PINS} pins already; end one", code="pins")
+            until = core.pins.now() + asked.seconds
+            most_bytes = core.cache.free_to_pin + core.pins.num_bytes(OWNER)
+            pin = core.pins.pin(OWNER, chain, len(token_ids), most_bytes, until=until, instead_of=before)
+            if pin is not None:
+                self._pins[asked.pin_id] = pin, until
+            return pin
+
+        pin = await self._ask(begin)
+        if pin is None:
+            message = "the prompt takes more host memory than may still be pinned; unpin another"
+            raise ApiError(507, message, code="host_memory_full")
+        await self._whole(pin)
+        counts: Answer = {"tokens": len(token_ids), "bytes": pin.num_bytes, "absent": pin.num_absent}
+        return {"pin": asked.pin_id, **counts}
+
+    async def unpin(self, asked: Unpin) -> Answer:
+        """End a pin."""
+
+        def end(core: EngineCore) -> bool:
+            self._forget_ended(core)
+            pin, _ = self._pins.pop(asked.pin, (None, 0.0))
+            if pin is not None:
+                core.pins.unpin(pin)
+            return pin is not None
+
+        if not await self._ask(end):
+            raise ApiError(404, "there is no pin of that name, or it has ended", code="no_pin", param="pin")
+        return {"pin": asked.pin}
+
+    async def check(self, asked: Check) -> Answer:
+        """Verify the books, a part between two steps."""
+        verified: list[str] = []
+        checks = await self._ask(lambda core: core.checks())
+
+        def go_on(core: EngineCore) -> str | None:
+            if core.has_work and not asked.now:
+                raise ApiError(409, "requests run, and would wait; ask again, or say now", code="busy", param="now")
+            return next(checks, None)
+
+        try:
+            while (found := await self._ask(go_on)) is not None:
+                verified.append(found)
+        except AssertionError as error:
+            raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+        return {"verified": verified}
+
+    async def _purged(self, order: PurgeOrder) -> Answer:
+        async with self._purging:
+            purge = await self._ask(lambda core: core.cache.purge(order))
+            await until_done(lambda: self._ask(lambda core: purge.go_on()))
+            answer = tiers_answer(await self._ask(lambda core: purge.outcome()))
+        sidecar = (await self._ask(lambda core: core.config)).sidecar
+        below = sorted(order.tiers & {Tier.HOST, Tier.DISK})
+        if sidecar is not None and below:
+            answer["note"] = f"{' and '.join(below)} are the sidecar's at {sidecar}: ask that"
+        return answer
+
+    async def _whole(self, pin: CachePin) -> None:
+        """Wait until all of the pin is there that will come, `COMING_S` at most."""
+        give_up_at = time.monotonic() + COMING_S
+        num_absent = -1
+        while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:
+            num_absent = await self._ask(lambda core: pin.num_absent if not core.cache.num_under_way else -1)
+            await asyncio.sleep(LOOK_S)
+
+    def _forget_ended(self, core: EngineCore) -> None:
+        now = core.pins.now()
+        self._pins = {pin_id: (pin, until) for pin_id, (pin, until) in self._pins.items() if now < until}
+
+    async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
+        try:
+            answer: Awaitable[_T] = self._service.llm.ask(question)
+            return await answer
+        except RuntimeError as error:  # the engine ended
+            raise ApiError(503, "the server ends before that is done", code="shutting_down") from error
+
+
+def _namespace(core: EngineCore) -> str:
+    return core.namespace.hex()

@@ -1,0 +1,237 @@
+"""Plan: what fits in each tier, what does not work and what is refused, told without loading the model's weights."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import Config
+from kvtier.engine.llm import torch_device
+from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.model.gpu_share import GpuShare
+from kvtier.engine.model.layers import layers_of
+from kvtier.engine.model.lora_adapter import load_adapter
+from kvtier.engine.observability.records.request_log import refuse_unusable
+from kvtier.engine.scheduling.longest_request import longest_request
+from kvtier.engine.stores.disk_store import LEAST_BLOCKS
+from kvtier.engine.text.template_traits import TemplateTraits
+from kvtier.extras import MissingExtra
+from kvtier.server.dead_settings import dead_settings
+from kvtier.server.documents.documents import documents_path, how_to_keep
+from kvtier.store.lmdb.data_file import capacity_within, most_bytes
+from kvtier.web.api_keys import ApiKeys
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """How many blocks and tokens fit in one tier."""
+
+    name: str  # device, host or disk
+    capacity_bytes: int
+    num_blocks: int
+    num_tokens: int
+    origin: str = ""  # where a size comes from that nobody gave, or where the tier is
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a configuration comes to with a model. With *refusals* the server would not start."""
+
+    model: str
+    architecture: str
+    dtype: str
+    model_tokens: int | None  # the longest sequence that the model takes; None: no limit
+    block_size: int
+    block_bytes: int
+    tiers: list[TierSize]
+    longest_request: int
+    remote: str | None  # the address of a remote tier, without a password
+    sidecar: str | None  # where host memory and disk are, if they are not the engine's own
+    documents: Path | None  # the folder of documents; None: they end with the process
+    remarks: list[str]  # a line for each thing that does not fit or does not work
+    dead_settings: list[str]
+    refusals: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """The plan as lines of text, which `--check-config` prints."""
+        limit = "any number of" if self.model_tokens is None else f"{self.model_tokens:,}"
+        yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
+        per_token = self.block_bytes / self.block_size
+        yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
+        for tier in self.tiers:
+            size = size_text(tier.capacity_bytes)
+            origin = f", {tier.origin}" if tier.origin else ""
+            yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens{origin}"
+        if self.remote is not None:
+            yield f"remote     {self.remote}, shared with other machines"
+        if self.sidecar is not None:
+            yield f"sidecar    {self.sidecar} has the tiers below the device"
+        yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
+        kept = f"end with the process; {how_to_keep(self.sidecar)}"
+        yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
+        for title, lines in (
+            ("does not fit, or does not work", self.remarks),
+            ("has no effect", self.dead_settings),
+            ("refused", self.refusals),
+        ):
+            if lines:
+                yield ""
+                yield f"{title}:"
+                yield from (f"  {line}" for line in lines)
+
+
+def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
+    """The plan of *config* for *model*, without the model's weights.
+
+    ValueError if the model has no readable configuration, `UnsupportedModel` if it cannot be paged.
+    """
+    checkpoint = Checkpoint.of(model)
+    described = checkpoint.config()
+    dtype = _dtype(described, config.model.dtype)
+    block_size = config.device.block_size
+    skeleton = _without_weights(described)
+    layers = layers_of(skeleton, block_size, dtype.itemsize)
+    groups = tuple(dict.fromkeys(group for group, _ in layers))
+    block_bytes = sum(num_bytes for _, num_bytes in layers)
+    tiers = list(_tier_sizes(config, _share(config, skeleton, dtype), block_bytes))
+    model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
+    slots = [tiers[0].num_blocks] * len(groups)
+    longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
+    return Plan(
+        model,
+        (described.architectures or [type(described).__name__])[0],
+        str(dtype).removeprefix("torch."),
+        model_tokens,
+        block_size,
+        block_bytes,
+        tiers,
+        longest,
+        None if config.remote is None else config.remote.where,
+        config.sidecar,
+        documents_path(config),
+        list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
+        dead_settings(config, groups, keys),
+        [
+            *_refusals(config, tiers, block_bytes),
+            *_refused_folders(config),
+            *_refused_log(config),
+            *_refused_adapters(config, skeleton),
+        ],
+    )
+
+
+def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
+    if wanted != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+    found = described.get_text_config().dtype or described.dtype
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):  # bfloat16: some models compute in nothing else, and shapes do not depend on it
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
+            described, dtype=torch.bfloat16
+        )
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> GpuShare | None:
+    """The part of a GPU that the pool is in, if no size is given. ValueError where there is no GPU."""
+    if config.device.gpu_memory_utilization is None:
+        return None
+    return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
+
+
+def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Iterator[TierSize]:
+    device = (int(config.device.capacity), "") if share is None else (share.pool_bytes, str(share))
+    sizes = {"device": device}
+    if config.host is not None:
+        sizes["host"] = (int(config.host.capacity), "")
+    if config.disk is not None:
+        sizes["disk"] = (capacity_within(config.disk.capacity), f"in {config.disk.path}")
+    for tier, (capacity_bytes, origin) in sizes.items():
+        num_blocks = capacity_bytes // block_bytes
+        yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * config.device.block_size, origin)
+
+
+def _refusals(config: Config, tiers: list[TierSize], block_bytes: int) -> Iterator[str]:
+    least = {"device": 2, "host": 1, "disk": LEAST_BLOCKS}
+    needed = {
+        "device": 2 * block_bytes,
+        "host": block_bytes,
+        "disk": most_bytes(LEAST_BLOCKS * block_bytes),
+    }
+    for tier in tiers:
+        if tier.num_blocks < least[tier.name]:
+            yield f"{tier.name}.capacity: holds {tier.num_blocks} blocks; use {needed[tier.name]} bytes or more"
+
+
+def _refused_folders(config: Config) -> Iterator[str]:
+    folders = {"disk.path": None if config.disk is None else Path(config.disk.path)}
+    folders["documents.path"] = documents_path(config)
+    for key, folder in folders.items():
+        if folder is None:
+            continue
+        there = _nearest(folder)
+        if not there.is_dir():
+            yield f"{key}: {there} is not a folder; use another one"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{key}: nothing can be written in {there}; use another folder"
+
+
+def _refused_log(config: Config) -> Iterator[str]:
+    try:
+        refuse_unusable(config.request_log)
+    except OSError as error:
+        yield str(error)
+
+
+def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str]:
+    for name, table in config.lora.items():
+        try:
+            load_adapter(skeleton, name, table.path)
+        except (UnusableLora, MissingExtra) as error:
+            yield str(error)
+
+
+def _remarks(
+    checkpoint: Checkpoint, config: Config, model_tokens: int | None, longest: int, block_bytes: int
+) -> Iterator[str]:
+    server = config.server
+    if model_tokens is not None and longest < model_tokens:
+        needed = -(-model_tokens // config.device.block_size) * block_bytes
+        these = f"requests from {longest + 1:,} to {model_tokens:,} tokens"
+        yield f"{these}: device.capacity {size_text(needed)} would hold them"
+    if server.max_prompt_tokens is not None and server.max_prompt_tokens >= longest:
+        yield f"server.max_prompt_tokens: no prompt can have more than {longest - 1:,} tokens anyway"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.host is not None and config.host.capacity > memory_bytes * 3 // 4:
+        yield f"host.capacity: more than three quarters of this machine's memory, {size_text(memory_bytes)}"
+    if config.disk is not None:
+        free_bytes = _free_bytes(Path(config.disk.path))
+        if config.disk.capacity > free_bytes:
+            yield f"disk.capacity: only {size_text(free_bytes)} are free, besides what a store there has already"
+    try:
+        tokenizer = checkpoint.tokenizer()
+        if tokenizer.chat_template is None:
+            yield "/v1/chat/completions: the tokenizer has no chat template"
+        for role in sorted(TemplateTraits.of(tokenizer, has_tools=False).lost_roles):
+            yield f"/v1/chat/completions: the chat template leaves out what messages of the role {role} say"
+    except ValueError:
+        yield "the tokenizer: the model has none, and the server does not start without one"
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(_nearest(folder)).free
+
+
+def _nearest(path: Path) -> Path:
+    """*path* if it exists, else the nearest of its parents that does."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -1,0 +1,23 @@
+"""Prompt: the tokens that a request asks to continue, and up to where they are to be kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.server.documents.kept_prefixes import Breakpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request, tokenized."""
+
+    token_ids: Sequence[int]
+    breakpoints: Sequence[Breakpoint] = ()  # in their order
+    text: str | None = None  # all of it as the client gave it; None: it gave something else
+
+    def last(self, num_tokens: int) -> "Prompt":
+        """The prompt without the tokens before its last *num_tokens*; breakpoints stay behind the same tokens."""
+        num_cut = max(0, len(self.token_ids) - num_tokens)
+        if not num_cut:
+            return self
+        left = [Breakpoint(each.num_tokens - num_cut, each.ttl_s) for each in self.breakpoints]
+        return Prompt(self.token_ids[num_cut:], [each for each in left if each.num_tokens > 0])

@@ -1,0 +1,53 @@
+"""ServedModels: the names that a request may give as its model, and `/v1/models`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.paths import MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The model's name and its adapters' names; they are known before the model is loaded."""
+
+    name: str  # of the model itself
+    adapters: Sequence[str]
+    created: int  # seconds since 1970
+    longest_request: int | None  # tokens of a prompt and its continuation; None: the model is not loaded yet
+
+    def lora_of(self, model: str) -> str | None:
+        """The adapter called *model*; None if that is the model itself. ApiError 404 for any other name."""
+        if model == self.name:
+            return None
+        if model in self.adapters:
+            return model
+        there = ", ".join([self.name, *self.adapters])
+        raise ApiError(
+            404, f"there is no model of that name here; ask for {there}", code="model_not_found", param="model"
+        )
+
+    def routes(self) -> list[Route]:
+        """The routes `/v1/models` and `/v1/models/{model}`."""
+        return [Route(MODELS, self._list), Route(f"{MODELS}/{{model:path}}", self._one)]
+
+    async def _list(self, _: Request) -> Response:
+        data = [self._object(name) for name in (self.name, *self.adapters)]
+        return json_response({"object": "list", "data": data})
+
+    async def _one(self, request: Request) -> Response:
+        return json_response(self._object(request.path_params["model"]))
+
+    def _object(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvtier",
+            "max_model_len": self.longest_request,  # vLLM's word, and so is the next
+            "parent": None if self.lora_of(name) is None else self.name,
+        }

@@ -1,0 +1,80 @@
+"""Service: what all requests share once the model is loaded: the engine, the documents, and the waiting room."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.config import Config
+from kvtier.server.app import shutting_down
+from kvtier.server.conversations import Conversations
+from kvtier.server.documents.documents import Documents
+from kvtier.server.entrance import Entrance
+from kvtier.server.served_models import ServedModels
+from kvtier.server.tool_calls.tool_use import ToolFormat
+from kvtier.server.waiting_room import WaitingRoom
+
+_TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can read ahead what they need
+_DRAIN_POLL_S = 0.05
+
+
+class Service:
+    """Ready for requests from its first moment until `drain`. Owned by the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: ServedModels,
+        entrance: Entrance,
+        llm: AsyncLLM,
+        documents: Documents,
+        tool_format: ToolFormat,
+    ) -> None:
+        """*llm* has started; *documents* are computed by it; its model writes calls of tools as *tool_format* says."""
+        self.settings = config.server
+        self.models = models
+        self.llm = llm
+        self.documents = documents
+        self.tool_format = tool_format
+        self.operating = entrance.operating
+        self.metrics = entrance.metrics
+        self.registry = entrance.registry
+        self.is_strict = entrance.is_strict
+        self.needs_key = entrance.keys is not None
+        self.num_tenants = entrance.num_tenants
+        self.conversations = Conversations()
+        self.is_draining = False
+        # All completions inside may wait in the scheduler at once: before the first step, or after all were preempted.
+        capacity = min(config.scheduler.max_running + config.server.max_queued, config.scheduler.max_waiting)
+        num_turns = _TURNS_PER_RUNNING * config.scheduler.max_running
+        self.room = WaitingRoom(capacity, num_turns=num_turns, num_tenants=self.num_tenants)
+        llm.tokenizers.share_among(self.num_tenants)
+
+    def check_open(self) -> None:
+        """Refuse a request with ApiError 503 if the server is about to end."""
+        if self.is_draining:
+            raise shutting_down()
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what tenants share among *num_tenants* from now on.
+
+        A tenant that has no key any more keeps what it holds until its requests and its pins end.
+        """
+        self.num_tenants = num_tenants
+        self.room.share_among(num_tenants)
+        self.llm.tokenizers.share_among(num_tenants)
+        self.documents.share_among(num_tenants)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, send away waiting ones, wait for running ones; how many are left after *timeout_s*."""
+        self.is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self.room.num_inside and time.monotonic() < deadline:
+            await self._send_away_waiting()
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.room.num_inside
+
+    async def _send_away_waiting(self) -> None:
+        with suppress(RuntimeError):  # the engine has ended, which ends all streams by itself
+            in_engine = await self.llm.ask(lambda core: core.waiting_prompts)
+            self.room.send_away_waiting(shutting_down, in_engine)

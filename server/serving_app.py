@@ -1,0 +1,209 @@
+"""ServingApp: answers requests once the model is loaded. Imported late, as it imports torch and transformers."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.config import Config
+from kvtier.engine.observability.metrics.collector import EngineCollector
+from kvtier.engine.text.template_traits import TemplateTraits
+from kvtier.server import document_routes, explain_routes, generation, tokenize_routes
+from kvtier.server.anthropic.routes import message_routes
+from kvtier.server.app import starlette_app
+from kvtier.server.documents.document import Document
+from kvtier.server.documents.documents import Documents
+from kvtier.server.engine_source import EngineSource
+from kvtier.server.entrance import Entrance
+from kvtier.server.openapi.routes import OpenApiRoutes
+from kvtier.server.operated_engine import OperatedEngine
+from kvtier.server.process_age import process_age_s
+from kvtier.server.served_models import ServedModels
+from kvtier.server.service import Service
+from kvtier.server.stats_view import stats_view
+from kvtier.server.tool_calls.tool_use import ToolFormat
+from kvtier.tiers.naming.tier import Tier
+from kvtier.web.api_error import json_response
+from kvtier.web.dashboard.assets import page_routes
+from kvtier.web.dashboard.dashboard import Dashboard
+from kvtier.web.dashboard.keeper import history_path, keeper_of
+from kvtier.web.dashboard.routes import DashboardRoutes
+from kvtier.web.facts import facts_of
+from kvtier.web.operating.routes import Operating
+from kvtier.web.paths import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EXPLAIN,
+    OLD_STATS,
+    OPERATE,
+    READY,
+    STATS,
+    TOKENIZE,
+)
+from kvtier.web.tenancy import effective_salt
+
+log = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 2.0
+
+
+class ServingApp:
+    """The routes over a `Service`, and how the service ends. Owned by the event loop."""
+
+    def __init__(self, service: Service, dashboard: Dashboard) -> None:
+        self.service = service
+        self._dashboard = dashboard
+        self._sampling = asyncio.create_task(dashboard.run())
+        routes = [
+            Route(COMPLETIONS, generation.complete, methods=["POST"]),
+            Route(CHAT, generation.chat, methods=["POST"]),
+            *message_routes(),
+            Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
+            Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),
+            *document_routes.routes(),
+            Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
+            Route(f"{EXPLAIN}/{{id:path}}", explain_routes.explain_request, methods=["GET"]),
+            *service.models.routes(),
+            Route(READY, self._ready),
+            *(Route(path, self._stats) for path in (STATS, OLD_STATS)),
+            *OpenApiRoutes(service.needs_key, service.is_strict).routes(),
+            *page_routes(),
+            *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
+        ]
+        if service.operating is not None:
+            self._operated = OperatedEngine(service)
+            routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
+        self._app = starlette_app(routes, service.registry)
+        self._app.state.service = service
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """What it answers."""
+        return self._app.routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._app(scope, receive, send)
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what tenants share among *num_tenants* from now on."""
+        self.service.share_among(num_tenants)
+
+    def end(self) -> None:
+        """Refuse requests from now on."""
+        self.service.is_draining = True
+
+    async def wait_end(self) -> None:
+        """Wait until the engine has ended, and raise what ended it. Logs meanwhile how far host memory is prepared."""
+        watching = asyncio.create_task(self._watch_memory())
+        try:
+            await self.service.llm.wait_end()
+        finally:
+            watching.cancel()
+
+    async def close(self) -> None:
+        """Let running requests go on for `server.drain_s`, write what is cached to disk, and end the engine. Those that
+        watch the dashboard see it until then."""
+        told_at = time.monotonic()
+
+        def tell(num_blocks: int) -> None:
+            nonlocal told_at
+            if time.monotonic() - told_at > _TELL_EVERY_S:
+                told_at = time.monotonic()
+                log.info("flush: %d blocks are still to be written", num_blocks)
+
+        try:
+            if num_left := await self._drained():
+                log.warning("drain: %d completions did not end in time and are cut off", num_left)
+            await self.service.documents.close()
+            self._dashboard.end()
+            await self._sampling
+        finally:
+            self._dashboard.end()
+            await self.service.llm.close(tell)
+        log.info("ended")
+
+    async def _drained(self) -> int:
+        drain_s = self.service.settings.drain_s
+        if num_running := self.service.room.num_inside:
+            log.info("drain: %d completions may go on for %g s", num_running, drain_s)
+        return await self.service.drain(drain_s)
+
+    async def _watch_memory(self) -> None:
+        """Log how far host memory is prepared, until all of it is: pinning can take longer than loading the model. Not
+        of a sidecar's, which comes and goes."""
+        with contextlib.suppress(RuntimeError):  # the engine has ended
+            told = 0
+            while (host := (statistics := self.service.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
+                if statistics.sidecar is not None:
+                    return
+                prepared = statistics.host_prepared_bytes
+                if prepared != told:
+                    told = prepared
+                    log.info("host memory: %d of %d MiB are prepared", prepared >> 20, host.capacity_bytes >> 20)
+                if prepared >= host.capacity_bytes:
+                    return
+                await asyncio.sleep(_TELL_EVERY_S)
+
+    async def _stats(self, _: Request) -> Response:
+        return json_response(stats_view(self.service.llm.statistics()))
+
+    async def _operate(self, operating: Operating, request: Request) -> Response:
+        self.service.check_open()
+        return await operating.answer(request, self._operated)
+
+    async def _ready(self, _: Request) -> Response:
+        if self.service.is_draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ready"})
+
+
+async def load_app(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: Config,
+    models: ServedModels,
+    entrance: Entrance,
+    tell_stage: Callable[[str], None],
+) -> ServingApp:
+    """Load the model and open its documents; the app over both.
+
+    Raises what `AsyncLLM.start` and `Documents.open` raise. If it is cancelled, the engine's thread goes on to its end.
+    """
+    llm = AsyncLLM(model, config, tokenizer, tell_stage)
+    await llm.start()
+    tell_stage("reading documents")
+    is_strict = entrance.is_strict
+
+    def salt_of(document: Document) -> str | None:
+        return effective_salt(document.tenant, document.cache_salt, is_strict)
+
+    try:
+        tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
+        traits = await llm.with_tokenizer(partial(TemplateTraits.of, has_tools=False))
+        for role in sorted(traits.lost_roles):
+            log.warning("chat template: leaves out what messages of the role %s say", role)
+        documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
+    except BaseException:
+        await llm.close()
+        raise
+    entrance.registry.register(EngineCollector(llm.statistics, config.metrics.compat, models.name))
+    fields = {"seconds": round(process_age_s(), 1), "max_model_len": llm.longest_request}
+    log.info("ready", extra={"fields": fields})
+    models = replace(models, longest_request=llm.longest_request)
+    service = Service(config, models, entrance, llm, documents, tool_format)
+    source = EngineSource(service)
+    keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
+    return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))

@@ -1,0 +1,71 @@
+"""TokenText: the text of single tokens, by which log probabilities name them, and of whole prompts."""
+
+import re
+from functools import cache
+
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.server.prompt import Prompt
+
+LEAST_LOGPROB = -9999.0  # OpenAI's number for minus infinity
+_PART_OF_A_CHARACTER = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # as tokenizers with byte fallback write one
+
+
+class TokenText:
+    """Decodes tokens one at a time, special ones too. Owned by one request."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}  # a prompt has its words many times
+
+    def of(self, token_id: int) -> str:
+        """The text of a token; U+FFFD for bytes that are only a part of a character."""
+        if token_id not in self._known:
+            text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)  # a list comes only for several lists
+            self._known[token_id] = text
+        return self._known[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the token's bytes, also those of a part of a character; None if the tokenizer does not tell them."""
+        text = self.of(token_id)
+        if _PART_OF_A_CHARACTER not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):  # an id that the tokenizer does not have
+            return None
+        if (byte := _BYTE.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        values = [_byte_of().get(character) for character in token]
+        return None if None in values else bytes(value for value in values if value is not None)
+
+    def name_of(self, token_id: int) -> str:
+        """Return the token's text, or what OpenAI's completions call one that is a part of a character."""
+        text, content = self.of(token_id), self.bytes_of(token_id)
+        if _PART_OF_A_CHARACTER not in text or content is None:
+            return text
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in content)
+
+    def of_prompt(self, prompt: Prompt) -> str:
+        """The prompt's text, as the client gave it, or as its tokens say it."""
+        if prompt.text is not None:
+            return prompt.text
+        text = self._tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """Return the bytes that the characters of byte-level tokens stand for: printable ones for themselves, the others,
+    in their order, for the characters from U+0100 on."""
+    own = {value for value in range(256) if chr(value) in ByteLevel.alphabet()}
+    others = (value for value in range(256) if value not in own)
+    return {chr(value): value for value in own} | {chr(256 + number): value for number, value in enumerate(others)}
+
+
+def finite(logprob: float) -> float:
+    """*logprob*, or -9999.0 for minus infinity, which JSON does not have."""
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,126 @@
+"""The routes `/tokenize` and `/detokenize`: a prompt's token ids and back, as vLLM answers them."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.text.chat_template import TemplateValue
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.server.chat_request import CHAT_NEUTRAL, MOST_MESSAGES, ChatRequest, Message, unknown_fields
+from kvtier.server.generation import MOST_TIMES_TOO_LONG
+from kvtier.server.generation_request import Text
+from kvtier.server.ignored_fields import tell_ignored
+from kvtier.server.service import Service
+from kvtier.server.tool_calls.tool import MOST_TOOLS, Tool
+from kvtier.tiers.naming.request_text import check_text
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.facts import facts_of
+from kvtier.web.request_body import fit, json_object, parse, read_body
+
+_NEUTRAL = {name: CHAT_NEUTRAL[name] for name in ("add_special_tokens", "mm_processor_kwargs")}
+
+
+class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /tokenize` for a text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
+        """The ids of the prompt's tokens."""
+        check_text("prompt", self.prompt)
+        limit.check_text(self.prompt)
+        token_ids: list[int] = tokenizer(self.prompt, add_special_tokens=self.add_special_tokens)["input_ids"]
+        return token_ids
+
+
+class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /tokenize` for a conversation, which the chat template makes a prompt of."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    model: str | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: Text | None = None
+    return_token_strs: bool = False
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
+        """The ids of the prompt's tokens."""
+        asked = ChatRequest(
+            model=self.model or "",
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            reasoning_effort=self.reasoning_effort,
+        )
+        return asked.prompts(tokenizer, limit)[0].token_ids
+
+
+class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer `POST /tokenize`."""
+    service: Service = request.app.state.service
+    content = json_object(await read_body(request, service.settings))
+    is_chat = "messages" in content
+    tell_ignored(unknown_fields(content.get("messages")))
+    asked = fit(content, TokenizeChat, (), _NEUTRAL) if is_chat else fit(content, TokenizeCompletion)
+    _check_model(service, asked.model)
+    longest = service.llm.longest_request
+
+    def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], object]:
+        within = service.llm.tokenizers.limit(MOST_TIMES_TOO_LONG * longest)
+        token_ids = list(asked.token_ids(tokenizer, within))
+        return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if asked.return_token_strs else None
+
+    try:
+        token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
+    except TooManyTokens as error:
+        most = MOST_TIMES_TOO_LONG * longest
+        message = f"the prompt has {error.num_least} tokens or more; {most} can be tokenized at once"
+        raise ApiError(400, message, code="context_length_exceeded") from None
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="prompt") from None
+    answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": texts}
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer `POST /detokenize`."""
+    service: Service = request.app.state.service
+    asked = parse(await read_body(request, service.settings), Detokenize)
+    _check_model(service, asked.model)
+
+    def work(tokenizer: PreTrainedTokenizerBase) -> str:
+        service.llm.tokenizers.limit(len(asked.tokens)).check_ids(asked.tokens)
+        text = tokenizer.decode(asked.tokens)
+        assert isinstance(text, str)  # a list comes only for several lists
+        return text
+
+    try:
+        text = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="tokens") from None
+    return json_response({"prompt": text})
+
+
+def _check_model(service: Service, model: str | None) -> None:
+    """Refuse a model that is not served; none is the one that is."""
+    if model is not None:
+        service.models.lora_of(model)

@@ -1,0 +1,100 @@
+"""ToolUse: what one request may call, and how its answers are read; ToolFormat: how the served model writes calls."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+from kvtier.engine.tool_call_parser import ToolCallParser
+from kvtier.server.tool_calls.call_grammar import CallGrammar
+from kvtier.server.tool_calls.call_syntax import CallSyntax
+from kvtier.server.tool_calls.deltas import Reader, TextReader
+from kvtier.server.tool_calls.families import syntax_of
+from kvtier.server.tool_calls.free_reader import FreeReader
+from kvtier.server.tool_calls.shaped_reader import ShapedReader
+from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How the served model writes calls, and the ids of special tokens that it writes them with, by their texts."""
+
+    syntax: CallSyntax
+    special: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> Self:
+        """That of a model with this tokenizer, or the one *asked* for."""
+        syntax = syntax_of(tokenizer, asked)
+        tokens = tokenizer.added_tokens_decoder.items()
+        special = {token.content: token_id for token_id, token in tokens if token.special}
+        return cls(syntax, {text: special[text] for text in syntax.special if text in special})
+
+
+class ToolUse:
+    """The tools of one request. Each choice of its answer has a reader of its own.
+
+    A grammar holds the answer to the family's shape where a call is asked for, and where a tool is strict: then a call
+    is told while it is written. Else it is told when it is whole.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        is_parallel: bool,
+        form: ToolFormat,
+        answer: StructuredOutputs | None,
+    ) -> None:
+        """The text of an answer without a call has to be an *answer*; None: any will do."""
+        self._form = form
+        self._answer = answer
+        self._is_used = bool(tools) and choice != "none"
+        self._is_forced = self._is_used and choice != "auto"
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        self._functions = [tool.function for tool in tools if name in (None, tool.function.name)]
+        self._is_parallel = is_parallel and name is None
+        self._is_strict = any(function.strict for function in self._functions)
+
+    def reader(self) -> Reader:
+        """A reader of an answer that begins."""
+        syntax = self._form.syntax
+        if not self._is_used:
+            return TextReader()
+        is_free = syntax.is_bare or self._answer is not None  # then a text may have what looks like a call in it
+        if self._is_forced:
+            return ShapedReader(syntax.shape)
+        if self._is_strict and not is_free:
+            return ShapedReader(syntax.shape, syntax.markers[0])
+        return FreeReader(syntax, {function.name for function in self._functions}, is_parallel=self._is_parallel)
+
+    def shown(self, sampling: SamplingParams) -> SamplingParams:
+        """*sampling* with the tokens in the text that calls are written with."""
+        return replace(sampling, shown_token_ids=tuple(self._form.special.values())) if self._is_used else sampling
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text has to be, calls included. `WrongParameter` if no grammar can have the answer beside calls."""
+        answer = self._answer
+        if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
+            return answer
+        syntax = self._form.syntax
+        grammar = CallGrammar(syntax.shape, self._functions, self._form.special, is_parallel=self._is_parallel)
+        if self._is_forced:
+            text = grammar.forced()
+        elif answer is not None:
+            text = grammar.or_json(self._schema(answer), strict=answer.strict)
+        else:
+            text = grammar.free_but_json() if syntax.is_bare else grammar.free(syntax.markers[0])
+        return StructuredOutputs(grammar=text, asked_as="tools")
+
+    def _schema(self, answer: StructuredOutputs) -> Mapping[str, Any]:
+        if answer.kind not in ("json", "json_object") or self._form.syntax.is_bare:
+            advice = 'cannot be combined with tools here; send tool_choice "none" or "required"'
+            raise WrongParameter(answer.asked_as, advice)
+        schema: dict[str, Any] = json.loads(answer.text)
+        return schema

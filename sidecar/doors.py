@@ -1,0 +1,92 @@
+"""The doors that a configuration asks for."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+
+from kvtier.engine.attached.wire import Refused, frame_of
+from kvtier.sidecar.build import MakeDoors
+from kvtier.sidecar.config import LmcacheConfig, SidecarConfig, SocketConfig, default_socket
+from kvtier.sidecar.door import Door
+from kvtier.sidecar.inherited import ENGINE, LMCACHE
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.lmcache.door import LmcacheDoor
+from kvtier.sidecar.lmcache.zmtp import Zmtp
+from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.port import Port, listen
+from kvtier.sidecar.refusals import Refusals
+from kvtier.transfer.transfer_engine import TransferEngine
+
+
+def doors_of(
+    config: SidecarConfig,
+    weights: Mapping[str, str],
+    listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
+) -> MakeDoors:
+    """Makes the doors once there are layouts. *weights*: what is known of models' weights, by name. *listener* gives
+    the socket of that name which listens at a URL. OSError, from the function that is given, for an
+    address that cannot be had."""
+
+    def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Door]:
+        doors: list[Door] = []
+        with ExitStack() as undo:
+            if config.lmcache is not None:
+                doors.append(_lmcache_door(config.lmcache, layouts, transfers, weights, listener))
+                undo.callback(doors[-1].close)
+            if (path := socket_path(config.socket)) is not None:
+                doors.append(engine_door(path, config.socket.allow_uids, layouts, listener))
+            undo.pop_all()
+        return doors
+
+    return make
+
+
+def socket_path(config: SocketConfig) -> str | None:
+    """Where kvtier's own engines attach; None: nowhere."""
+    if config.path == "none":
+        return None
+    return default_socket(os.environ) if config.path == "auto" else config.path
+
+
+def engine_door(
+    path: str,
+    allow_uids: Sequence[int],
+    layouts: Layouts,
+    listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
+) -> EngineDoor:
+    """A door for kvtier's own engines at *path*, for this user's and those of the users *allow_uids*. OSError if it
+    cannot be had there."""
+    uids = {os.geteuid(), *allow_uids}
+    try:
+        found = listener(ENGINE, f"ipc://{path}")
+        os.chmod(path, 0o600 if uids == {os.geteuid()} else 0o666)
+    except OSError as error:
+        why = "another sidecar listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise OSError(f"sidecar: cannot listen at {path} ({why}); choose another --socket") from error
+    refusals = Refusals(time.monotonic, "engine")
+    port = Port([found], time.monotonic, refusals.refused, EngineFrames, uids, lambda why: frame_of(Refused(why)))
+    return EngineDoor(port, layouts, refusals, time.monotonic, f"kvtier {version('kvtier')}")
+
+
+def _lmcache_door(
+    config: LmcacheConfig,
+    layouts: Layouts,
+    transfers: TransferEngine,
+    weights: Mapping[str, str],
+    listener: Callable[[str, str], socket.socket],
+) -> LmcacheDoor:
+    clock = time.monotonic
+    refusals = Refusals(clock)
+    try:
+        port = Port([listener(LMCACHE, config.listen)], clock, refusals.refused, Zmtp)
+    except OSError as error:
+        why = f"sidecar: cannot listen at {config.listen} ({error.strerror}); choose another --listen"
+        raise OSError(why) from error
+    return LmcacheDoor(
+        port, layouts, transfers, config.chunk_tokens, refusals, clock, lambda model: weights.get(model, "")
+    )

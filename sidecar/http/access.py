@@ -1,0 +1,128 @@
+"""What happens around every request: its ids, whether it is let in, and its count in the metrics."""
+
+import logging
+from pathlib import Path
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier.engine.observability.metrics.http import RequestMetrics
+from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.sidecar.config import HttpConfig
+from kvtier.store.private_file import read_private
+from kvtier.web.api_error import ApiError
+from kvtier.web.api_keys import ApiKeys
+from kvtier.web.browser_check import BrowserRules
+from kvtier.web.connection import in_time
+from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.paths import OPERATE
+from kvtier.web.request_ids import RequestIds, request_id_of
+
+log = logging.getLogger(__name__)
+
+# Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
+HEALTH = "/health"
+
+
+def token_of(config: HttpConfig) -> ApiKeys | None:
+    """What requests must bring, None if they need nothing. ValueError for a token that is too short, and for a file
+    that cannot be read. Logs a warning when other users may use the file."""
+    if not config.has_token:
+        return None
+    token, where = config.token or "", "http.token"
+    if config.token_file is not None:
+        where = f"http.token_file {config.token_file}"
+        try:
+            file = read_private(Path(config.token_file).expanduser())
+            token = file.content.decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            what = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"{where}: {what}; give a file that has the token in its only line") from None
+        if file.exposure is not None:
+            log.warning("%s: %s", where, file.exposure)
+    try:
+        return ApiKeys({token: "operator"})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def browser_rules(config: HttpConfig) -> BrowserRules:
+    """Return what a browser may ask for other sites' pages, where requests need no token."""
+    return BrowserRules.of(
+        config.host,
+        config.allowed_hosts,
+        (),
+        host_advice="add the name to http.allowed_hosts, set http.token_file",
+        origin_advice="ask without a browser, or set http.token_file",
+    )
+
+
+class Access:
+    """The outermost ASGI layer: gives each request its id, refuses those without the token, and counts all by path and
+    status.
+
+    Without a token any process of this machine may ask, but no page that a browser on it shows, see `BrowserRules`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: ApiKeys | None,
+        rules: BrowserRules,
+        paths: frozenset[str],
+        metrics: RequestMetrics,
+        has_operators: bool = False,
+    ) -> None:
+        """*paths* are those that there are: others are counted as one, since a client could make up any number.
+        *has_operators*: the paths of operators' verbs are there, which check the operators' own tokens."""
+        self._has_operators = has_operators
+        self._app = app
+        self._token = token
+        self._rules = rules
+        self._paths = paths
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then count."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, headers = 500, Headers(scope=scope)
+        trace = TraceContext.of(headers.get("traceparent"))
+        ids = RequestIds(request_id_of(headers.get("x-request-id")), None if trace is None else trace.trace_id)
+        ids.begin()
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = ids.request_id
+            await send(message)
+
+        refusal = self._refusal(scope)
+        try:
+            await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
+        finally:
+            self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
+
+    def _label(self, path: str) -> str:
+        """The label of a path in metrics: no client can make them grow."""
+        if path.startswith(f"{ASSETS}/"):
+            return PAGE
+        if path in self._paths:
+            return path
+        return OPERATE if path.startswith(f"{OPERATE}/") else "other"
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if self._token is None:
+            return self._rules.refusal(scope["method"], headers)
+        path = scope["path"]
+        is_open = path in (HEALTH, PAGE) or path.startswith(f"{ASSETS}/")
+        if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):
+            return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:
+            return None
+        message = "no token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+        return ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,46 @@
+"""What operators have the sidecar do that takes a while: the event loop looks again and again."""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+from kvtier.sidecar.http.owner import Owner
+from kvtier.sidecar.layout import Layout
+from kvtier.web.api_error import ApiError
+
+log = logging.getLogger(__name__)
+
+SPILL_LOOK_S = 0.05  # how often it is looked whether all has been written
+CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does nothing else meanwhile
+
+
+async def spilled(owner: Owner, timeout_s: float) -> None:
+    """Wait until nothing is in host memory only. ApiError if there is no disk, or not in time."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        saving = await owner.ask(owner.sidecar.saving)
+        if not saving.is_there:
+            raise ApiError(409, "there is no disk; start the sidecar with --disk PATH:SIZE", code="no_disk")
+        if not saving.num_left:
+            return
+        if not saving.is_possible:
+            raise ApiError(503, f"{saving.num_left} chunks are left: writing to the disk fails", code="disk")
+        if time.monotonic() >= give_up_at:
+            message = f"{saving.num_left} chunks are not on disk after {timeout_s:g} s"
+            raise ApiError(504, message, code="timeout")
+        await asyncio.sleep(SPILL_LOOK_S)
+
+
+async def checked(owner: Owner) -> list[Layout]:
+    """The layouts, whose books all agree, and those of doors and pins. ApiError with the sentence that says which do
+    not. The owner's thread goes on between two layouts."""
+    layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
+    try:
+        for layout in layouts:
+            await owner.ask(partial(owner.sidecar.check, layout), CHECK_S)
+        await owner.ask(owner.sidecar.check_doors, CHECK_S)
+    except AssertionError as error:
+        log.error("http: the books do not agree: %s", error)
+        raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+    return layouts

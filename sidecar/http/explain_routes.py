@@ -1,0 +1,94 @@
+"""`/v1/kvtier/explain`: why chunks of a prompt that an engine looked up were found or not."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.observability.explain.explanation import Explanation
+from kvtier.engine.observability.explain.explanation_object import explanation_object
+from kvtier.engine.observability.explain.past_requests import Past
+from kvtier.sidecar.http.owner import Owner
+from kvtier.sidecar.http.pin_routes import BODY, TokenIds
+from kvtier.sidecar.lmcache.explained_prompt import explained_prompt
+from kvtier.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.request_body import parse, read_body
+
+EXPLAIN = "/v1/kvtier/explain"
+
+
+class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST`: the token ids of a prompt, as no sidecar has a tokenizer. With *request_id* that lookup is
+    explained, which must have had this prompt."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    prompt: TokenIds
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+
+
+class ExplainRoutes:
+    """Explains by asking the thread that owns the tiers. Owned by the event loop."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._layouts = owner.sidecar.layouts
+
+    async def request(self, request: Request) -> Response:
+        """Answer `GET /v1/kvtier/explain/{id}`."""
+        pasts, explainer = await self._pasts(request.path_params["id"]), self._layouts.explainer
+        return _answer([] if explainer is None else await self._explained(explainer, pasts))
+
+    async def prompt(self, request: Request) -> Response:
+        """Answer `POST /v1/kvtier/explain`."""
+        asked = parse(await read_body(request, BODY), ExplainRequest, (), {})
+        explainer = self._layouts.explainer
+        if explainer is None:
+            raise ApiError(404, "engines of kvtier explain their own requests: ask them", code="no_door")
+        chain = BlockChain(explainer.block_size, ExtraKeys(cache_salt=asked.cache_salt or None))
+        await asyncio.to_thread(chain.extend, asked.prompt)
+        if asked.request_id is None:
+            found = await self._owner.ask(lambda: explained_prompt(self._layouts, explainer, asked.model, chain))
+            if not found:
+                message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
+                raise ApiError(404, message, code="no_model", param="model")
+            return _answer([await asyncio.to_thread(each.explanation) for each in found])
+        pasts = await self._pasts(asked.request_id)
+
+        def is_prompt_of_one() -> bool:
+            return any(explainer.is_prompt_of(past, chain, len(asked.prompt)) for past in pasts)
+
+        if not await asyncio.to_thread(is_prompt_of_one):
+            raise ApiError(409, "that lookup was of another prompt or cache_salt", code="other_prompt", param="prompt")
+        return _answer(await self._explained(explainer, pasts))
+
+    async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
+        """Explain one lookup after the other: the owner's thread serves engines between them, and works out none."""
+        found = []
+        for past in pasts:
+            evidence = await self._owner.ask(partial(explainer.evidence, past))
+            found.append(await asyncio.to_thread(evidence.explanation))
+        return found
+
+    async def _pasts(self, request_id: str) -> Sequence[Past]:
+        """The lookups of that id. ApiError 404 if there is none."""
+        explainer = self._layouts.explainer
+        found = [] if explainer is None else await self._owner.ask(lambda: explainer.find(request_id, None))
+        if not found:
+            message = (
+                "no lookup of that id is remembered: thousands have come since, or an engine of kvtier made it, which "
+                "explains its own requests"
+            )
+            raise ApiError(404, message, code="request_not_found")
+        return found
+
+
+def _answer(found: Sequence[Explanation]) -> Response:
+    return json_response({"object": "list", "data": [explanation_object(each) for each in found]})

@@ -1,0 +1,78 @@
+"""OperatedSidecar: operators' verbs on a sidecar."""
+
+import asyncio
+
+from kvtier.engine.stores.remote_store import remote_stays
+from kvtier.sidecar.http.deeds import checked, spilled
+from kvtier.sidecar.http.owner import Owner
+from kvtier.sidecar.http.pin_routes import PinRequest, PinRoutes
+from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import Tier
+from kvtier.web.api_error import ApiError
+from kvtier.web.operating.purging import until_done
+from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+
+BELOW = frozenset({Tier.HOST, Tier.DISK})
+
+
+class OperatedSidecar:
+    """See `Operated`. The thread that owns the tiers does each verb in parts. Owned by the event loop."""
+
+    def __init__(self, owner: Owner, pins: PinRoutes) -> None:
+        self._owner = owner
+        self._sidecar = owner.sidecar
+        self._pins = pins
+        self._purging = asyncio.Lock()  # two at a time would only make both slower
+
+    async def reset(self, asked: Reset) -> Answer:
+        """Evict what is meant from host memory and disk, of all engines that are attached, and of earlier ones. The
+        answer says that a remote tier keeps its blocks."""
+        tenant = None if asked.tenant is None else tenant_of(asked.tenant)
+        answer = await self._purged(PurgeOrder(BELOW, tenant, asked.namespace))
+        remote = self._sidecar.remote_where
+        return answer if remote is None else {**answer, "note": remote_stays(remote)}
+
+    async def evict(self, asked: Evict) -> Answer:
+        """Evict the oldest of one tier."""
+        tier = Tier(asked.tier)
+        is_there = tier is Tier.HOST or (tier is Tier.DISK and (await self._owner.ask(self._sidecar.saving)).is_there)
+        if not is_there:
+            raise ApiError(409, f"there is no {tier} tier here; /tiers has those that there are", code="no_tier")
+        order = PurgeOrder(frozenset({tier}), most_bytes=asked.num_bytes, most_blocks=asked.blocks)
+        return await self._purged(order)
+
+    async def spill(self, asked: Spill) -> Answer:
+        """Have everything in host memory written to disk."""
+        await spilled(self._owner, asked.seconds)
+        return {"left": 0}
+
+    async def pin(self, asked: Pin) -> Answer:
+        """Keep what is cached of a prompt in host memory."""
+        if asked.model is None or asked.token_ids is None:
+            what = "token_ids" if asked.token_ids is None else "model"
+            raise ApiError(400, f"{what}: a sidecar has no tokenizer and many models; give it", param=what)
+        salt = asked.salt or asked.tenant or ""
+        answer = await self._pins.carry_out(PinRequest(asked.model, asked.token_ids, asked.seconds, salt))
+        return {name: answer[name] for name in ("pin", "num_chunks", "num_tokens")}
+
+    async def unpin(self, asked: Unpin) -> Answer:
+        """End a pin."""
+        if not await self._owner.ask(lambda: self._sidecar.pins.unpin(asked.pin)):
+            raise ApiError(404, "there is no pin of that name, or it has ended", code="no_pin", param="pin")
+        return {"pin": asked.pin}
+
+    async def check(self, asked: Check) -> Answer:
+        """Verify the books, those of a layout at a time."""
+        if not asked.now and any(client.leases for client in await self._owner.ask(self._sidecar.clients)):
+            raise ApiError(
+                409, "engines load or store, and would wait; ask again, or say now", code="busy", param="now"
+            )
+        layouts = await checked(self._owner)
+        return {"verified": [*(f"layout {each.digest.hex()}, of {each.model}" for each in layouts), "doors and pins"]}
+
+    async def _purged(self, order: PurgeOrder) -> Answer:
+        async with self._purging:
+            purge = await self._owner.ask(lambda: self._sidecar.layouts.purge(order))
+            await until_done(lambda: self._owner.ask(purge.go_on))
+            return tiers_answer(await self._owner.ask(purge.outcome))

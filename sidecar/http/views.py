@@ -1,0 +1,191 @@
+"""What the sidecar's figures look like as JSON."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from kvtier.engine.stores.reopening_store import StoreStanding
+from kvtier.sidecar.config import SidecarConfig
+from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.layout import Layout
+from kvtier.sidecar.sidecar import Sidecar
+from kvtier.sidecar.statistics import LayoutStatistics, SidecarStatistics
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+Object = dict[str, object]
+
+# What the lanes of a sidecar do: the routes have the names that they have beside a device.
+LANES = {
+    Route.HOST_TO_DISK: "store",
+    Route.DISK_TO_HOST: "load",
+    Route.HOST_TO_REMOTE: "put",
+    Route.REMOTE_TO_HOST: "get",
+    Route.DEVICE_TO_HOST: "digest",  # of chunks that engines have written
+    Route.HOST_TO_DEVICE: "verify",  # chunks before engines read them
+}
+SET = "(set)"  # in place of a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sidecar at one moment. *why_not_ready* is empty if it is; *pins* are shown as who leases what they keep;
+    *quarantined* are clients whose session has ended; times are the sidecar's clock's."""
+
+    statistics: SidecarStatistics
+    why_not_ready: str
+    clients: tuple[AttachedClient, ...]
+    pins: tuple[AttachedClient, ...]
+    quarantined: tuple[AttachedClient, ...]
+    now: float
+    started_at: float
+
+
+def snapshot_of(sidecar: Sidecar) -> Snapshot:
+    """The sidecar now; its own thread asks."""
+    return Snapshot(
+        sidecar.statistics(),
+        sidecar.why_not_ready,
+        tuple(sidecar.clients()),
+        tuple(sidecar.pins.holders()),
+        tuple(sidecar.quarantined()),
+        sidecar.now(),
+        sidecar.started_at,
+    )
+
+
+def stats_view(snapshot: Snapshot) -> Object:
+    """Everything but each single client."""
+    statistics = snapshot.statistics
+    return {
+        "segment": statistics.segment_name,
+        "uptime_s": round(snapshot.now - snapshot.started_at, 1),
+        "ready": not snapshot.why_not_ready,
+        "why_not_ready": snapshot.why_not_ready,
+        "segment_bytes": statistics.segment_bytes,
+        "backed_bytes": statistics.backed_bytes,
+        "num_clients": len(snapshot.clients),
+        "tiers": tiers_view(statistics.tiers),
+        "layouts": [_layout_statistics_view(each) for each in statistics.layouts],
+        "disk": None if statistics.disk is None else _disk_view(statistics.disk),
+        "remote": None if statistics.remote is None else asdict(statistics.remote),
+        "store": None if statistics.store is None else _store_view(statistics.store),
+        "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
+        "pins": asdict(statistics.pins),
+        "quarantine": asdict(statistics.quarantine),
+        "what_if": what_if_view(statistics.what_if),
+        "doors": [_door_view(door) for door in statistics.doors],
+    }
+
+
+def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
+    """By tier: what is there now, and what has left it."""
+    return {tier.value: _tier_view(found) for tier, found in tiers.items()}
+
+
+def what_if_view(ratios: HitRatios) -> Object:
+    """By tier: the hit ratio down to it, were it so many times as large."""
+    return {tier.value: {f"{size:g}": ratio for size, ratio in each.items()} for tier, each in ratios.items()}
+
+
+def clients_view(snapshot: Snapshot) -> list[Object]:
+    """Each client that is attached."""
+    return [
+        {
+            "name": client.name,
+            "attached_s": _age(snapshot, client.since),
+            "layout": None if client.layout is None else layout_view(client.layout),
+            "leased_chunks": sum(lease.num_chunks for lease in client.leases),
+        }
+        for client in snapshot.clients
+    ]
+
+
+def leases_view(snapshot: Snapshot) -> list[Object]:
+    """Each lease of each client and pin, oldest first, and what is in quarantine."""
+    holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
+    leases = [(lease, client) for client in holders for lease in client.leases]
+    return [
+        {
+            "client": client.name,
+            "use": lease.use.value,
+            "layout": None if client.layout is None else client.layout.digest.hex(),
+            "group": lease.group,
+            "num_chunks": lease.num_chunks,
+            "held_s": _age(snapshot, lease.since),
+        }
+        for lease, client in sorted(leases, key=lambda each: each[0].since)
+    ]
+
+
+def layout_view(layout: Layout) -> Object:
+    """What an engine has registered."""
+    return {
+        "digest": layout.digest.hex(),
+        "model": layout.model,
+        **layout.details(),
+        "weights": layout.weights or "not known",
+    }
+
+
+def config_view(config: SidecarConfig) -> Object:
+    """The configuration without secrets: a tenant's salt is one, so is a command that prints a key."""
+    view: Object = msgspec.to_builtins(config, enc_hook=int)
+    view["tenants"] = [msgspec.to_builtins(tenant, enc_hook=int) for tenant in config.tenants.values()]
+    view["http"] = msgspec.to_builtins(config.http) | ({} if config.http.token is None else {"token": SET})
+    if config.disk is not None and config.disk.encryption_key_command is not None:
+        disk: Object = msgspec.to_builtins(config.disk, enc_hook=int)
+        view["disk"] = disk | {"encryption_key_command": SET}
+    return view
+
+
+def _layout_statistics_view(each: LayoutStatistics) -> Object:
+    return {
+        **layout_view(each.layout),
+        "held_bytes": each.held_bytes,
+        "leased_chunks": each.num_leased_chunks,
+        "unsaved_chunks": each.num_unsaved,
+        "host": _tier_view(each.host),
+    }
+
+
+def _tier_view(tier: TierStatistics) -> Object:
+    return {**asdict(tier), "num_evicted": tier.num_evicted}
+
+
+def _disk_view(disk: DiskStatistics) -> Object:
+    view = {name: getattr(disk, name) for name in DiskStatistics.__slots__ if name != "tenants"}
+    if disk.life is not None:
+        years = disk.life.years_left
+        view["life"] = {"used": disk.life.used, "years_left": None if math.isinf(years) else years}
+    return view
+
+
+def _store_view(store: StoreStanding) -> Object:
+    return {**asdict(store), "folder": str(store.folder)}
+
+
+def _lane_view(totals: RouteStatistics) -> Object:
+    return asdict(totals)
+
+
+def _door_view(door: DoorCounts) -> Object:
+    view = {name: _plain(getattr(door, name)) for name in DoorCounts.__slots__ if name != "tokens"}
+    return view | {"tokens": asdict(door.tokens)}
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _age(snapshot: Snapshot, since: float) -> float:
+    return round(snapshot.now - since, 1)
+
+
+def digests_of(layouts: Iterable[LayoutStatistics]) -> dict[str, Layout]:
+    """The layouts by their digest in hexadecimal."""
+    return {each.layout.digest.hex(): each.layout for each in layouts}

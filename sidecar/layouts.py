@@ -1,0 +1,181 @@
+"""Layouts: the blocks of all layouts, in one segment and one store."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.observability.records.recent_records import RecentRecords
+from kvtier.engine.observability.tracing.spill_traces import SpillTraces
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.sidecar.extents import Extents
+from kvtier.sidecar.layout import Layout, LayoutRefused
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.lease_ledger import LeaseLedger, new_ledger
+from kvtier.sidecar.quarantine import Quarantine
+from kvtier.sidecar.shared_store import SharedStore
+from kvtier.sidecar.shares import Shares
+from kvtier.store.blob_store import Records
+from kvtier.store.record import NAMESPACE_BYTES
+from kvtier.tiers.lower.disk_purge import DiskPurge
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_purge import LocalPurge
+from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.purge import Purge, PurgeOrder
+from kvtier.tiers.lower.remote.remote_tier import RemoteTier
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.purge import CachePurge
+from kvtier.tiers.reuse.what_if import WhatIf
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import TransferEngine
+
+MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
+EXTENT_BYTES = 64 << 20
+READ_TIMEOUT_S = 10.0
+
+
+class Layouts:
+    """Makes the tiers of a layout when an engine first asks for them, and keeps them. Owned by the sidecar's thread."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        transfers: TransferEngine,
+        store: Records | None = None,
+        opening: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        extent_bytes: int = EXTENT_BYTES,
+        quotas: Mapping[bytes, int] = MappingProxyType({}),
+        written_bytes_per_day: int | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        make_remote: Callable[[bytes], RemoteTier | None] = lambda namespace: None,
+        ledger: LeaseLedger | None = None,
+        records: RecentRecords | None = None,
+        seen: Path | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
+        *make_remote* gives the remote tier of a layout, by its namespace, if there is one.
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
+        told what they load and what is written to disk; *seen* is a file by which the next process knows what was
+        looked up."""
+        self.segment = segment
+        self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
+        left_out = self.ledger.left_out
+        self.extents = Extents(segment, extent_bytes, clock, left_out)
+        self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
+        self.quarantine = Quarantine(clock)  # what sessions had leased whose processes may still copy
+        self.tracer = tracer
+        self.records = records or RecentRecords()  # of what engines have looked up
+        self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
+        self.explainer: Explainer | None = None  # of the door that is told of prompts
+        self._seen = seen
+        self._transfers = transfers
+        self._store = None if store is None else SharedStore(store)
+        self._opening = opening
+        self._clock = clock
+        self._quotas = quotas
+        self._written_bytes_per_day = written_bytes_per_day
+        self._read_timeout_s = read_timeout_s
+        self._make_remote = make_remote
+        self._layouts: dict[Layout, LayoutTiers] = {}
+
+    def __iter__(self) -> Iterator[LayoutTiers]:
+        return iter(list(self._layouts.values()))
+
+    def open(self, layout: Layout, events: EventLog | None = None) -> LayoutTiers:
+        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here.
+
+        *events* is told which of its blocks come to host memory and disk, and which leave, if this call makes them."""
+        known = self._layouts.get(layout)
+        if known is not None:
+            return known
+        if len(self._layouts) == MOST_LAYOUTS:
+            raise LayoutRefused(f"{MOST_LAYOUTS} layouts are there already; restart the sidecar to forget them")
+        memories = layout.memories(self.segment, self.extents.extent_bytes)
+        view = None if self._store is None else self._store.view(layout.digest)
+        disk = None
+        if view is not None:
+            disk = DiskTier(view, layout.digest, self._clock, self._written_bytes_per_day, self._opening)
+        traces = None
+        if self.tracer is not None:
+            traces = SpillTraces(self.tracer, self._clock, {"kvtier.model": layout.model})
+        tiers = LocalTiers(
+            layout.groups,
+            memories,
+            self._transfers,
+            disk,
+            self._clock,
+            remote=self._make_remote(layout.digest),
+            quotas=self._quotas,
+            events=events,
+            spills=None if traces is None else traces.log,
+        )
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock, traces)
+        self._layouts[layout] = made
+        return made
+
+    def begin_explaining(self, chunk_tokens: int, note: str) -> Explainer:
+        """The explainer for a door that is told of each prompt, in chunks of so many tokens; it says the *note*."""
+        self.explainer = Explainer(chunk_tokens, {}, self._clock, path=self._seen, notes=[note])
+        return self.explainer
+
+    def close(self) -> None:
+        """Write down what was seen, for the next process to explain more, and send the spans of the last copies."""
+        self.quarantine.close()
+        for layout_tiers in self:
+            layout_tiers.trace_spills()
+        if self.explainer is not None:
+            self.explainer.close()
+
+    def poll(self) -> None:
+        """Go on with all that is under way."""
+        self.quarantine.poll()
+        for layout_tiers in self:
+            layout_tiers.poll()
+
+    @property
+    def num_unsaved(self) -> int:
+        """Chunks that are in host memory only, and are to be written to disk."""
+        return sum(tiers.num_unsaved for tiers in self)
+
+    @property
+    def is_saving_possible(self) -> bool:
+        """Whether there is a disk, and writing to it does not fail now."""
+        return all(
+            tiers.tiers.spill_progress().has_target and tiers.tiers.spill_progress().is_possible for tiers in self
+        )
+
+    def clear(self) -> None:
+        """Forget every chunk of every layout."""
+        for layout_tiers in self:
+            layout_tiers.clear()
+
+    def purge(self, order: PurgeOrder) -> CachePurge:
+        """An eviction that an operator asks for; see `TieredCache.purge`. With *order.most_bytes* or *most_blocks* of
+        host memory each layout loses a part, as much of it as it has of host memory. The disk is one for all."""
+        meant = [
+            tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)
+        ]
+        held_bytes = sum(tiers.held_bytes for tiers in meant)
+        below: list[Purge] = []
+        for tiers in meant if Tier.HOST in order.tiers else ():
+            part = tiers.held_bytes / held_bytes if held_bytes else 0.0
+            below.append(tiers.tiers.purge(replace(order.part(part), tiers=frozenset({Tier.HOST}))))
+        if self._store is not None and Tier.DISK in order.tiers:
+            disk = DiskTier(self._store.whole(), NO_NAMESPACE, self._clock, opening=self._opening)
+            disk.take_in_opening()
+            # The layouts are told by their views which of their chunks have gone.
+            below.append(LocalPurge([], [], DiskPurge(disk, self._transfers, lambda keys: None, order)))
+        return CachePurge(order, [], [], below, self._clock)
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        for layout_tiers in self:
+            layout_tiers.check()
+        self.what_if.check()

@@ -1,0 +1,76 @@
+"""ChunkLayout: what decides the bytes of a chunk of an LMCache client's KV beside its tokens."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from kvtier.sidecar.layout import LayoutRefused
+from kvtier.sidecar.lmcache.chunk_memory import ChunkMemory
+from kvtier.sidecar.lmcache.chunk_part import MOST_RANKS, ChunkPart, check_fields, memories_of
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.transfer.segment import Segment
+
+VERSION = 1  # of what the digest is made of
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """See `Layout`: how an engine lays out its KV. Two engines have a chunk in common only if all of this is equal.
+
+    *weights* is a digest or revision of the model's weights, empty if it is not known. A chunk is *chunk_tokens* tokens
+    of one rank: in each of *num_planes* planes (keys and values, or both fused) and each of *num_layers* layers it has
+    *width* elements for each of *num_physical_slots* tokens. The engine's own blocks have *block_size* tokens.
+    """
+
+    model: str
+    weights: str
+    dtype: str  # torch's name, such as "bfloat16"
+    num_planes: int
+    num_layers: int
+    width: int
+    block_size: int
+    chunk_tokens: int
+    num_physical_slots: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        """Raise `LayoutRefused` for what no chunk can have."""
+        check_fields(self)
+        if self.world_size > MOST_RANKS:
+            raise LayoutRefused(f"world_size is {self.world_size}; at most {MOST_RANKS} ranks are served")
+
+    @property
+    def parts(self) -> tuple[ChunkPart, ...]:
+        """The one part of a chunk: all of it."""
+        return (
+            ChunkPart(
+                self.dtype, self.num_planes, self.num_layers, self.width, self.block_size, self.num_physical_slots
+            ),
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return self.parts[0].num_bytes
+
+    @property
+    def digest(self) -> bytes:
+        """The namespace of its chunks, 16 bytes (sha256): equal only for equal layouts."""
+        running = hashlib.sha256(f"kvtier layout {VERSION}".encode())
+        for field in fields(self):
+            value = str(getattr(self, field.name)).encode()
+            running.update(len(value).to_bytes(4, "little") + value)
+        return running.digest()[:16]
+
+    @property
+    def groups(self) -> Sequence[FullAttention]:
+        """One for each rank: its chunks are its own."""
+        return [FullAttention(self.chunk_tokens)] * self.world_size
+
+    def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:
+        """See `Layout`; by rank."""
+        return memories_of(self.parts, self.world_size, self.chunk_tokens, segment, extent_bytes)
+
+    def details(self) -> Mapping[str, object]:
+        """See `Layout`."""
+        return {**asdict(self), "chunk_bytes": self.chunk_bytes}

@@ -1,0 +1,96 @@
+"""ChunkPart: what a chunk of an LMCache client's KV has of one KV cache group."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+from kvtier.sidecar.layout import MOST_SLOTS, LayoutRefused
+from kvtier.sidecar.lmcache.chunk_memory import ChunkMemory
+from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
+from kvtier.transfer.segment import Segment
+
+MOST_RANKS = 64
+ELEMENT_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """The last *num_tokens* tokens of a chunk, in each of *num_planes* planes (keys and values, or both fused) and each
+    of *num_layers* layers with *width* elements for each token. A hit needs it of its last *window_chunks* chunks, of
+    all if that is 0.
+
+    The engine's own blocks have *block_size* tokens. Where *is_recurrent*, they are states, which to this process are
+    bytes as any others.
+    """
+
+    dtype: str  # torch's name, such as "bfloat16"
+    num_planes: int
+    num_layers: int
+    width: int
+    block_size: int
+    num_tokens: int
+    window_chunks: int = 0
+    is_recurrent: bool = False
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the part as a tensor; the planes only if there are several."""
+        shape = [self.num_layers, self.num_tokens, self.width]
+        return shape if self.num_planes == 1 else [self.num_planes, *shape]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part of one chunk."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    def group(self, chunk_tokens: int) -> AttentionGroup:
+        """Return which of a prompt's chunks of *chunk_tokens* tokens a hit needs."""
+        if self.window_chunks:
+            return SlidingWindow(chunk_tokens, self.window_chunks * chunk_tokens)
+        return FullAttention(chunk_tokens)
+
+
+def check_fields(values: object) -> None:
+    """Raise `LayoutRefused` if an unsigned field of this dataclass, or its dtype, is what no chunk can have."""
+    for field in fields(values):  # type: ignore[arg-type]
+        value = getattr(values, field.name)
+        if field.name == "dtype" and value not in ELEMENT_BYTES:
+            raise LayoutRefused(f"dtype {value!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
+        if field.name != "window_chunks" and type(value) is int and not 1 <= value < 1 << 31:
+            raise LayoutRefused(f"{field.name} is {value}; it must be 1 or more")
+
+
+def memories_of(
+    parts: Sequence[ChunkPart], num_ranks: int, chunk_tokens: int, segment: Segment, extent_bytes: int
+) -> Sequence[ChunkMemory]:
+    """Return the slots of each rank's parts, the ranks one after the other. Raise `LayoutRefused` if they have no place
+    in the segment's extents."""
+    for part in parts:
+        if part.num_bytes > extent_bytes:
+            raise LayoutRefused(
+                f"a chunk of {chunk_tokens} tokens has {part.num_bytes} bytes, but an extent {extent_bytes}; "
+                "start the sidecar with fewer tokens in a chunk (chunk_tokens), or a larger extent"
+            )
+    memories = [ChunkMemory(segment, extent_bytes, part.num_bytes) for _ in range(num_ranks) for part in parts]
+    num_slots = sum(memory.num_host_slots for memory in memories)
+    if num_slots > MOST_SLOTS:  # before the books of one rank are made
+        raise LayoutRefused(
+            f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
+            f"have {num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory besides "
+            "its chunk: start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
+        )
+    num_extents = segment.num_bytes // extent_bytes
+    if len(memories) > num_extents:
+        raise LayoutRefused(
+            f"its {num_ranks} ranks of {len(parts)} KV cache groups need an extent each, and host memory has "
+            f"{num_extents} of {extent_bytes} bytes: start the sidecar with more host memory, or a smaller extent"
+        )
+    return memories

@@ -1,0 +1,580 @@
+"""Door: LMCache's multiprocess protocol for the tiers of the sidecar. Frames in, calls of `LayoutTiers`, frames out."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.layout import Layout, LayoutRefused
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.lmcache.attached import attached, copied, worker_name
+from kvtier.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.sidecar.lmcache.ended_connections import EndedConnections
+from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD
+from kvtier.sidecar.lmcache.hybrid_layout import groups_of
+from kvtier.sidecar.lmcache.lookups import Lookups
+from kvtier.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
+from kvtier.sidecar.lmcache.registrations import Instance, Registrations
+from kvtier.sidecar.lmcache.stores import StoreCounts, Stores
+from kvtier.sidecar.lmcache.token_encoding import tokens_of
+from kvtier.sidecar.lmcache.token_keys import TokenKeys
+from kvtier.sidecar.lmcache.wire import (
+    NEEDED_CLIENT,
+    NEGOTIATE,
+    OPERATIONS,
+    Key,
+    Loaded,
+    Pool,
+    Refused,
+    Registration,
+    Room,
+    Slot,
+    Stored,
+    check_salt,
+    decode_operation,
+    encode,
+    is_number,
+)
+from kvtier.sidecar.lmcache.zmtp import message_bytes
+from kvtier.sidecar.port import Client, Message, Port
+from kvtier.sidecar.refusals import Refusals
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+HELD_S = 0.05  # an answer to "how much?" waits so long for it: an engine's scheduler may be waiting for the answer
+MOST_HELD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, and where its answer goes."""
+
+    client: Client[list[bytes]]
+    uid: bytes
+    operation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An answer that waits until the promise is settled, at most *until* then."""
+
+    call: Call
+    promise: Promise
+    until: float
+    answer: Callable[[], object]
+    load: "Load | None" = None  # that the answer begins
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker asks to copy out of the segment."""
+
+    instance: Instance
+    rank: int
+    request_id: str
+    chunks: range
+
+
+class _Later:
+    """What a call gives that is answered later."""
+
+
+_LATER = _Later()
+
+
+@dataclass(frozen=True, slots=True)
+class DoorStatistics:
+    """Everything counted at the door, by value."""
+
+    operations: Mapping[str, int]
+    refused: Mapping[str, int]
+    num_clients: int
+    num_instances: int
+    num_promises: int
+    num_held: int
+    promised: Counts
+    stored: StoreCounts
+
+
+class LmcacheDoor:
+    """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
+    promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
+    readable or there was more, then `poll` of transfers and tiers, then `tick`.
+
+    The protocol: an engine's scheduler asks how much of a prompt is here (`lookup`, then `query_prefetch_status`), its
+    workers map the segment, copy out what was promised (between `prepare_retrieve` and `commit_retrieve`) and in what
+    they have computed (between `prepare_store` and `commit_store`). A load that fails after it was promised ends vLLM's
+    engine under its default policy, so a promise is kept: see `Promises`.
+    """
+
+    def __init__(
+        self,
+        port: Port[list[bytes]],
+        layouts: Layouts,
+        transfers: TransferEngine,
+        chunk_tokens: int,
+        refusals: Refusals,
+        clock: Callable[[], float],
+        weights: Callable[[str], str] = lambda model: "",
+    ) -> None:
+        """*weights*: a digest or revision of a model's weights, by its name; empty if it is not known."""
+        self._port = port
+        self._layouts = layouts
+        self._chunk_tokens = chunk_tokens
+        self._refusals = refusals
+        self._clock = clock
+        self._num_operations: Counter[str] = Counter()
+        self._token_keys = TokenKeys(chunk_tokens)
+        self._registrations = Registrations(layouts, chunk_tokens, weights)
+        self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
+        self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
+        self._stores = Stores(self._taking, layouts.shares, clock)
+        self._lookups = Lookups(
+            chunk_tokens,
+            layouts.records,
+            layouts.what_if,
+            layouts.begin_explaining(chunk_tokens, NOT_TOLD),
+            clock,
+            layouts.tracer,
+        )
+        self._promises = Promises(self._verifying, self._stores, layouts.shares, clock, self._lookups.on_loaded)
+        self._held: list[Held] = []
+        self._ended = EndedConnections()
+        self._does: Mapping[int | str, Callable[..., object]] = {
+            8: self._lookup,
+            9: self._query_prefetch_status,
+            10: self._wait_prefetch_status,
+            12: self._free_lookup_locks,
+            13: self._end_session,
+            14: self._register,
+            15: self._unregister,
+            16: self._prepare_store,
+            17: self._commit_store,
+            18: self._prepare_retrieve,
+            19: self._commit_retrieve,
+            20: self._clear,
+            21: self._get_chunk_size,
+            22: self._ping,
+            NEGOTIATE: self._negotiate_chunk_size,
+        }
+
+    @property
+    def file(self) -> int:
+        """Readable when frames have come, and until all have been taken in."""
+        return self._port.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether answers wait for what is not ready, or for their time."""
+        return bool(self._held)
+
+    def receive(self) -> bool:
+        """Serve what has come; whether more has, and waits for its turn."""
+        for message in self._port.receive():
+            self._serve(message)
+        for client in self._port.take_gone():
+            self._end_client(client)
+        return self._port.has_more
+
+    def tick(self) -> None:
+        """Go on with what lanes and tiers have brought, and end what has had its time."""
+        self._port.tick(stays=self._is_copying)
+        self._promises.tick()
+        self._verifying.pump()
+        self._taking.pump()
+        self._answer_held()
+
+    def close(self) -> None:
+        """Take no more frames, and end every connection and every lease: no slot is given to anything from now on."""
+        self._port.close()
+        for client in self._port.take_gone():
+            client.connection.close()
+            self._end_leases(client)
+        self._ended.close()
+
+    def on_clear(self, layouts: Sequence[Layout]) -> None:
+        """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
+        self._stores.void(layouts)
+        self._token_keys.forget_over()
+
+    def clients(self) -> list[AttachedClient]:
+        """All that are attached, by value."""
+        return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
+
+    def counts(self) -> DoorCounts:
+        """What every door counts, by value."""
+        promised, stored = self._promises.counts, self._stores.counts
+        return DoorCounts(
+            "lmcache",
+            num_asked=promised.num_asked,
+            num_promised=promised.num_promised,
+            num_loaded=promised.num_loaded,
+            num_stored=stored.num_stored,
+            tokens=self._lookups.tokens,
+            lost={
+                "corrupt": promised.num_corrupt,
+                "late": promised.num_late,
+                "over_share": promised.num_over_share + stored.num_over_share,
+                "without_room": stored.num_without_room,
+                "given_up": stored.num_given_up,
+            },
+            operations=dict(self._num_operations),
+            refused=dict(self._refusals.counts),
+        )
+
+    def statistics(self) -> DoorStatistics:
+        """Everything counted, by value."""
+        return DoorStatistics(
+            dict(self._num_operations),
+            dict(self._refusals.counts),
+            self._port.num_clients,
+            len(self._registrations),
+            len(self._promises),
+            len(self._held),
+            replace(self._promises.counts),
+            replace(self._stores.counts),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        self._token_keys.check()
+        self._stores.check()
+        self._promises.check()
+        self._layouts.shares.check()
+
+    def _serve(self, message: Message[list[bytes]]) -> None:
+        frames = message.content
+        if len(frames) < 2 or not is_number(frames[0]):
+            self._refusals.refused("garbage", "a message that is no request")
+            return
+        if not frames[1]:  # credit for a stream of events, of which there are none: no request
+            return
+        call, number, payload = Call(message.client, frames[0], frames[1]), None, frames[2:]
+        try:
+            number = decode_operation(call.operation, len(payload))
+            operation = OPERATIONS[number]
+            self._num_operations[operation.name] += 1
+            does, values = self._does.get(number), operation.decode(payload)
+            answer = operation.harmless if does is None else does(call, *values)
+        except Refused as error:
+            self._refusals.refused(error.kind, str(error))
+            answer = self._harmless(number)
+        if answer is not _LATER:
+            self._answer(call, answer)
+
+    def _harmless(self, number: int | str | None) -> object:
+        """Return what a refused request is answered. A registration gets the segment: without one the client would send
+        every chunk by value."""
+        if number is None:
+            return None
+        return self._pool() if number == 14 else OPERATIONS[number].harmless
+
+    def _answer(self, call: Call, answer: object) -> None:
+        self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
+
+    def _answer_held(self) -> None:
+        """Answer what has waited long enough, or for long enough; a client that reads no answers gets none."""
+        now, waiting = self._clock(), self._held
+        self._held = []
+        for held in waiting:
+            client = held.call.client
+            if not client.is_open:
+                continue
+            if client.is_reading and (held.promise.is_settled or now >= held.until):
+                self._answer(held.call, held.answer())
+            else:
+                self._held.append(held)
+
+    def _hold(
+        self, call: Call, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
+    ) -> object:
+        """The answer, now or later."""
+        if promise.is_settled:
+            return answer()
+        if len(self._held) >= MOST_HELD:
+            raise Refused("held", f"{MOST_HELD} requests wait for their answers already")
+        self._held.append(Held(call, promise, until, answer, load))
+        return _LATER
+
+    # What engines ask for, in the order in which they do.
+
+    def _get_chunk_size(self, call: Call) -> object:
+        return self._chunk_tokens
+
+    def _negotiate_chunk_size(self, call: Call, alignment: int) -> object:
+        """Answer this sidecar's size whatever the client needs, since an engine's scheduler and workers need the same
+        answer, also from the sidecar's next process. The client refuses a size that is no multiple of *alignment*.
+        """
+        if self._chunk_tokens % alignment:
+            self._refusals.refused(
+                "chunk_size",
+                f"an engine needs chunks of a multiple of {alignment} tokens, and does not start: restart the sidecar "
+                f"with --chunk-tokens {-(-self._chunk_tokens // alignment) * alignment}, which empties the cache",
+            )
+        return self._chunk_tokens
+
+    def _register(self, call: Call, registration: Registration) -> object:
+        """Attach the worker. One that registers again, since it has missed answers, stays what it was: it may be in the
+        middle of copies, and goes on with them."""
+        known = self._registrations.find(call.client, registration.instance_id)
+        try:
+            layout = self._registrations.layout_of(registration)
+            if known is None or known.layout != layout:
+                self._detach(registration.instance_id)
+                self._registrations.add(call.client, registration.instance_id, layout)
+        except LayoutRefused as error:
+            self._detach(registration.instance_id)
+            raise Refused("layout", f"an engine of {registration.model_name!r} cannot be served: {error}") from None
+        return self._pool()
+
+    def _pool(self) -> Pool:
+        segment = self._layouts.segment
+        return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
+
+    def _unregister(self, call: Call, instance_id: int) -> object:
+        """Detach the worker. It may have copies to finish: LMCache's client waits for them after this."""
+        self._registrations.find(call.client, instance_id)
+        self._detach(instance_id)
+        return None
+
+    def _ping(self, call: Call, instance_id: int | None) -> object:
+        return self._registrations.answer_ping(call.client, instance_id)
+
+    def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
+        """Begin to find out how much is here; `query_prefetch_status` tells. What is before *key*'s start the engine
+        has itself: it is not promised, and only looked for."""
+        for earlier in self._promises.of_request(key.request_id):
+            if earlier.client is call.client:
+                earlier.end()
+        if not key.num_kv_readers:
+            raise Refused(
+                "old_client", f"a client that does not send num_kv_readers has no hits; install {NEEDED_CLIENT} there"
+            )
+        worker = self._registrations.worker_of(key.model_name, key.world_size)
+        if worker is None or key.wants_no_load:
+            return None
+        if len(self._promises) >= MOST_PROMISES:
+            raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
+        chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        every = self._blocks(key, range(chunks.stop))
+        before, blocks = every.names[: chunks.start], every.since(chunks.start)
+        if len(before) < chunks.start:
+            raise Refused("range", f"a lookup of chunks from token {key.start} on, of a prompt with fewer tokens")
+        ranks = range(key.world_size)
+        self._promises.begin(
+            call.client,
+            key.request_id,
+            worker,
+            blocks,
+            ranks,
+            key.num_kv_readers,
+            chunks.start,
+            on_settled=lambda promise: self._lookups.on_settled(
+                promise, tokens_of(key).num, key.num_computed, self._token_keys.chain_of(key.request_id)
+            ),
+            before=before,
+        )
+        return None
+
+    def _query_prefetch_status(self, call: Call, request_id: str, most_s: float = HELD_S) -> object:
+        """Where the hit ends, in chunks from the beginning of the prompt. None: not known yet."""
+        own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
+        if not own:
+            return 0
+        promise = own[0]
+        return self._hold(
+            call, promise, self._clock() + most_s, lambda: promise.hit_end if promise.is_settled else None
+        )
+
+    def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:
+        return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
+
+    def _free_lookup_locks(self, call: Call, key: Key, tp_size: int, abandoned: object = None) -> object:
+        """End the promise of chunks that the engine has itself, or does not want.
+
+        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises have ended
+        with the next lookup, and the current promise may be of the same chunks.
+        """
+        chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        self._promises.free(call.client, key.request_id, chunks)
+        return None
+
+    def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+        """Where the chunks are, every one of them; without a promise that has them a new one is made."""
+        instance = self._registrations.find(call.client, instance_id)
+        if instance is None:
+            return Loaded()
+        rank, chunks = instance.rank_of(key), self._chunks(key)
+        blocks = self._all_blocks(key, chunks)
+        promise = self._promise_of(instance, rank, key, chunks, blocks)
+        if promise is None:
+            promise = self._promises.begin(
+                call.client, key.request_id, instance, blocks, [rank], 1, chunks.start, RETRIEVE_S
+            )
+        load = Load(instance, rank, key.request_id, chunks)
+        return self._hold(call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, load), load)
+
+    def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+        instance = self._registrations.find(call.client, instance_id)
+        if instance is not None:
+            load = Load(instance, instance.rank_of(key), key.request_id, self._chunks(key))
+            if not self._refuse_held(load):
+                self._promises.loaded(load.request_id, load.rank, instance, load.chunks)
+        return True
+
+    def _refuse_held(self, load: Load) -> bool:
+        """Refuse a load that is over before it was answered: the worker has waited for too long, and reads no answer.
+
+        Returns:
+            Whether such a load was held.
+        """
+        for held in self._held:
+            if held.load == load:
+                self._held.remove(held)
+                self._answer(held.call, Loaded())
+                return True
+        return False
+
+    def _prepare_store(self, call: Call, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
+        """Room for those chunks of the range that are not here. None: also if there is no room."""
+        instance = self._registrations.find(call.client, instance_id)
+        if instance is None:
+            return Stored()
+        rank, chunks = instance.rank_of(key), self._chunks(key)
+        left_out = _skipped(instance, rank, chunks, skipped)
+        blocks = self._all_blocks(key, chunks)
+        stores = self._stores.reserve(instance, rank, key.request_id, chunks, blocks, left_out)
+        if not stores:
+            return Stored()
+        self._lookups.on_stored(instance.tiers, key.request_id, list(dict.fromkeys(chain(*(s.names for s in stores)))))
+        first = groups_of(instance.layout, rank).start
+        return Stored(
+            Room(
+                list(chain(*(_slots(instance, store.group_id, store.slots) for store in stores))),
+                list(chain(*(store.places for store in stores))),
+                list(chain(*([store.group_id - first] * len(store.places) for store in stores))),
+            )
+        )
+
+    def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
+        if data:
+            raise Refused("pickle", "a worker sends its chunks by value: it could not map the segment; share /dev/shm")
+        instance = self._registrations.find(call.client, instance_id)
+        if instance is None:
+            return False
+        return self._stores.commit(instance, instance.rank_of(key), key.request_id, self._chunks(key))
+
+    def _end_session(self, call: Call, request_id: str) -> object:
+        self._promises.end_request(call.client, request_id)
+        self._token_keys.forget(request_id)
+        return None
+
+    def _clear(self, call: Call, force: bool = True) -> object:
+        """Nothing that is here now is found from now on."""
+        self.on_clear([tiers.layout for tiers in self._layouts])
+        self._layouts.clear()
+        return None
+
+    # What these share.
+
+    def _chunks(self, key: Key) -> range:
+        """Which chunks a worker speaks of. `Refused` for what are none."""
+        if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
+            raise Refused("range", f"tokens {key.start} to {key.end} are no chunks of {self._chunk_tokens}")
+        return range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+
+    def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
+        """These of the chunks; as many as the tokens fill."""
+        check_salt(key.cache_salt)
+        names = self._token_keys.names(key.request_id, key.cache_salt, tokens_of(key))
+        own = names[chunks.start : chunks.stop]
+        parents = [names[chunk - 1] if chunk else None for chunk in chunks[: len(own)]]
+        return NamedBlocks(own, parents, tenant_of(key.cache_salt))
+
+    def _all_blocks(self, key: Key, chunks: range) -> NamedBlocks:
+        """The same; `Refused` if there are fewer."""
+        blocks = self._blocks(key, chunks)
+        if len(blocks.names) < len(chunks):
+            raise Refused("range", f"chunks up to token {key.end}, and there are fewer tokens")
+        return blocks
+
+    def _promise_of(
+        self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
+    ) -> Promise | None:
+        """One that has these chunks, or may come to have them."""
+        for promise in self._promises.of_request(key.request_id):
+            groups = groups_of(instance.layout, rank)
+            if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
+                return promise
+        return None
+
+    def _begin_reading(self, call: Call, promise: Promise, load: Load) -> Loaded:
+        instance, groups = load.instance, groups_of(load.instance.layout, load.rank)
+        here, parts = promise.places(load.chunks), promise.of_groups(groups)
+        is_there = bool(parts) and here.stop <= promise.num_chunks and all(own.has(here) for own in parts)
+        if not is_there or not self._registrations.is_attached(instance):
+            if promise.client is call.client:  # it was made for this load
+                promise.end()
+            return Loaded()
+        slots: list[Slot] = []
+        group_ids: list[int] = []
+        chunk_indices: list[int] = []
+        for own in parts:
+            slots += _slots(instance, own.group_id, own.begin_reading(instance, here, self._clock()))
+            chunk_indices += [place - here.start for place in own.needed_of(here)]
+            group_ids += [own.group_id - groups.start] * (len(slots) - len(group_ids))
+        return Loaded(True, b"", {"slots": slots, "group_ids": group_ids, "chunk_indices": chunk_indices})
+
+    def _is_copying(self, client: Client[list[bytes]]) -> bool:
+        """Return whether a worker of this connection copies out of the segment or into it."""
+        return self._stores.is_written_by(client) or self._promises.is_read_by(client)
+
+    def _detach(self, instance_id: int) -> None:
+        """Attach the worker no longer. What it copies stays its own until its process has closed the connection."""
+        instance = self._registrations.remove(instance_id)
+        if instance is None:
+            return
+        name, client = worker_name(instance), instance.client
+        copies = copied(instance, self._promises, self._stores)
+
+        def end() -> None:
+            self._stores.end_instance(instance)
+            self._promises.end_instance(instance)
+
+        self._layouts.quarantine.hold(
+            "lmcache",
+            AttachedClient(name, client.since, instance.layout, copies),
+            lambda: [] if self._ended.is_cut(client) else [name],
+            end,
+        )
+
+    def _end_client(self, client: Client[list[bytes]]) -> None:
+        """Take in that the connection of a client has ended, by either side."""
+        self._ended.add(client, is_watched=self._is_copying(client))
+        self._end_leases(client)
+
+    def _end_leases(self, client: Client[list[bytes]]) -> None:
+        for instance in self._registrations.of_client(client):
+            self._detach(instance.instance_id)
+        self._promises.end_client(client)
+
+
+def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
+    """Where in the segment these slots are, as workers are told."""
+    parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
+    part = parts[group_id % len(parts)]
+    return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]
+
+
+def _skipped(
+    instance: Instance, rank: int, chunks: range, skipped: Sequence[Sequence[int]]
+) -> Mapping[int, Sequence[int]]:
+    """Return which of the chunks a worker does not have, by group. Raise `Refused` for what it cannot mean."""
+    groups = groups_of(instance.layout, rank)
+    if skipped and len(skipped) != len(groups):
+        raise Refused("range", f"skipped chunks of {len(skipped)} groups, but the worker has {len(groups)} groups")
+    if any(place >= len(chunks) for own in skipped for place in own):
+        raise Refused("range", f"a skipped chunk that is not one of the {len(chunks)} chunks of the request")
+    return dict(zip(groups, skipped, strict=False))

@@ -1,0 +1,56 @@
+"""Evidence of what would be found of a prompt if an engine looked it up now."""
+
+from kvtier.engine.observability.explain.evidence import Evidence
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.sidecar.layout import Layout
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.lmcache.hybrid_layout import AnyChunkLayout
+from kvtier.sidecar.shared_hit import longest_of, needed
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.tier import Reason, Tier
+
+NOT_TOLD = "Only clients of lmcache 0.5.7 report what engines have on their devices, in whole chunks."
+
+
+def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:
+    """Return the evidence in each layout of the model with chunks of that size. On the thread that owns the tiers."""
+    return [
+        _explained(tiers, tiers.layout, explainer, chain)
+        for tiers in layouts
+        if isinstance(tiers.layout, AnyChunkLayout)
+        and (tiers.layout.model, tiers.layout.chunk_tokens) == (model, chain.block_size)
+    ]
+
+
+def namespace_fields(layout: Layout) -> dict[str, str]:
+    """The fields by which another layout is told from it."""
+    return {name: str(value) for name, value in layout.details().items() if name != "chunk_bytes"}
+
+
+def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer, chain: BlockChain) -> Evidence:
+    groups, num_chunks = layout.groups, len(chain.names)
+    found = [tiers.tiers.find(group_id, chain.names) for group_id in range(len(groups))]
+    num_found = longest_of(groups, [places != NOWHERE for places in found], num_chunks)
+    own = [needed(group, num_found) for group in groups]
+    where = [
+        _coldest([int(places[i]) for places, chunks in zip(found, own, strict=True) if i >= num_found or i in chunks])
+        for i in range(num_chunks)
+    ]
+    num_tokens, size = len(chain.token_ids), chain.block_size
+    misses: tuple[tuple[int, Reason], ...] = ()
+    if num_found < len(where):
+        misses = ((len(where) * size, tiers.why_missing(chain.names[num_found])),)
+    depths = bytes(tier.depth for tier in where[:num_found] if tier is not None)
+    trail = Trail(size, chain.names, depths, 0, misses)
+    namespace = explainer.namespace_of(namespace_fields(tiers.layout))
+    return explainer.evidence_now(trail, chain, tiers.ghosts, where, num_tokens, None, namespace)
+
+
+def _coldest(places: list[int]) -> Tier | None:
+    """Return the coldest tier that a group needs the chunk from; None if one of them does not have it."""
+    if NOWHERE in places:
+        return None
+    return Tier.REMOTE if ON_REMOTE in places else Tier.DISK if ON_DISK in places else Tier.HOST

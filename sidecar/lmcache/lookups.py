@@ -1,0 +1,131 @@
+"""Lookups: where the tokens came from that engines asked for, and a record of each lookup."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvtier.engine.observability.explain.explainer import Explainer
+from kvtier.engine.observability.records.recent_records import RecentRecords
+from kvtier.engine.observability.tracing.span import Attribute
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.scheduling.trail import Trail
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.lmcache.explained_prompt import namespace_fields
+from kvtier.sidecar.lmcache.promises import Promise
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.reuse.what_if import WhatIf
+from kvtier.tiers.up.promotion import Misses
+
+RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
+
+
+class Lookups:
+    """Counts each lookup once, when it is known what can be loaded. What an engine has on its device only lmcache 0.5.7
+    and later tells; of others it is asked for here like the rest. Owned by the door's thread."""
+
+    def __init__(
+        self,
+        chunk_tokens: int,
+        records: RecentRecords,
+        what_if: WhatIf,
+        explainer: Explainer,
+        clock: Callable[[], float],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """*tracer*: is told what workers load, and says which requests are traced; it listens to *records* itself."""
+        self._explainer = explainer
+        self._tracer = tracer
+        self.tokens = TokenBalance()
+        self._chunk_tokens = chunk_tokens
+        self._records = records
+        self._what_if = what_if
+        self._clock = clock
+
+    def on_settled(self, promise: Promise, num_tokens: int, num_computed: int, chain: BlockChain | None) -> None:
+        """Count the lookup of a prompt of *num_tokens* tokens, which are those of *chain*, if they are still known. The
+        engine has the first *num_computed* itself."""
+        balance = balance_of(promise, self._chunk_tokens, num_tokens, num_computed)
+        self._what_if.on_prompt(names_of(promise), self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
+        seconds = self._clock() - promise.begun_at
+        self.tokens = self.tokens.plus(balance)
+        record = RequestRecord(
+            promise.request_id,
+            None,
+            promise.tiers.layout.model,
+            time.time() - seconds,
+            balance,
+            lookup_s=seconds,
+            load_s=seconds,
+        )
+        trail = trail_of(promise, self._chunk_tokens, num_computed, self._clock())
+        self._records.add(record, trail)
+        if chain is not None and len(chain.token_ids) >= num_tokens:
+            namespace = self._explainer.namespace_of(namespace_fields(promise.tiers.layout))
+            self._explainer.on_ended(record, trail, chain, promise.tiers.ghosts, namespace)
+
+    def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
+        """Take in that a worker has loaded chunks that a lookup of the request had promised."""
+        if self._tracer is not None:
+            now, num_tokens = time.time(), num_chunks * self._chunk_tokens
+            attributes: dict[str, Attribute] = {
+                "kvtier.rank": rank,
+                "kvtier.tokens": num_tokens,
+                "kvtier.model": promise.tiers.layout.model,
+            }
+            self._tracer.on_part(RETRIEVE, promise.request_id, now - seconds, now, attributes)
+
+    def on_stored(self, tiers: LayoutTiers, request_id: str, names: Sequence[BlockName]) -> None:
+        """Take in that an engine stores these chunks, which are nowhere here: those it generated nobody asked for."""
+        self._what_if.on_made(names, _chunk_bytes(tiers))
+        if self._tracer is not None:
+            span, _ = self._tracer.begin(None, request_id)
+            tiers.add_traced(span.header, names)
+
+
+def _chunk_bytes(tiers: LayoutTiers) -> int:
+    return sum(memory.slot_bytes for memory in tiers.memories)
+
+
+def names_of(promise: Promise) -> Sequence[BlockName]:
+    """Return the names of all chunks of a promise's prompt that were looked up, from its beginning on."""
+    return [*promise.before, *promise.blocks.names] if promise.before else promise.blocks.names
+
+
+def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float) -> Trail:
+    """Return how the chunks of a settled promise's prompt went through the cache. Those that lie within the engine's
+    own first *num_computed* tokens are the device's."""
+    start = len(promise.before)
+    num_own = min(num_computed // chunk_tokens, start + len(promise.blocks.names))
+    depths = bytes([Tier.DEVICE.depth]) * num_own + promise.depths[num_own - start :]
+    misses = tuple(((start + end) * chunk_tokens, reason) for end, reason in promise.misses.reasons)
+    return Trail(chunk_tokens, names_of(promise), depths, 0, misses, now)
+
+
+def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
+    """Return where the tokens of a settled promise's prompt come from. The engine has the first *num_computed* itself,
+    also where they end within a chunk that it loads; those after the last chunk are computed."""
+    start = len(promise.before) * chunk_tokens
+    on_device = min(num_computed, num_tokens)
+    ends = start + np.arange(1, promise.num_chunks + 1) * chunk_tokens
+    loaded = np.clip(ends - on_device, 0, chunk_tokens)  # tokens of each chunk that come from here
+    depths = np.frombuffer(promise.depths, np.uint8)
+    by_tier = {tier: int(loaded[depths == tier.depth].sum()) for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
+
+    end_of_hit = on_device + sum(by_tier.values())
+    end_of_chunks = start + len(promise.blocks.names) * chunk_tokens
+    reasons = {Reason.LAST_BLOCK: num_tokens - max(end_of_hit, end_of_chunks)}
+    misses = Misses(tuple((start + end * chunk_tokens, reason) for end, reason in promise.misses.reasons))
+    for reason, number in misses.after(end_of_hit).items():
+        reasons[reason] = reasons.get(reason, 0) + number
+    return TokenBalance(
+        device=on_device,
+        host=by_tier[Tier.HOST],
+        disk=by_tier[Tier.DISK],
+        remote=by_tier[Tier.REMOTE],
+        recomputed=num_tokens - end_of_hit,
+        reasons={reason: number for reason, number in reasons.items() if number},
+    )

@@ -1,0 +1,601 @@
+"""Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.sidecar.lmcache.hybrid_layout import groups_of
+from kvtier.sidecar.lmcache.registrations import Instance
+from kvtier.sidecar.lmcache.stores import Stores
+from kvtier.sidecar.lmcache.verifier import Checked, Verifier
+from kvtier.sidecar.port import Client
+from kvtier.sidecar.shared_fetch import SharedFetch
+from kvtier.sidecar.shared_hit import SharedHit, longest_of, needed
+from kvtier.sidecar.shares import Share, Shares
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.inquiry import AllOf, Inquiry
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.promotion import Misses
+
+MOST_PROMISES = 4096
+NO_MISSES = Misses(())
+INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
+LOOKUP_S = 10.0  # after that the prefix that has come counts …
+RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
+IDLE_S = 60.0  # a promise lasts so long without a word of its request
+COMING_BYTES = 256 << 20  # while so much is read from disk for a client, its other lookups wait: then the others'
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A worker copies these *chunks* of one group out of the segment, until it says that it has loaded all of *load*,
+    or its process has ended. No time ends it: a thread that is stopped in the middle of a copy goes on with it whenever
+    it is woken up."""
+
+    instance: Instance
+    load: range
+    chunks: range
+    begun_at: float
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start, in chunks."""
+
+    num_asked: int = 0
+    num_promised: int = 0
+    num_loaded: int = 0
+    num_corrupt: int = 0
+    num_late: int = 0  # left out since they had not come in time
+    num_over_share: int = 0  # left out since the client has its share of host memory leased
+
+
+class GroupChunks:
+    """What one group has of a promise's chunks, by place. A chunk is leased while it is wanted, or being verified or
+    read; then its lease ends, the tail's first. A group that forgets has the last chunks only."""
+
+    def __init__(
+        self,
+        group_id: int,
+        group: AttentionGroup,
+        tiers: LayoutTiers,
+        blocks: NamedBlocks,
+        num_chunks: int,
+        num_readers: int,
+        verifier: Verifier,
+        share: Share,
+    ) -> None:
+        """Lease what the group needs of a hit of the first *num_chunks* of the *blocks*."""
+        own = needed(group, num_chunks)
+        self.group_id = group_id
+        self.first = own.start  # chunks before it are not needed
+        self.num_good = own.start  # the first so many are verified or not needed, of those that count
+        self.num_corrupt = 0
+        self.num_late = 0  # left out since the disk hangs
+        self.lost: list[int] = []  # chunks that cannot be loaded
+        self.end = num_chunks  # chunks from here on do not count any more
+        self.readings: list[Reading] = []
+        self._group = group
+        self._tiers = tiers
+        self._names = blocks.names[:num_chunks]
+        self._verifier = verifier
+        self._checked: dict[int, Checked] = {}  # by place
+        self._share = share
+        self._num_readers = num_readers
+        self._have_read: set[int] = set()  # instances
+        self._is_held = np.arange(num_chunks) >= self.first  # leased, or waited for
+        self._is_wanted = self._is_held.copy()
+        self._is_being_verified = np.zeros(self.end, np.bool_)
+        self._is_good = ~self._is_held  # verified, or not needed
+        self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers that they came from
+        self._arrived: list[int] = []
+        self._fetch = SharedFetch(tiers, group_id, blocks.of(group, own), share, self._on_fetched)
+        self._arrived += (self.first + np.flatnonzero(self._fetch.slots != ABSENT)).tolist()
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the promise that were there when they were leased."""
+        return len(self._names)
+
+    @property
+    def are_good(self) -> npt.NDArray[np.bool_]:
+        """For each chunk of the promise whether it is verified."""
+        return self._is_good & (np.arange(self.num_chunks) >= self.first)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is leased or waited for."""
+        return not self._is_held.any()
+
+    def needed_of(self, chunks: range) -> range:
+        """Return which of these chunks the group needs to go on after the last of them."""
+        return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
+
+    def has(self, load: range) -> bool:
+        """Return whether what a load of these chunks needs is still kept for who loads it."""
+        chunks = self.needed_of(load)
+        own = slice(chunks.start, chunks.stop)
+        return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
+
+    def depths(self, num_chunks: int) -> npt.NDArray[np.uint8]:
+        """For each of the first so many chunks `Tier.depth` of the tier that it came from."""
+        return self._depths[:num_chunks]
+
+    def slots(self, chunks: range) -> list[int]:
+        """Where they are."""
+        return [int(slot) for slot in self._fetch.slots[chunks.start - self.first : chunks.stop - self.first]]
+
+    def verify_arrived(self) -> None:
+        """Have what has come since the last call verified."""
+        places = [place for place in self._arrived if place < self.end and self._is_held[place]]
+        self._arrived = []
+        if not places:
+            return
+        slots = [self._fetch.slots.item(place - self.first) for place in places]
+        known = [self._fetch.digest(place - self.first) for place in places]
+        self._is_being_verified[places] = True
+
+        def on_verified(part: Sequence[int], are_good: Sequence[bool | None]) -> None:
+            self._on_verified([places[i] for i in part], are_good)
+
+        memory = self._tiers.memories[self.group_id]
+        checked = self._verifier.verify(self._share, memory, slots, known, on_verified)
+        self._checked.update(zip(places, checked, strict=True))
+        good = [place for place, each in zip(places, checked, strict=True) if each.is_good]
+        self._on_verified(good, [True] * len(good))
+
+    @property
+    def checked(self) -> list[Checked]:
+        """What it has of the verifier."""
+        return list(self._checked.values())
+
+    def cut(self, end: int) -> None:
+        """Chunks from *end* on do not count any more."""
+        self.end = min(self.end, end)
+        self.let_go()
+
+    def do_not_want(self, chunks: range) -> None:
+        """These are not loaded from this promise."""
+        self._is_wanted[chunks.start : chunks.stop] = False
+        self.let_go()
+
+    def begin_reading(self, instance: Instance, load: range, now: float) -> list[int]:
+        """The worker copies out what it needs of these from now on; where that is."""
+        chunks = self.needed_of(load)
+        self.readings.append(Reading(instance, load, chunks, now))
+        return self.slots(chunks)
+
+    def end_reading(self, reading: Reading) -> None:
+        """The worker has copied them, or never will."""
+        self.readings.remove(reading)
+        self._have_read.add(reading.instance.instance_id)
+        if len(self._have_read) >= self._num_readers:
+            self._is_wanted[:] = False
+        self.let_go()
+        places = range(reading.chunks.stop - 1, reading.chunks.start - 1, -1)
+        names = [self._names[place] for place in places]
+        were_read = [bool(self._depths[place] == Tier.DISK.depth) for place in places]
+        self._tiers.tiers.refresh(self.group_id, names, were_read)
+
+    def let_go(self) -> None:
+        """End the leases that nothing needs any more."""
+        needed = self._is_wanted.copy()
+        needed[self.end :] = False
+        needed |= self._is_being_verified
+        for reading in self.readings:
+            needed[reading.chunks.start : reading.chunks.stop] = True
+        going = np.flatnonzero(self._is_held & ~needed)
+        if len(going):
+            self._is_held[going] = False
+            self._verifier.release([self._checked.pop(p) for p in going.tolist() if p in self._checked])
+            self._fetch.release(going[::-1] - self.first)
+
+    def _on_fetched(self, number: int, failure: Reason | None) -> None:
+        place = self.first + number
+        if failure is None:
+            self._depths[place] = self._fetch.tier(number).depth
+            self._arrived.append(place)
+            return
+        self.lost.append(place)
+        if place < self.end:
+            self.num_late += self.end - place if failure is Reason.DEADLINE else 0
+            self.end = place
+
+    def _on_verified(self, places: Sequence[int], are_good: Sequence[bool | None]) -> None:
+        self._is_being_verified[places] = False
+        self._is_good[places] = [bool(is_good) for is_good in are_good]
+        bad = np.flatnonzero(~self._is_good[self.num_good :])
+        self.num_good = self.num_good + int(bad[0]) if len(bad) else len(self._is_good)
+        for place, is_good in zip(places, are_good, strict=True):
+            if is_good:
+                continue
+            self.lost.append(place)
+            self.end = min(self.end, place)
+            if is_good is False:
+                self.num_corrupt += 1
+                name, slot = self._names[place], self._fetch.slots[place - self.first]
+                if self._tiers.tiers.find(self.group_id, [name])[0] == slot:  # else it was stored anew
+                    self._tiers.tiers.forget(self.group_id, [name])
+        self.let_go()
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
+    first `num_chunks` of them are in host memory, leased and verified, for each of its ranks.
+
+    The chunks *before* them have to be here too, and are not leased: their engine has them itself. If some are not
+    here, nothing is promised, and the engine, which is told where they end, stores them again.
+    """
+
+    client: Client[list[bytes]]  # whose request it is
+    request_id: str
+    tiers: LayoutTiers
+    blocks: NamedBlocks
+    first: int
+    groups: Mapping[int, AttentionGroup]  # of the ranks that load, by number
+    num_readers: int
+    begun_at: float
+    give_up_at: float
+    heard_at: float
+    on_settled: "Callable[[Promise], None]"
+    before: Sequence[BlockName] = ()
+    num_before: int = 0  # of them that are here
+    misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
+    chunks: list[GroupChunks] = field(default_factory=list)  # empty while it waits for stores
+    former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
+    lost: set[tuple[int, int]] = field(default_factory=set)  # groups' chunks that cannot be loaded
+    inquiry: Inquiry | None = None  # to tiers that cannot tell at once what they have
+    is_begun: bool = False
+    is_settled: bool = False
+    num_chunks: int = 0  # that can be loaded, once it is settled
+    is_ended: bool = False  # no more is loaded from it than is being read now
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is leased, and nothing will be."""
+        return self.is_ended and all(own.is_over for own in self.every)
+
+    @property
+    def every(self) -> list[GroupChunks]:
+        """All that may have leases."""
+        return [*self.chunks, *self.former]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a shorter hit may need chunks that this one does not."""
+        return any(group.forgets for group in self.groups.values())
+
+    @property
+    def hit_end(self) -> int:
+        """What a lookup is told: where the hit ends, in chunks from the beginning of the prefix."""
+        is_whole = self.num_before == len(self.before)
+        return self.num_before + self.num_chunks if is_whole else self.num_before
+
+    @property
+    def depths(self) -> bytes:
+        """For each chunk that can be loaded `Tier.depth` of the coldest tier that a group's part came from."""
+        depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
+        for own in self.chunks:
+            np.maximum(depths, own.depths(self.num_chunks), out=depths)
+        return depths.tobytes()
+
+    def has_asked(self, missing: Mapping[int, Sequence[BlockName]]) -> bool:
+        """Whether tiers that cannot tell at once have been asked about the chunks that nothing nearer has, by group,
+        and have answered."""
+        if self.inquiry is None:
+            self.inquiry = AllOf([self.tiers.tiers.inquire(group_id, names) for group_id, names in missing.items()])
+        return self.inquiry.is_done
+
+    def of_groups(self, group_ids: range) -> list[GroupChunks]:
+        """What these groups have of it, all of a rank; empty if some have nothing."""
+        found = [own for own in self.chunks if own.group_id in group_ids]
+        return found if len(found) == len(group_ids) else []
+
+    def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
+        """Whether it keeps these chunks of the prefix in these groups; the name of the last stands for all of them."""
+        parts, here = self.of_groups(group_ids), self.places(chunks)
+        are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
+        return are_kept and self.blocks.names[here.stop - 1] == last_name
+
+    def places(self, chunks: range) -> range:
+        """The chunks of the prefix, counted from the promise's first."""
+        return range(chunks.start - self.first, chunks.stop - self.first)
+
+    def end(self) -> None:
+        """Nothing more is loaded from it."""
+        self.is_ended = self.is_settled = True
+        self.num_chunks = self.num_before = 0
+        for own in self.every:
+            own.do_not_want(range(len(self.blocks.names)))
+
+
+class Promises:
+    """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
+    would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the door's thread."""
+
+    def __init__(
+        self,
+        lane: DigestLane,
+        stores: Stores,
+        shares: Shares,
+        clock: Callable[[], float],
+        on_loaded: Callable[[Promise, int, int, float], None] = lambda promise, rank, num_chunks, seconds: None,
+    ) -> None:
+        """*on_loaded*: a worker of that rank has loaded so many chunks of a promise, in so many seconds."""
+        self.counts = Counts()
+        self._on_loaded = on_loaded
+        self._verifier = Verifier(lane, clock)
+        self._stores = stores
+        self._shares = shares
+        self._clock = clock
+        self._promises: dict[str, list[Promise]] = {}  # by request
+
+    def __iter__(self) -> Iterator[Promise]:
+        return iter([promise for promises in self._promises.values() for promise in promises])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._promises.values()))
+
+    def begin(
+        self,
+        client: Client[list[bytes]],
+        request_id: str,
+        like: Instance,
+        blocks: NamedBlocks,
+        ranks: Sequence[int],
+        num_readers: int,
+        first: int = 0,
+        most_s: float = LOOKUP_S,
+        on_settled: Callable[[Promise], None] = lambda promise: None,
+        before: Sequence[BlockName] = (),
+    ) -> Promise:
+        """Begin to find out how many of the *blocks* can be loaded by *num_readers* workers for each of the *ranks*.
+
+        Args:
+            like: A worker with the layout of the request's workers.
+            first: The number of the first block in the prompt's chunks.
+            most_s: Seconds after which what has come counts; earlier if the disk gives up a read earlier.
+            on_settled: Called once the number is known, and not if the request ends before.
+            before: Names of the chunks before the *blocks*. If one of them is not here, nothing can be loaded.
+        """
+        now = self._clock()
+        tiers, every = like.tiers, like.layout.groups
+        give_up_at = now + min(most_s, tiers.read_timeout_s)
+        groups = {group_id: every[group_id] for rank in ranks for group_id in groups_of(like.layout, rank)}
+        promise = Promise(
+            client, request_id, tiers, blocks, first, groups, num_readers, now, give_up_at, now, on_settled, before
+        )
+        self._promises.setdefault(request_id, []).append(promise)
+        self.counts.num_asked += len(blocks.names)
+        self._go_on(promise)
+        return promise
+
+    def of_request(self, request_id: str) -> list[Promise]:
+        """All promises to the request that have not ended, newest first. It was heard of just now."""
+        promises = [promise for promise in self._promises.get(request_id, ()) if not promise.is_ended]
+        for promise in promises:
+            promise.heard_at = self._clock()
+        return promises[::-1]
+
+    def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
+        """These chunks of the request's prefix are not loaded from what this client was promised."""
+        for promise in self.of_request(request_id):
+            if promise.client is not client:
+                continue
+            here = promise.places(chunks)
+            for own in promise.chunks:
+                own.do_not_want(range(max(0, here.start), max(0, here.stop)))
+
+    def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
+        """The worker has loaded these chunks of the request's prefix, or will not. This ends one load, the oldest of
+        these chunks: another one of the same may be under way."""
+        found = self._oldest_load(request_id, groups_of(instance.layout, rank), instance, chunks)
+        if found is not None:
+            promise, readings = found
+            self.counts.num_loaded += len(chunks)
+            for own, reading in readings:
+                own.end_reading(reading)
+            self._on_loaded(promise, rank, len(chunks), self._clock() - readings[0][1].begun_at)
+            self._forget_those_over()
+
+    def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
+        """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
+        have a request of that name."""
+        for promise in self._promises.get(request_id, ()):
+            if promise.client is client:
+                promise.end()
+        self._forget_those_over()
+
+    def is_read_by(self, client: Client[list[bytes]]) -> bool:
+        """Return whether a worker of this connection copies chunks out of the segment."""
+        return any(
+            reading.instance.client is client for promise in self for own in promise.chunks for reading in own.readings
+        )
+
+    def end_instance(self, instance: Instance) -> None:
+        """End the loads of a worker whose process has ended."""
+        self._end_readings(lambda reading: reading.instance is instance)
+
+    def end_client(self, client: Client[list[bytes]]) -> None:
+        """Its connection has ended."""
+        for promise in self:
+            if promise.client is client:
+                promise.end()
+        self._forget_those_over()
+
+    def tick(self) -> None:
+        """Go on with all that are not settled, and end those whose time is over."""
+        now = self._clock()
+        for promise in self:
+            if not promise.is_settled:
+                self._go_on(promise)
+            if not promise.is_settled and now >= promise.give_up_at:
+                self._time_out(promise)
+            if not promise.is_ended and now - promise.heard_at > IDLE_S:
+                promise.end()
+        self._forget_those_over()
+
+    def check(self) -> None:
+        """Raise AssertionError if what is verified and what is held disagree."""
+        self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
+
+    def _go_on(self, promise: Promise) -> None:
+        if not promise.is_begun and not self._begin_chunks(promise):
+            return
+        for own in promise.chunks:
+            own.verify_arrived()
+        end = min((own.end for own in promise.chunks), default=0)
+        if promise.forgets and any(own.end < own.num_chunks for own in promise.chunks):
+            self._begin_again(promise)
+        elif all(own.num_good >= end for own in promise.chunks):
+            self._settle(promise, end)
+        else:
+            self._cut(promise, end)
+
+    def _settle(self, promise: Promise, num_chunks: int) -> None:
+        self._cut(promise, num_chunks)
+        promise.is_settled = True
+        promise.num_chunks = num_chunks
+        self.counts.num_promised += num_chunks
+        promise.on_settled(promise)
+
+    def _cut(self, promise: Promise, end: int) -> None:
+        """What one group does not have is of no use to the others."""
+        self._count_lost(promise)
+        for own in promise.chunks:
+            own.cut(end)
+
+    def _count_lost(self, promise: Promise) -> None:
+        for own in promise.chunks:
+            if own.num_corrupt or own.num_late:
+                why = Reason.CORRUPT if own.num_corrupt else Reason.DEADLINE
+                promise.misses = promise.misses.cut(own.num_chunks, why)
+            self.counts.num_corrupt += own.num_corrupt
+            self.counts.num_late += own.num_late
+            own.num_corrupt = own.num_late = 0
+
+    def _begin_again(self, promise: Promise) -> None:
+        """Lease what the next shorter hit needs, since a chunk cannot be loaded: where a group forgets, that may be
+        other chunks. What both hits need stays leased."""
+        self._count_lost(promise)
+        promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}
+        left = promise.chunks
+        share = self._shares.of(promise.client)
+        self._lease(promise, SharedHit(promise.tiers, promise.groups, promise.blocks.names, share, promise.lost))
+        for own in left:
+            own.do_not_want(range(own.num_chunks))
+        promise.former = [own for own in [*promise.former, *left] if not own.is_over]
+
+    def _lease(self, promise: Promise, hit: SharedHit) -> None:
+        num_chunks = hit.within_room()
+        share = self._shares.of(promise.client)
+        promise.chunks = [
+            GroupChunks(
+                group_id, group, promise.tiers, promise.blocks, num_chunks, promise.num_readers, self._verifier, share
+            )
+            for group_id, group in promise.groups.items()
+            if num_chunks
+        ]
+
+    def _begin_chunks(self, promise: Promise) -> bool:
+        """Lease what is there in all groups, within the client's share; False if a chunk that is missing may be there
+        in a moment."""
+        tiers, names = promise.tiers, promise.blocks.names
+        lasting = [group_id for group_id, group in promise.groups.items() if not group.forgets]
+        runs = [len(tiers.tiers.find_run(group_id, promise.before)) for group_id in lasting if promise.before]
+        promise.num_before = min(runs, default=len(promise.before))
+        if promise.num_before < len(promise.before):
+            missing = [*promise.before[promise.num_before :], *names]
+            if self._may_come(promise, dict.fromkeys(lasting, missing)):
+                return False
+            promise.is_begun = True
+            promise.misses = Misses(((len(names), tiers.why_missing(missing[0])),))
+            return True
+        share = self._shares.of(promise.client)
+        hit = SharedHit(tiers, promise.groups, names, share)
+        if hit.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
+            return False
+        num_beyond = hit.num_there - hit.num_chunks
+        if hit.num_there < len(names) and not num_beyond and self._may_come(promise, hit.missing()):
+            return False
+        promise.is_begun = True
+        for group_id in lasting if promise.before else ():
+            tiers.refresh(group_id, promise.before[::-1], ())
+        self.counts.num_over_share += num_beyond
+        promise.misses = Misses(((len(names), Reason.CAPACITY),))
+        if hit.num_there < len(names):
+            why = tiers.why_missing(names[hit.num_there])
+            promise.misses = Misses(((hit.num_there, Reason.CAPACITY), (len(names), why)))
+        self._lease(promise, hit)
+        return True
+
+    def _may_come(self, promise: Promise, missing: Mapping[int, Sequence[BlockName]]) -> bool:
+        """Return whether some of these chunks, by group, which are not there, may be in a moment. Of a group that needs
+        all chunks the first one counts."""
+        now, tiers = self._clock(), promise.tiers
+        if now >= promise.give_up_at:
+            return False
+        if tiers.is_being_indexed and now < promise.begun_at + INDEXING_S:
+            return True
+        if not promise.has_asked(missing):
+            return True
+        return any(
+            self._stores.is_coming(tiers, group_id, name)
+            for group_id, names in missing.items()
+            for name in (names if promise.groups[group_id].forgets else names[:1])
+        )
+
+    def _time_out(self, promise: Promise) -> None:
+        """Its time is over: what is verified for all ranks counts. The disk may have a long queue, and hang or not."""
+        promise.is_begun = True
+        end = self._longest_good(promise)
+        self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
+        promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)
+        self._settle(promise, end)
+
+    def _longest_good(self, promise: Promise) -> int:
+        """Return how long a hit is of which everything is verified."""
+        if not promise.chunks:
+            return 0
+        most = min(own.end for own in promise.chunks)
+        groups = [promise.groups[own.group_id] for own in promise.chunks]
+        return longest_of(groups, [own.are_good for own in promise.chunks], most)
+
+    def _oldest_load(
+        self, request_id: str, group_ids: range, instance: Instance, chunks: range
+    ) -> tuple[Promise, list[tuple[GroupChunks, Reading]]] | None:
+        """Return the readings of the oldest load of these chunks that the worker has under way, one for each group."""
+        found = []
+        for promise in self._promises.get(request_id, ()):
+            load = promise.places(chunks)
+            readings = [
+                (own, reading)
+                for own in promise.of_groups(group_ids)
+                for reading in [each for each in own.readings if each.instance is instance and each.load == load][:1]
+            ]
+            if readings:
+                found.append((promise, readings))
+        return min(found, key=lambda each: each[1][0][1].begun_at, default=None)
+
+    def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:
+        for promise in self:
+            for own in promise.chunks:
+                for reading in [reading for reading in own.readings if is_over(reading)]:
+                    own.end_reading(reading)
+        self._forget_those_over()
+
+    def _forget_those_over(self) -> None:
+        for request_id, promises in list(self._promises.items()):
+            left = [promise for promise in promises if not promise.is_over]
+            if left:
+                self._promises[request_id] = left
+            else:
+                del self._promises[request_id]

@@ -1,0 +1,98 @@
+"""Verifier: compares chunks with their digests, each once for all promises that hold it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.transfer.host_memory import HostMemory
+
+FRESH_S = 1.0
+
+Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
+"""Told of which of the chunks what was found: whether its bytes are what they were, None if that cannot be known."""
+
+
+@dataclass(eq=False, slots=True)
+class Checked:
+    """A chunk that promises hold, and what is known of its bytes."""
+
+    memory: HostMemory
+    slot: int
+    digest: bytes
+    begun_at: float
+    is_good: bool = False  # False also while nothing is known yet
+    num_holders: int = 0
+    waiting: list[tuple[Deliver, int]] = field(default_factory=list)
+
+
+class Verifier:
+    """A chunk that is being verified for one promise, or was within `FRESH_S`, is not read again for another while the
+    first still holds it: many requests for one document come at once. The lease of the first keeps the slot from all
+    who ask for room, and its engine will copy these bytes without another look, so the second relies on no more than
+    the first does. What neither can know is that a process of the same user has written where it was given nothing;
+    `FRESH_S` bounds for how long that is not seen. What no promise holds is always read again. Owned by the door's
+    thread.
+    """
+
+    def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:
+        self._lane = lane
+        self._clock = clock
+        self._held: dict[tuple[HostMemory, int], Checked] = {}
+
+    def verify(
+        self, client: object, memory: HostMemory, slots: Sequence[int], digests: Sequence[bytes], deliver: Deliver
+    ) -> list[Checked]:
+        """Find out whether the chunks in these slots, which the caller has leased, have these digests; they are taken
+        in the *client*'s turns (`DigestLane`). Of those that are good now *deliver* is not told, of others within a
+        later `poll` of the transfers. Give what is returned, in their order, to `release`."""
+        now = self._clock()
+        given: list[Checked] = []
+        to_read: list[Checked] = []
+        for i, (slot, digest) in enumerate(zip(slots, digests, strict=True)):
+            checked = self._held.get((memory, slot))
+            if checked is None or checked.digest != digest or now - checked.begun_at > FRESH_S:
+                checked = self._held[memory, slot] = Checked(memory, slot, digest, now)
+                to_read.append(checked)
+            if not checked.is_good:
+                checked.waiting.append((deliver, i))
+            checked.num_holders += 1
+            given.append(checked)
+        if to_read:
+            self._lane.take(
+                client, memory, [checked.slot for checked in to_read], lambda p, d: self._on_digests(to_read, p, d)
+            )
+        return given
+
+    def release(self, given: Iterable[Checked]) -> None:
+        """The caller's leases on these end."""
+        for checked in given:
+            checked.num_holders -= 1
+            if not checked.num_holders:
+                self._drop(checked)
+
+    def check(self, given: Iterable[Checked]) -> None:
+        """Raise AssertionError unless *given* is all that has not been released."""
+        holders = Counter(given)
+        assert all(checked.num_holders == num for checked, num in holders.items()), "holders are miscounted"
+        assert holders.keys() >= set(self._held.values()), "a chunk is known that no promise holds"
+
+    def _on_digests(self, read: Sequence[Checked], part: range, digests: Sequence[bytes] | None) -> None:
+        told: dict[Deliver, tuple[list[int], list[bool | None]]] = {}
+        for number, checked in enumerate(read[part.start : part.stop]):
+            is_good = None if digests is None else digests[number] == checked.digest
+            checked.is_good = bool(is_good)
+            if not is_good:
+                self._drop(checked)
+            for deliver, i in checked.waiting:
+                places, results = told.setdefault(deliver, ([], []))
+                places.append(i)
+                results.append(is_good)
+            checked.waiting.clear()
+        for deliver, (places, results) in told.items():
+            deliver(places, results)
+
+    def _drop(self, checked: Checked) -> None:
+        place = (checked.memory, checked.slot)
+        if self._held.get(place) is checked:
+            del self._held[place]

@@ -1,0 +1,80 @@
+"""BlockLayout: what decides the bytes of a kvtier engine's blocks beside their prompt."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.sidecar.layout import MOST_SLOTS, LayoutRefused
+from kvtier.sidecar.own.block_slots import BlockSlots
+from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
+from kvtier.transfer.segment import Segment
+
+VERSION = 1  # of what the digest is made of
+MOST_GROUPS = 64
+MOST_TOKENS = 1 << 20  # of a block
+MOST_MODEL_CHARACTERS = 256
+
+
+class BlockShape(NamedTuple):
+    """See `BlockGroup`; and the bytes of a block."""
+
+    block_size: int
+    forgets: bool
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """See `Layout`. *namespace* is the engine's, 16 bytes, which stand for the weights too."""
+
+    namespace: bytes
+    model: str = field(compare=False)
+    groups: tuple[BlockShape, ...]
+
+    def __post_init__(self) -> None:
+        """Raise `LayoutRefused` for what no block can have."""
+        if len(self.namespace) != NAMESPACE_BYTES:
+            raise LayoutRefused(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(self.namespace)}")
+        if len(self.model) > MOST_MODEL_CHARACTERS or not self.model.isprintable():
+            raise LayoutRefused(f"a model's name has at most {MOST_MODEL_CHARACTERS} characters, all of them printable")
+        if not 1 <= len(self.groups) <= MOST_GROUPS:
+            raise LayoutRefused(f"{len(self.groups)} groups of blocks; 1 to {MOST_GROUPS} are served")
+        for group in self.groups:
+            if not 1 <= group.block_size <= MOST_TOKENS or group.block_bytes < 1:
+                raise LayoutRefused(f"blocks of {group.block_size} tokens and {group.block_bytes} bytes are none")
+
+    @property
+    def weights(self) -> str:
+        """See `Layout`."""
+        return f"namespace {self.namespace.hex()}"
+
+    @property
+    def digest(self) -> bytes:
+        """See `Layout`. Made of the groups too: nothing holds an engine to what its namespace stands for."""
+        shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
+        return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
+
+    def memories(self, segment: Segment, extent_bytes: int) -> Sequence[BlockSlots]:
+        """See `Layout`."""
+        for group in self.groups:
+            if extent_bytes % group.block_bytes and 2 * group.block_bytes > extent_bytes:
+                raise LayoutRefused(
+                    f"a block has {group.block_bytes} bytes, and an extent {extent_bytes}; start the sidecar with "
+                    f"extents of {2 * group.block_bytes} bytes or more (extent in its configuration)"
+                )
+        num_slots = sum(segment.num_bytes // group.block_bytes for group in self.groups)
+        if num_slots > MOST_SLOTS:
+            raise LayoutRefused(
+                f"the host memory would have {num_slots} slots for these blocks, at most {MOST_SLOTS} are served; use "
+                "larger blocks, or less host memory"
+            )
+        return [BlockSlots(segment, extent_bytes, group.block_bytes) for group in self.groups]
+
+    def details(self) -> Mapping[str, object]:
+        """See `Layout`."""
+        return {
+            "namespace": self.namespace.hex(),
+            "groups": [group._asdict() for group in self.groups],
+            "chunk_bytes": sum(group.block_bytes for group in self.groups),  # one block of each
+        }

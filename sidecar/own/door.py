@@ -1,0 +1,327 @@
+"""EngineDoor: where kvtier's own engines attach. Frames in, calls of `Session`, frames out."""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvtier.engine.attached import wire
+from kvtier.engine.attached.wire import Malformed, frame_of
+from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.layout import Layout, LayoutRefused
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.own.block_layout import BlockLayout, BlockShape
+from kvtier.sidecar.own.feed import Feed
+from kvtier.sidecar.own.mappers import Mappers, process_name
+from kvtier.sidecar.own.session import Session, SessionCounts
+from kvtier.sidecar.port import Client, Port, peer
+from kvtier.sidecar.quarantine import MAX_CLIENTS, Lifeline
+from kvtier.sidecar.refusals import Refusals
+from kvtier.tiers.lower.breaker import HUNG_S
+from kvtier.tiers.naming.events import EventLog
+
+log = logging.getLogger(__name__)
+
+BOOT_BYTES = 16
+
+
+class _Attached(NamedTuple):
+    """An engine that is attached. *number*: see `wire.Hello`."""
+
+    session: Session
+    feed: Feed
+    number: bytes
+
+
+class EngineDoor:
+    """One connection is one engine, and its session: see `wire`. What an engine asks is answered in the same turn, but
+    for what has to be read from disk. An engine that says what none says loses its connection, and its leases once its
+    processes can copy no more; nothing else happens. Owned by the sidecar's thread, whose loop calls `receive` when
+    `file` is readable or there was more, then `poll` of transfers and tiers, then `tick`.
+    """
+
+    def __init__(
+        self, port: Port[bytes], layouts: Layouts, refusals: Refusals, clock: Callable[[], float], program: str
+    ) -> None:
+        """*program*: what engines are told that this is, for people."""
+        self._port = port
+        self._layouts = layouts
+        self._refusals = refusals
+        self._clock = clock
+        self._program = program
+        self._boot = secrets.token_bytes(BOOT_BYTES)
+        self._feeds: dict[BlockLayout, Feed] = {}
+        self._sessions: dict[Client[bytes], _Attached] = {}
+        self._mappers = Mappers()
+        self._ended: dict[bytes, list[Lifeline]] = {}  # by engine, of sessions in quarantine
+        self._clearing: list[tuple[Client[bytes], Feed]] = []  # engines that wait for `Cleared`
+        self._counts = SessionCounts()
+        self._num_operations: Counter[str] = Counter()
+
+    @property
+    def file(self) -> int:
+        """Readable when frames have come, and until all have been taken in."""
+        return self._port.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an engine waits for blocks, or until they have been forgotten."""
+        return bool(self._clearing) or any(each.session.is_waiting for each in self._sessions.values())
+
+    def receive(self) -> bool:
+        """Serve what has come; whether more has, or there is more to tell."""
+        for message in self._port.receive():
+            if message.client.is_open:
+                self._serve(message.client, message.content)
+        self._end_gone()
+        self._tell_changes()
+        return self._port.has_more or bool(self._clearing) or any(feed.has_more for feed in self._feeds.values())
+
+    def tick(self) -> None:
+        """Tell what lanes and tiers have brought, and end what has had its time."""
+        self._port.tick()
+        self._tell_changes()
+        now = self._clock()
+        for client, (session, _, _) in list(self._sessions.items()):
+            for fetched in session.take_fetched():
+                self._port.send(client, frame_of(fetched))
+            for inquired in session.take_inquired():
+                self._port.send(client, frame_of(inquired))
+            if now - max(session.waits_since, self._counts.landed_at) > HUNG_S:
+                session.time_out()
+        for feed in self._feeds.values():
+            feed.go_on()
+            feed.tell_state(now)
+        self._answer_cleared()
+        self._end_gone()
+
+    def close(self) -> None:
+        """Take no more frames, and end every connection.
+
+        Leases end too: from now on nothing is copied into the slots of engines that may still write to them.
+        """
+        self._port.close()
+        for session, _, _ in self._sessions.values():
+            session.end()
+        self._sessions.clear()
+        for client in self._port.take_gone():
+            client.connection.close()
+        self._mappers.close()
+
+    def on_clear(self, layouts: Sequence[Layout]) -> None:
+        """What engines write to the slots of these layouts is never found."""
+        for session, feed, _ in self._sessions.values():
+            if feed.tiers.layout in layouts:
+                session.void()
+
+    def clients(self) -> list[AttachedClient]:
+        """All that are attached, by value."""
+        return [
+            AttachedClient(_name(client), session.since, feed.tiers.layout, tuple(session.leases()))
+            for client, (session, feed, _) in self._sessions.items()
+        ]
+
+    def counts(self) -> DoorCounts:
+        """What every door counts, by value."""
+        counts = self._counts
+        return DoorCounts(
+            "engine",
+            num_asked=counts.num_asked,
+            num_promised=counts.num_leased,
+            num_loaded=counts.num_loaded,
+            num_stored=counts.num_stored,
+            lost={
+                "failed": counts.num_failed,
+                "late": counts.num_late,
+                "without_room": counts.num_without_room,
+                "over_share": counts.num_over_share,
+                "given_up": counts.num_given_up,
+            },
+            operations=dict(self._num_operations),
+            refused=dict(self._refusals.counts),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        for session, _, _ in self._sessions.values():
+            session.check()
+        self._layouts.shares.check()
+        assert set(self._sessions) <= set(self._port.clients), "a session has no connection"
+
+    def _serve(self, client: Client[bytes], payload: bytes) -> None:
+        try:
+            message = wire.message_of_engine(payload)
+            self._num_operations[type(message).__name__.lower()] += 1
+            found = self._sessions.get(client)
+            if isinstance(message, wire.Hello):
+                if found is not None:
+                    raise Malformed("a second Hello")
+                self._attach(client, message)
+            elif isinstance(message, wire.Map):
+                if found is not None:
+                    raise Malformed("a Map after Hello")
+                self._map(client, message)
+            elif found is None:
+                raise Malformed("a message before Hello")
+            else:
+                self._do(client, found.session, found.feed, message)
+        except Malformed as error:
+            self._refusals.refused("malformed", f"an engine says what none says: {error}; its connection is closed")
+            self._port.end(client)
+
+    def _attach(self, client: Client[bytes], hello: wire.Hello) -> None:
+        if client in self._mappers:
+            raise Malformed("a Hello after Map")
+        if not self._may_come(client, hello):
+            return
+        shapes = tuple(BlockShape(group.block_size, group.forgets, group.block_bytes) for group in hello.groups)
+        try:
+            feed = self._feed(BlockLayout(hello.namespace, hello.model, shapes))
+        except LayoutRefused as error:
+            self._refuse(client, "layout", f"an engine of {hello.model[:64]!r} cannot be served: {error}")
+            return
+        self._end_earlier(hello.engine)
+        self._welcome(client)
+        session = Session(feed.tiers, self._counts, self._layouts.shares.of(client), self._clock)
+        self._sessions[client] = _Attached(session, feed, hello.engine)
+        feed.attach(client)
+        log.info("engine: %.64r of process %d is attached", hello.program, peer(client.connection).pid)
+
+    def _map(self, client: Client[bytes], message: wire.Map) -> None:
+        if client in self._mappers:
+            raise Malformed("a second Map")
+        if self._may_come(client, message):
+            self._mappers.add(client, message.engine)
+            self._welcome(client)
+
+    def _may_come(self, client: Client[bytes], message: wire.Hello | wire.Map) -> bool:
+        """Return whether the client is let in; tell it why if it is not."""
+        if message.version != wire.VERSION:
+            self._refuse(
+                client,
+                "version",
+                f"the engine speaks version {message.version}, the sidecar version {wire.VERSION}; install the same "
+                "kvtier in both environments",
+            )
+        elif len(message.engine) != wire.ENGINE_BYTES:
+            raise Malformed(f"an engine's number of {len(message.engine)} bytes")
+        elif len(self._layouts.quarantine) >= MAX_CLIENTS:
+            why = f"slots of {MAX_CLIENTS} engines are in quarantine; end the processes that /leases names, then retry"
+            self._refuse(client, "quarantine", why)
+        else:
+            return True
+        return False
+
+    def _welcome(self, client: Client[bytes]) -> None:
+        segment = self._layouts.segment
+        welcome = wire.Welcome(wire.VERSION, self._program, self._boot, segment.num_bytes)
+        self._port.send(client, frame_of(welcome), segment.file)
+
+    def _feed(self, layout: BlockLayout) -> Feed:
+        """Of the layout, whose tiers are made if it is new."""
+        feed = self._feeds.get(layout)
+        if feed is None:
+            events = EventLog()
+            tiers = self._layouts.open(layout, events)
+            feed = self._feeds[layout] = Feed(tiers, events, self._port, self._layouts.segment.num_bytes)
+        return feed
+
+    def _refuse(self, client: Client[bytes], kind: str, why: str) -> None:
+        self._refusals.refused(kind, why)
+        self._port.send(client, frame_of(wire.Refused(why)))
+        self._port.end(client)
+
+    def _do(self, client: Client[bytes], session: Session, feed: Feed, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Fetch():
+                for fetched in session.fetch(message):
+                    self._answer(client, feed, fetched)
+            case wire.Inquire():
+                session.inquire(message)
+                for inquired in session.take_inquired():
+                    self._answer(client, feed, inquired)
+            case wire.Release():
+                session.release(message)
+            case wire.TimeOut():
+                session.give_up(message)
+            case wire.Reserve():
+                self._answer(client, feed, session.reserve(message))
+            case wire.Publish() | wire.Abandon() | wire.Refresh() | wire.Forget():
+                session.take_in(message)
+            case wire.Clear():
+                self.on_clear([feed.tiers.layout])
+                feed.tiers.clear()
+                self._clearing.append((client, feed))
+            case wire.Ping():
+                self._port.send(client, frame_of(wire.Pong()))
+
+    def _answer(self, client: Client[bytes], feed: Feed, answer: wire.FromSidecar) -> None:
+        """After what it rests on: the engine knows which blocks left the slots that it is given."""
+        feed.tell()
+        self._port.send(client, frame_of(answer))
+
+    def _tell_changes(self) -> None:
+        for feed in self._feeds.values():
+            feed.tell()
+
+    def _answer_cleared(self) -> None:
+        """Those whose blocks have all been told of as gone."""
+        waiting, self._clearing = self._clearing, []
+        for client, feed in waiting:
+            if feed.tiers.tiers.is_forgetting:
+                self._clearing.append((client, feed))
+            else:
+                self._answer(client, feed, wire.Cleared())
+
+    def _end_gone(self) -> None:
+        """End what connections had that have ended."""
+        self._mappers.poll()
+        for client in self._port.take_gone():
+            self._clearing = [each for each in self._clearing if each[0] is not client]
+            if client in self._sessions:
+                self._end_session(client, self._sessions.pop(client))
+            elif client in self._mappers:
+                self._mappers.on_gone(client)
+            else:
+                client.connection.close()
+
+    def _end_session(self, client: Client[bytes], attached: _Attached) -> None:
+        """End the session, and its leases as soon as no process of the engine can copy any more."""
+        session, feed, number = attached
+        feed.detach(client)
+        session.stop_listening()
+        name, process, lifeline = _name(client), process_name(client), Lifeline.after_farewell(client.connection)
+        self._ended.setdefault(number, []).append(lifeline)
+
+        def holders() -> list[str]:
+            if lifeline not in self._ended.get(number, ()):  # the engine has attached again
+                return []
+            return ([] if lifeline.is_cut else [process]) + self._mappers.names(number)
+
+        def let_go() -> None:
+            ended = self._ended.get(number, [])
+            if lifeline in ended:
+                ended.remove(lifeline)
+            if not ended:
+                self._ended.pop(number, None)
+            lifeline.close()
+            session.end()
+
+        client_then = AttachedClient(name, session.since, feed.tiers.layout, tuple(session.leases()))
+        self._layouts.quarantine.hold("engine", client_then, holders, let_go)
+
+    def _end_earlier(self, number: bytes) -> None:
+        """End what this engine had leased before, of which it copies nothing any more."""
+        self._ended.pop(number, None)
+        self._layouts.quarantine.poll()
+        for client, attached in list(self._sessions.items()):
+            if attached.number == number:
+                del self._sessions[client]
+                attached.feed.detach(client)
+                attached.session.end()
+                self._port.end(client)
+
+
+def _name(client: Client[bytes]) -> str:
+    return f"{process_name(client)}, connection {client.connection.fileno()}"

@@ -1,0 +1,170 @@
+"""Feed: what all engines of one layout are told of its blocks, and of how its tiers are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+
+import numpy as np
+
+from kvtier.engine.attached.wire import (
+    MOST_BLOCKS,
+    InHost,
+    LeftDisk,
+    LeftHost,
+    OnDisk,
+    ReadState,
+    State,
+    Told,
+    frame_of,
+    joined,
+    packed,
+)
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.port import Client, Port
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import Tier
+
+PAGE_BLOCKS = 1024  # of host memory in a frame for an engine that has just attached
+LOOKED_THROUGH = 1 << 16  # slots at most for such a frame
+MOST_UNREAD_BYTES = 256 << 10  # of it at most; the port reads the engine's requests up to more
+STATE_S = 0.5  # how old what engines were told of the tiers' state may be
+
+
+class Feed:
+    """Tells each engine first what is there, page by page and while it reads, and each change from the moment on at
+    which it attached. Both say what is so when it is said: "this block is in that slot now"; so the order of a page and
+    a change does not matter. Owned by the sidecar's thread."""
+
+    def __init__(self, tiers: LayoutTiers, events: EventLog, port: Port[bytes], capacity_bytes: int) -> None:
+        """*events* are those of *tiers*; nobody else takes them. *capacity_bytes*: of all layouts' host memory."""
+        self.tiers = tiers
+        self._capacity_bytes = capacity_bytes
+        self._events = events
+        self._port = port
+        self._clients: dict[Client[bytes], Iterator[bytes] | None] = {}  # with what they have still to be told first
+        self._flags = (False, False, False)
+        self._stated_at = float("-inf")
+
+    def attach(self, client: Client[bytes]) -> None:
+        """Tell this engine too."""
+        self._clients[client] = self._all_there_is()
+        self._port.send(client, frame_of(self.state()))
+
+    def detach(self, client: Client[bytes]) -> None:
+        """Tell it nothing more."""
+        del self._clients[client]
+
+    def tell(self) -> None:
+        """Tell what has come to the tiers and left them since the last call."""
+        events = self._events.take()
+        if self._clients:
+            for frame in self._frames(events):
+                self._send(frame)
+
+    def go_on(self) -> None:
+        """Tell the next page to each engine that has still to be told of what there was, and reads."""
+        for client, pages in list(self._clients.items()):
+            if pages is None or not _may_be_told(client):
+                continue
+            page = next(pages, None)
+            if page is None:
+                self._clients[client] = None
+                page = frame_of(Told())
+            if page:
+                self._port.send(client, page)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `go_on` can go on at once."""
+        return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
+
+    def tell_state(self, now: float) -> None:
+        """Tell how the tiers are, if that has changed or was told some time ago. Not to an engine that reads nothing:
+        it would be told the same again and again."""
+        tiers = self.tiers.tiers
+        flags = (tiers.is_indexed, tiers.is_readable, tiers.is_making_room)
+        if not self._clients or (flags == self._flags and now - self._stated_at < STATE_S):
+            return
+        frame = frame_of(self.state())
+        for client in list(self._clients):
+            if flags != self._flags or not client.unread:
+                self._port.send(client, frame)
+        self._flags, self._stated_at = flags, now
+
+    def state(self) -> State:
+        """How the tiers are now."""
+        tiers = self.tiers.tiers
+        statistics = tiers.statistics()
+        host = replace(statistics.tiers[Tier.HOST], capacity_bytes=self._capacity_bytes)
+        return State(
+            tiers.is_indexed,
+            tiers.is_readable,
+            tiers.is_making_room,
+            {tier: _read_state(tiers, tier) for tier in (Tier.DISK, Tier.REMOTE)},
+            {**statistics.tiers, Tier.HOST: host},
+            statistics.disk,
+            statistics.remote,
+            list(statistics.host_tenants.items()),
+        )
+
+    def _send(self, frame: bytes) -> None:
+        for client in list(self._clients):
+            self._port.send(client, frame)
+
+    def _frames(self, events: Sequence[object]) -> Iterator[bytes]:
+        """Events of one kind that follow each other are one frame."""
+        blocks = [event for event in events if isinstance(event, BlockStored | BlockRemoved)]
+        assert len(blocks) == len(events), "an event that these tiers do not have"
+        for (tier, group_id, cause), run in groupby(blocks, _kind_of):
+            names = list(chain.from_iterable(event.names for event in run))
+            for start in range(0, len(names), MOST_BLOCKS):
+                yield self._frame(tier, group_id, cause, names[start : start + MOST_BLOCKS])
+
+    def _frame(self, tier: Tier, group_id: int, cause: EvictionCause | None, names: Sequence[BlockName]) -> bytes:
+        if cause is not None:
+            gone = LeftHost if tier is Tier.HOST else LeftDisk
+            return frame_of(gone(group_id, joined(names), cause))
+        if tier is Tier.DISK:
+            return frame_of(OnDisk(group_id, joined(names)))
+        # One that has left again is left out: that it has left comes next.
+        slots = self.tiers.tiers.index.host[group_id].pool.find_all(names)
+        there = np.flatnonzero(slots != ABSENT)
+        if len(there) < len(names):
+            names = [names[i] for i in there.tolist()]
+        return frame_of(InHost(group_id, joined(names), packed(slots[there])))
+
+    def _all_there_is(self) -> Iterator[bytes]:
+        """Frames that tell of all blocks that stay until the last frame; an empty one where nothing was found yet."""
+        index = self.tiers.tiers.index
+        for group_id, host in enumerate(index.host):
+            start = 0
+            while start < host.pool.num_slots:
+                slots = np.arange(start, min(start + LOOKED_THROUGH, host.pool.num_slots))
+                start = int(slots[-1]) + 1
+                slots = slots[host.pool.are_named(slots)]
+                if len(slots) > PAGE_BLOCKS:
+                    slots = slots[:PAGE_BLOCKS]
+                    start = int(slots[-1]) + 1
+                names = [name for slot in slots.tolist() if (name := host.pool.name(slot)) is not None]
+                yield frame_of(InHost(group_id, joined(names), packed(slots))) if names else b""
+        for group_id in range(len(index.host)):
+            for page in index.disk.index.pages(group_id):
+                yield frame_of(OnDisk(group_id, joined(page))) if page else b""
+
+
+def _read_state(tiers: LowerTiers, tier: Tier) -> ReadState:
+    speed = tiers.read_speed(tier)
+    return ReadState(speed.bytes_per_s, speed.latency_s, tiers.queued_read_bytes(tier))
+
+
+def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:
+    """What events have in common that are told in one frame; the cause of blocks that have left, else None."""
+    return event.tier, event.group_id, event.cause if isinstance(event, BlockRemoved) else None
+
+
+def _may_be_told(client: Client[bytes]) -> bool:
+    return client.is_open and len(client.unread) < MOST_UNREAD_BYTES

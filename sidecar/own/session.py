@@ -1,0 +1,411 @@
+"""Session: what one engine that is attached leases."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.engine.attached import wire
+from kvtier.engine.attached.wire import Malformed
+from kvtier.sidecar.door import Lease, LeaseUse
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.shares import Share, Wanted
+from kvtier.store.blob_store import TENANT_BYTES
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.inquiry import Inquiry
+from kvtier.tiers.lower.local_fetch import LocalFetch
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places
+from kvtier.tiers.lower.name_set import NAME_BYTES
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason
+
+MOST_BLOCKS = 1 << 20  # that one engine leases or waits for; what it fetches beyond that fails
+MOST_FETCHES = 1 << 16  # of one engine
+MOST_INQUIRIES = 1 << 10  # of one engine
+FREE, RESERVED, VOID = 0, 1, 2  # what a slot is to an engine; void: reserved before its blocks were forgotten
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Totals of all engines since the start, in blocks."""
+
+    num_asked: int = 0
+    num_leased: int = 0
+    num_loaded: int = 0  # leased, and released
+    num_stored: int = 0
+    num_failed: int = 0  # asked for, and could not be had
+    num_late: int = 0  # of them those whose reads have hung
+    num_without_room: int = 0  # slots that could not be reserved
+    num_over_share: int = 0  # blocks and slots that were refused since the engine has its share of host memory leased
+    num_given_up: int = 0  # slots that were reserved, and nothing was published in
+    landed_at: float = float("-inf")  # when a block last came from disk that one of them waits for, or could not
+
+
+@dataclass(eq=False, slots=True)
+class Fetched:
+    """One fetch of the engine's. *is_open*: for each place whether it is leased or waited for."""
+
+    fetch: LocalFetch
+    is_open: npt.NDArray[np.bool_]
+    num_open: int
+    begun_at: float
+    is_for_later: bool
+    landed: list[int] = field(default_factory=list)  # places that the engine has not been told of
+    failed: list[tuple[int, Reason]] = field(default_factory=list)
+
+
+class Asked(NamedTuple):
+    """An inquiry of the engine's that is not answered."""
+
+    inquiry: Inquiry
+    group_id: int
+    names: Sequence[BlockName]
+
+
+class Session:
+    """The leases of one engine: they end with it. Every call checks what the engine says before it does anything, and
+    raises `Malformed` for what an engine that is whole never says. Owned by the sidecar's thread."""
+
+    def __init__(self, tiers: LayoutTiers, counts: SessionCounts, share: Share, clock: Callable[[], float]) -> None:
+        """*share* is the engine's, of host memory: what it leases counts there."""
+        self.tiers = tiers
+        self._share = share
+        self.since = clock()
+        self._clock = clock
+        self._counts = counts
+        self._lower: LowerTiers = tiers.tiers
+        self._fetches: dict[int, Fetched] = {}
+        self._inquiries: dict[int, Asked] = {}
+        self._num_open = 0  # of all of them
+        self._states = [np.zeros(num_slots, np.uint8) for num_slots in self._lower.num_slots]  # [group][slot]
+        self._num_reserved = [0 for _ in self._states]
+        self._reserved_at = self.since
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for blocks that it wants now, or for an answer."""
+        return bool(self._inquiries) or any(
+            each.fetch.is_reading and not each.is_for_later for each in self._fetches.values()
+        )
+
+    @property
+    def waits_since(self) -> float:
+        """Since when it waits for the oldest fetch that is not complete."""
+        waiting = (each for each in self._fetches.values() if each.fetch.is_reading and not each.is_for_later)
+        return min((each.begun_at for each in waiting), default=float("inf"))
+
+    def leases(self) -> Iterator[Lease]:
+        """What it leases now."""
+        for fetched in self._fetches.values():
+            if fetched.fetch.num_leased:
+                yield Lease(LeaseUse.READ, fetched.fetch.group_id, fetched.fetch.num_leased, fetched.begun_at)
+        for group_id, num_slots in enumerate(self._num_reserved):
+            if num_slots:
+                yield Lease(LeaseUse.WRITTEN, group_id, num_slots, self._reserved_at)
+
+    def fetch(self, message: wire.Fetch) -> Iterator[wire.Fetched]:
+        """Lease what is there, and have the rest read; what the engine is told at once."""
+        names = self._names(message.group, message.names)
+        if message.number in self._fetches:
+            raise Malformed("a fetch with the number of another")
+        if len(set(names)) < len(names):
+            raise Malformed("a fetch of one block twice")
+        if len(message.tenant) not in (0, TENANT_BYTES):
+            raise Malformed(f"a tenant of {len(message.tenant)} bytes")
+        blocks = NamedBlocks(names, wire.parents_in(names, message.starts), message.tenant)
+        self._counts.num_asked += len(names)
+        if len(names) + self._num_open > MOST_BLOCKS or len(self._fetches) == MOST_FETCHES:
+            self._counts.num_failed += len(names)
+            yield wire.Fetched(message.number, b"", b"", b"", b"", [(i, Reason.CAPACITY) for i in range(len(names))])
+            return
+
+        def on_fetched(_: Fetch, place: int, failure: Reason | None) -> None:
+            self._on_fetched(fetched, place, failure)
+
+        places = self._lower.find(message.group, names)
+        num_within = self._num_within_share(message.group, names, places)
+        beyond = dict.fromkeys(range(num_within, len(names)), Reason.CAPACITY)
+        if beyond:
+            blocks = NamedBlocks(names[:num_within], blocks.parents[:num_within], message.tenant)
+        fetch = self.tiers.fetch_any(message.group, blocks, places[:num_within], on_fetched, not message.is_for_later)
+        fetched = Fetched(fetch, np.ones(len(names), np.bool_), len(names), self._clock(), message.is_for_later)
+        self._fetches[message.number] = fetched
+        self._num_open += len(names)
+        fetched.landed = np.flatnonzero(fetch.slots != ABSENT).tolist()
+        self._share.lease(self.tiers.memories[message.group], fetch.slots[fetched.landed].astype(np.intp))
+        failures = {**fetch.failures, **beyond}
+        fetched.failed = list(failures.items())
+        self._close(fetched, np.array(list(failures), np.intp))
+        yield from self._told(message.number, fetched)
+
+    def inquire(self, message: wire.Inquire) -> None:
+        """Find out which of these blocks a remote tier has."""
+        names = self._names(message.group, message.names)
+        if message.number in self._inquiries:
+            raise Malformed("an inquiry with the number of another")
+        if len(self._inquiries) == MOST_INQUIRIES:
+            return  # the engine goes on without an answer
+        inquiry = self._lower.inquire(message.group, names)
+        self._inquiries[message.number] = Asked(inquiry, message.group, names)
+
+    def take_inquired(self) -> Iterator[wire.Inquired]:
+        """The answers that have come since the last call."""
+        for number, asked in list(self._inquiries.items()):
+            if asked.inquiry.is_done:
+                del self._inquiries[number]
+                is_remote = self._lower.find(asked.group_id, asked.names) == ON_REMOTE
+                yield wire.Inquired(number, wire.joined(list(compress(asked.names, is_remote.tolist()))))
+
+    def take_fetched(self) -> Iterator[wire.Fetched]:
+        """What the engine is to be told of its fetches since the last call."""
+        for number, fetched in list(self._fetches.items()):
+            if fetched.landed or fetched.failed:
+                yield from self._told(number, fetched)
+
+    def release(self, message: wire.Release) -> None:
+        """End leases, or wait for blocks no longer. A fetch that is over has none."""
+        fetched = self._fetches.get(message.number)
+        if fetched is None:
+            return
+        places = wire.numbers_in(message.places, len(fetched.is_open))
+        if len(np.unique(places)) < len(places):
+            raise Malformed("a place is released twice at once")
+        self._release(fetched, places[fetched.is_open[places]])
+        self._end_if_over(message.number, fetched)
+
+    def reserve(self, message: wire.Reserve) -> wire.Reserved:
+        """Slots to write to, as many as there are."""
+        self._check_group(message.group)
+        if not 0 <= message.num_slots <= wire.MOST_BLOCKS:
+            raise Malformed(f"{message.num_slots} slots are asked for")
+        memory = self.tiers.memories[message.group]
+        num_within = self._share.num_affordable([Wanted(memory, np.full(message.num_slots, NOWHERE))])
+        slots = np.array(self.tiers.reserve(message.group, num_within), np.intp)
+        self._share.lease(memory, slots)
+        self._counts.num_over_share += message.num_slots - num_within
+        self._counts.num_without_room += num_within - len(slots)
+        self._states[message.group][slots] = RESERVED
+        self._num_reserved[message.group] += len(slots)
+        self._reserved_at = self._clock()
+        return wire.Reserved(message.group, message.num_slots, wire.packed(slots))
+
+    def take_in(self, message: wire.Publish | wire.Abandon | wire.Refresh | wire.Forget) -> None:
+        """What the engine tells, and needs no answer to."""
+        match message:
+            case wire.Publish():
+                self.publish(message)
+            case wire.Abandon():
+                self.abandon(message)
+            case wire.Refresh():
+                self.refresh(message)
+            case wire.Forget():
+                self.forget(message)
+
+    def publish(self, message: wire.Publish) -> None:
+        """The blocks in these slots can be found from now on, unless all were forgotten since they were reserved."""
+        slots = self._reserved(message.group, message.slots)
+        names = self._names(message.group, message.names)
+        digests = wire.digests_in(message.digests, len(slots))
+        owners = wire.owners_in(message.owners, len(slots))
+        rows = _rows(message.chains, names, len(slots))
+        traced = list(_traced(message.traced, names))
+        is_void = bool((self._states[message.group][slots] == VOID).any())
+        self._no_longer_reserved(message.group, slots)
+        if is_void:
+            self._counts.num_given_up += len(slots)
+            self._lower.abandon(message.group, slots)
+            return
+        self._counts.num_stored += len(slots)
+        for traceparent, own in traced:
+            self.tiers.add_traced(traceparent, own)
+        self._lower.publish(message.group, slots, rows, digests, owners)
+
+    def abandon(self, message: wire.Abandon) -> None:
+        """Nothing was written to these slots."""
+        slots = self._reserved(message.group, message.slots)
+        self._no_longer_reserved(message.group, slots)
+        self._counts.num_given_up += len(slots)
+        self._lower.abandon(message.group, slots)
+
+    def refresh(self, message: wire.Refresh) -> None:
+        """These blocks were used."""
+        names = self._names(message.group, message.names)
+        if len(message.were_read) not in (0, len(names)):
+            raise Malformed(f"{len(names)} blocks were used, and {len(message.were_read)} have an origin")
+        were_read = dict(zip(names, map(bool, message.were_read), strict=False))
+        names = list(dict.fromkeys(names))
+        self.tiers.refresh(message.group, names, [were_read[name] for name in names] if were_read else ())
+
+    def forget(self, message: wire.Forget) -> None:
+        """These blocks have wrong bytes in host memory."""
+        self._lower.forget(message.group, list(dict.fromkeys(self._names(message.group, message.names))))
+
+    def void(self) -> None:
+        """What is being written is never to be found."""
+        for states in self._states:
+            states[states == RESERVED] = VOID
+
+    def time_out(self) -> None:
+        """The disk has brought nothing for too long: what is being read fails, and so does what waits for a slot."""
+        for fetched in self._fetches.values():
+            fetch = fetched.fetch
+            if not fetch.is_reading or fetched.is_for_later:
+                continue
+            fetch.time_out()
+            is_waiting = fetched.is_open & (fetch.slots == ABSENT)
+            is_waiting[list(fetch.failures)] = False  # told with the next poll
+            places = np.flatnonzero(is_waiting)
+            fetch.release(places)
+            fetched.failed += [(place, Reason.CAPACITY) for place in places.tolist()]
+            self._close(fetched, places)
+
+    def give_up(self, message: wire.TimeOut) -> None:
+        """The engine takes what a fetch waits for to hang."""
+        if (fetched := self._fetches.get(message.number)) is not None:
+            fetched.fetch.time_out()
+
+    def stop_listening(self) -> None:
+        """Wait no longer for what the engine was not told of. What it knows to be leased stays so until `end`, as one
+        of its processes may be copying there."""
+        self._inquiries.clear()
+        for number, fetched in list(self._fetches.items()):
+            is_unknown = fetched.is_open.copy()
+            is_unknown[np.flatnonzero(fetched.fetch.slots != ABSENT)] = False
+            is_unknown[fetched.landed] = fetched.is_open[fetched.landed]
+            self._release(fetched, np.flatnonzero(is_unknown)[::-1])
+            fetched.landed, fetched.failed = [], []
+            self._end_if_over(number, fetched)
+
+    def end(self) -> None:
+        """End all leases: no process of the engine copies any more."""
+        for fetched in self._fetches.values():
+            self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])
+        self._fetches.clear()
+        for group_id, states in enumerate(self._states):
+            if self._num_reserved[group_id]:
+                slots = np.flatnonzero(states)
+                self._no_longer_reserved(group_id, slots)
+                self._counts.num_given_up += len(slots)
+                self._lower.abandon(group_id, slots)
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        for group_id, states in enumerate(self._states):
+            slots = np.flatnonzero(states)
+            assert len(slots) == self._num_reserved[group_id], "an engine's reserved slots were miscounted"
+            pool = self.tiers.tiers.index.host[group_id].pool
+            assert pool.num_leased(slots) == len(slots), "an engine has reserved a slot that is not leased"
+            assert not pool.are_named(slots).any(), "an engine may write to a slot with a block"
+        for fetched in self._fetches.values():
+            assert np.count_nonzero(fetched.is_open) == fetched.num_open, "an engine's fetch was miscounted"
+            assert fetched.num_open or fetched.failed, "a fetch is kept that is over"
+        num_open = sum(fetched.num_open for fetched in self._fetches.values())
+        assert num_open == self._num_open, "what an engine leases and waits for was miscounted"
+
+    def _told(self, number: int, fetched: Fetched) -> Iterator[wire.Fetched]:
+        fetch, failures = fetched.fetch, fetched.failed
+        places = np.array(fetched.landed, np.intp)
+        places = places[fetched.is_open[places]]  # the others were released meanwhile
+        fetched.landed, fetched.failed = [], []
+        self._counts.num_leased += len(places)
+        self._counts.num_failed += len(failures)
+        if len(places) or failures or not len(fetched.is_open):
+            yield wire.Fetched(
+                number,
+                wire.packed(places),
+                wire.packed(fetch.slots[places]),
+                fetch.digests(places),
+                fetch.owners(places).astype("<u8").tobytes(),
+                failures,
+            )
+        self._end_if_over(number, fetched)
+
+    def _on_fetched(self, fetched: Fetched, place: int, failure: Reason | None) -> None:
+        self._counts.landed_at = self._clock()
+        if not fetched.is_open[place]:  # it was told at once, or released
+            return
+        if failure is None:
+            self._share.lease(
+                self.tiers.memories[fetched.fetch.group_id], np.array([fetched.fetch.slots.item(place)], np.intp)
+            )
+            fetched.landed.append(place)
+        else:
+            fetched.failed.append((place, failure))
+            self._counts.num_late += failure is Reason.DEADLINE
+            self._close(fetched, np.array([place]))
+
+    def _end_if_over(self, number: int, fetched: Fetched) -> None:
+        if not fetched.num_open and not fetched.failed:
+            del self._fetches[number]
+
+    def _num_within_share(self, group_id: int, names: Sequence[BlockName], places: Places) -> int:
+        """How many of the first of these blocks the engine may have leased beside what it has."""
+        num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
+        self._counts.num_over_share += len(names) - num_within
+        return num_within
+
+    def _release(self, fetched: Fetched, places: Ids) -> None:
+        """End the leases on these blocks, all of which are leased or waited for."""
+        slots = fetched.fetch.slots[places]
+        leased = slots[slots != ABSENT].astype(np.intp)
+        self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)
+        self._counts.num_loaded += len(leased)
+        self._close(fetched, places)
+        fetched.fetch.release(places)
+
+    def _close(self, fetched: Fetched, places: Ids) -> None:
+        """These are neither leased nor waited for any more."""
+        num_closed = int(np.count_nonzero(fetched.is_open[places]))
+        fetched.num_open -= num_closed
+        self._num_open -= num_closed
+        fetched.is_open[places] = False
+
+    def _check_group(self, group_id: int) -> None:
+        if not 0 <= group_id < len(self._states):
+            raise Malformed(f"a group {group_id} of {len(self._states)}")
+
+    def _names(self, group_id: int, data: bytes) -> list[BlockName]:
+        self._check_group(group_id)
+        return wire.names_in(data)
+
+    def _reserved(self, group_id: int, data: bytes) -> Ids:
+        """The slots, all of them reserved by this engine, and no slot twice."""
+        self._check_group(group_id)
+        slots = wire.numbers_in(data, len(self._states[group_id]))
+        if (self._states[group_id][slots] == FREE).any() or len(np.unique(slots)) < len(slots):
+            raise Malformed("a slot that the engine has not reserved")
+        return slots
+
+    def _no_longer_reserved(self, group_id: int, slots: Ids) -> None:
+        self._share.release(self.tiers.memories[group_id], slots)
+        self._states[group_id][slots] = FREE
+        self._num_reserved[group_id] -= len(slots)
+
+
+def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
+    """The names of each traced request's blocks; `Malformed` for too many requests, or places that there are not."""
+    if len(traced) > wire.MOST_TRACED:
+        raise Malformed(f"{len(traced)} requests are told to be traced, at most {wire.MOST_TRACED} may be")
+    for each in traced:
+        yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
+
+
+def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[Row]:
+    """The chains as rows; `Malformed` unless each of the blocks is in one of them."""
+    rows, end = [], 0
+    for each in chains:
+        if each.start != end or not end < each.end <= len(names):
+            raise Malformed("chains that are not one after another")
+        if each.parent is not None and len(each.parent) != NAME_BYTES:
+            raise Malformed(f"a parent of {len(each.parent)} bytes")
+        end = each.end
+        parent = None if each.parent is None else BlockName(each.parent)
+        rows.append(Row(each.start, end, list(names[each.start : end]), parent))
+    if not end == len(names) == num_blocks:
+        raise Malformed(f"{num_blocks} slots, {len(names)} blocks, and chains of {end}")
+    return rows

@@ -1,0 +1,155 @@
+"""Quarantine: slots of sessions that have ended while a process may still copy from or to them."""
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvtier.sidecar.door import AttachedClient, LeaseUse
+
+log = logging.getLogger(__name__)
+
+TELL_AFTER_S = 5.0  # in quarantine; a process that is being killed needs less, and nobody has to know of it
+MAX_CLIENTS = 512  # in quarantine; each keeps a descriptor open
+PIECE_BYTES = 256 << 10
+MAX_PIECES = 16  # that are dropped in one look
+
+
+class Lifeline:
+    """The sidecar's end of a connection whose session has ended, kept open to learn when the other end is closed.
+
+    The kernel closes the other end once every process that holds it has ended or has closed it. This works across pid
+    namespaces, and the connection of a process that is stopped stays open.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over *connection*. The other side is told nothing."""
+        self._connection = connection
+
+    @classmethod
+    def after_farewell(cls, connection: socket.socket) -> Self:
+        """Take over *connection*, and tell the other side that nothing more will be sent."""
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        return cls(connection)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether every process has closed the other end.
+
+        Drops what the other side has sent: TCP delivers the end of a connection only behind its data.
+        """
+        if self._connection.fileno() < 0:
+            return True
+        try:
+            for _ in range(MAX_PIECES):
+                if not self._connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT):
+                    break
+            else:
+                return False
+        except BlockingIOError:
+            return False
+        except OSError:  # it was reset
+            pass
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Close this end too."""
+        self._connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineStatistics:
+    """Slots in quarantine, by value."""
+
+    num_clients: int = 0
+    num_chunks: int = 0  # slots of all groups
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    door: str
+    client: AttachedClient
+    holders: Callable[[], Sequence[str]]
+    let_go: Callable[[], None]
+    is_told: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(lease.num_chunks for lease in self.client.leases)
+
+
+class Quarantine:
+    """Keeps the leases of clients whose session has ended for as long as one of their processes may still copy.
+
+    A process that is stopped in the middle of a copy goes on with it when it is woken up, even after its session has
+    ended. Until it is known that no such process is left, the slots that it had leased are given to no other block, and
+    nothing that it says of them is believed. Owned by the sidecar's thread.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: list[_Held] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(
+        self,
+        door: str,
+        client: AttachedClient,
+        holders: Callable[[], Sequence[str]],
+        let_go: Callable[[], None],
+    ) -> None:
+        """Keep the leases of *client* while *holders* names any process, then call *let_go*, which ends them.
+
+        Calls *let_go* at once if the client leases nothing, or if no process is left. *holders* is called again and
+        again, and is asked no more once it has named no process. *door* begins the lines of the log.
+        """
+        if not client.leases or not holders():
+            let_go()
+            return
+        leases = tuple(replace(lease, use=LeaseUse.QUARANTINED) for lease in client.leases)
+        self._held.append(_Held(door, replace(client, since=self._clock(), leases=leases), holders, let_go))
+
+    def poll(self) -> None:
+        """Let go of what no process can copy any more, and tell the operator of what stays for long."""
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if names := held.holders():
+                self._held.append(held)
+                self._tell(held, names)
+                continue
+            held.let_go()
+            if held.is_told:
+                log.info("%s: %d slots of %s left quarantine", held.door, held.num_chunks, held.client.name)
+
+    def clients(self) -> list[AttachedClient]:
+        """Those whose slots are in quarantine, and since when, by value."""
+        return [held.client for held in self._held]
+
+    def statistics(self) -> QuarantineStatistics:
+        """How much is in quarantine."""
+        return QuarantineStatistics(len(self._held), sum(held.num_chunks for held in self._held))
+
+    def close(self) -> None:
+        """End all leases. No slot is given to any block from now on."""
+        held, self._held = self._held, []
+        for each in held:
+            each.let_go()
+
+    def _tell(self, held: _Held, names: Sequence[str]) -> None:
+        if not held.is_told and self._clock() - held.client.since > TELL_AFTER_S:
+            held.is_told = True
+            log.warning(
+                "%s: %d slots of %s are in quarantine since its session ended: %s may still copy from or to them; wake "
+                "it up or kill it: the slots become free once all its processes have ended or, with kvtier's own "
+                "client, once it attaches again",
+                held.door,
+                held.num_chunks,
+                held.client.name,
+                " and ".join(dict.fromkeys(names)),
+            )

@@ -1,0 +1,75 @@
+"""SharedFetch: chunks of one group on their way into a client's leases, which count in its share."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.shares import Share
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.lower_tiers import Fetch, Places
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason, Tier
+
+
+class SharedFetch:
+    """A `Fetch` for a client: each chunk counts in its share from the beginning until it is released, or fails."""
+
+    def __init__(
+        self,
+        tiers: LayoutTiers,
+        group_id: int,
+        blocks: NamedBlocks,
+        share: Share,
+        on_fetched: Callable[[int, Reason | None], None],
+    ) -> None:
+        """*on_fetched* is told of each chunk's place as `OnFetched` is."""
+        self._memory = tiers.memories[group_id]
+        self._names = blocks.names
+        self._share = share
+        self._tell = on_fetched
+        self._fetch = tiers.fetch(group_id, blocks, self._on_fetched)
+        self._is_coming = self._fetch.slots == ABSENT
+        share.lease(self._memory, self._leased(np.flatnonzero(~self._is_coming)))
+        share.expect(self._memory, [self._names[place] for place in np.flatnonzero(self._is_coming).tolist()])
+
+    @property
+    def slots(self) -> Places:
+        """For each chunk the slot that is leased for it, or ABSENT."""
+        return self._fetch.slots
+
+    @property
+    def num_coming(self) -> int:
+        """Chunks that have still to be read."""
+        return int(self._is_coming.sum())
+
+    def digest(self, place: int) -> bytes:
+        """The digest of a leased chunk's bytes."""
+        return self._fetch.digest(place)
+
+    def tier(self, place: int) -> Tier:
+        """From which tier a leased chunk came."""
+        return self._fetch.tier(place)
+
+    def release(self, places: Ids) -> None:
+        """End the leases on these chunks, none of which has been released; the tail of the prefix comes first."""
+        self._share.release(self._memory, self._leased(places))
+        for place in places[self._is_coming[places]].tolist():
+            self._expect_no_more(place)
+        self._fetch.release(places)
+
+    def _leased(self, places: Ids) -> Ids:
+        slots = self._fetch.slots[places]
+        leased: Ids = slots[slots != ABSENT].astype(np.intp)
+        return leased
+
+    def _expect_no_more(self, place: int) -> None:
+        self._is_coming[place] = False
+        self._share.do_not_expect(self._memory, [self._names[place]])
+
+    def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        if self._is_coming[place]:  # else it failed, and was released before it was told of
+            self._expect_no_more(place)
+        if failure is None:
+            self._share.lease(self._memory, np.array([fetch.slots.item(place)]))
+        self._tell(place, failure)

@@ -1,0 +1,123 @@
+"""SharedHit: the longest prefix of a prompt's chunks that can be kept in host memory for a client."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.sidecar.layout_tiers import LayoutTiers
+from kvtier.sidecar.shares import Share, Wanted
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Places, are_cold
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
+
+
+def needed(group: AttentionGroup, num_chunks: int) -> range:
+    """Return the chunks of a hit of *num_chunks* chunks that the group needs."""
+    return range(group.first_needed(num_chunks * group.block_size), num_chunks)
+
+
+def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray[np.bool_]], num_chunks: int) -> int:
+    """Return the length of the longest hit, *num_chunks* at most, of which each group has all that it needs.
+
+    *are_there*: for each group whether it has each of the chunks. The groups' blocks are chunks of one size.
+    """
+
+    def first_hole(number: int, start: int, end: int) -> int:
+        holes = np.flatnonzero(~are_there[number][start:end])
+        return start + int(holes[0]) if len(holes) else end
+
+    size = groups[0].block_size
+    return longest_hit(num_chunks * size, groups, first_hole) // size
+
+
+class SharedHit:
+    """The longest prefix of some chunks that a request can go on from, and of that as much as a client may have leased.
+    It leases nothing, and may be out of date soon. All of the tiers' groups that are asked have chunks of one size."""
+
+    def __init__(
+        self,
+        tiers: LayoutTiers,
+        groups: Mapping[int, AttentionGroup],
+        names: Sequence[BlockName],
+        share: Share,
+        lost: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """*groups*: those that have to have the chunks, by their numbers in *tiers*. *lost*: chunks that are not to be
+        counted on, as pairs of group and place."""
+        self._tiers = tiers
+        self._groups = groups
+        self._names = names
+        self._places: dict[int, Places] = {}
+        limit = len(names)
+        for group_id in sorted(groups, key=lambda group_id: groups[group_id].forgets):
+            own = names if limit == len(names) else names[:limit]
+            if groups[group_id].forgets:
+                self._places[group_id] = tiers.tiers.find(group_id, own)
+            else:
+                self._places[group_id] = tiers.tiers.find_run(group_id, own)
+                limit = len(self._places[group_id])
+        self._are_there = {group_id: places != NOWHERE for group_id, places in self._places.items()}
+        for group_id, place in lost:
+            self._are_there[group_id][place : place + 1] = False
+        self.num_there = self._longest(limit)
+        self.num_chunks = self._within(share)  # of them that the client may have leased
+
+    @property
+    def is_read(self) -> bool:
+        """Whether some of the chunks have to be read into host memory."""
+        return any(
+            bool(are_cold(self._places[group_id][own.start : own.stop]).any())
+            for group_id, own in self._needed(self.num_chunks).items()
+        )
+
+    def missing(self) -> Mapping[int, Sequence[BlockName]]:
+        """Return for each group the chunks that are not here and that a longer hit may need."""
+        found: dict[int, Sequence[BlockName]] = {}
+        for group_id, group in self._groups.items():
+            are_there = self._are_there[group_id]
+            if not group.forgets:
+                hole = int(np.argmin(np.append(are_there, False)))
+                found[group_id] = self._names[hole:]
+            else:
+                first = group.first_needed((self.num_there + 1) * group.block_size)
+                num_known = len(are_there)
+                found[group_id] = [
+                    self._names[place]
+                    for place in range(first, len(self._names))
+                    if place >= num_known or not are_there[place]
+                ]
+        return {group_id: names for group_id, names in found.items() if names}
+
+    def within_room(self) -> int:
+        """Get room in host memory for the chunks, and return how many of the first ones it has room for."""
+        num_chunks = self.num_chunks
+        while num_chunks:
+            rooms = [
+                (len(own), self._tiers.room_for(group_id, self._places[group_id][own.start : own.stop]))
+                for group_id, own in self._needed(num_chunks).items()
+            ]
+            if all(room >= wanted for wanted, room in rooms):
+                break
+            num_chunks = self._longest(min(room for wanted, room in rooms if room < wanted))
+        return num_chunks
+
+    def _within(self, share: Share) -> int:
+        num_chunks = self.num_there
+        while num_chunks:
+            wanted = [
+                Wanted(self._tiers.memories[group_id], places[own.start : own.stop], self._names[own.start : own.stop])
+                for group_id, own in self._needed(num_chunks).items()
+                for places in [self._places[group_id]]
+            ]
+            num_affordable = share.num_affordable(wanted)
+            if num_affordable >= max(len(each.places) for each in wanted):
+                break
+            num_chunks = self._longest(num_affordable)
+        return num_chunks
+
+    def _needed(self, num_chunks: int) -> Mapping[int, range]:
+        return {group_id: needed(group, num_chunks) for group_id, group in self._groups.items()}
+
+    def _longest(self, limit: int) -> int:
+        return longest_of(list(self._groups.values()), [self._are_there[each] for each in self._groups], limit)

@@ -1,0 +1,249 @@
+"""Sidecar: one thread between engines' sockets, host memory and disk."""
+
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvtier.engine.observability.records.recent_records import RecentRecords
+from kvtier.engine.observability.records.request_log import RequestLog
+from kvtier.engine.observability.tracing.tracer import Tracer
+from kvtier.engine.stores.remote_store import OpenRemote
+from kvtier.engine.stores.reopening_store import ReopeningStore
+from kvtier.sidecar.door import AttachedClient, Door
+from kvtier.sidecar.drive_life import DriveLife
+from kvtier.sidecar.finished_transfers import FinishedTransfers
+from kvtier.sidecar.layout import Layout
+from kvtier.sidecar.layouts import Layouts
+from kvtier.sidecar.pins import Pins
+from kvtier.sidecar.statistics import SidecarStatistics, statistics_of
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import TransferEngine
+
+_Answer = TypeVar("_Answer")
+
+TICK_S = 0.05  # while something is under way: deadlines are looked at so often at least
+IDLE_TICK_S = 0.5  # the disk's openings and breakers are looked at so often
+MOST_ASKED = 256  # questions of other threads that wait for the owner's: more only if that is stuck
+TAKING_IN_S = 0.001  # of a turn, for what the lanes have finished; the rest waits for the next turn
+
+
+class TooManyAsked(RuntimeError):
+    """So many questions wait for the owner's thread that it takes no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How far what is in host memory is on its way to disk."""
+
+    is_there: bool  # there is a disk
+    is_possible: bool  # and writing to it does not fail now
+    num_left: int  # chunks that are in host memory only
+
+
+class Sidecar:
+    """Owns the tiers of all layouts. No call here waits for a disk, an engine or a copy: `run` waits in one place, for
+    sockets and lanes together. Made by `build_sidecar`; `stop` may be called from any thread or signal's handler."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        finished: FinishedTransfers,
+        transfers: TransferEngine,
+        layouts: Layouts,
+        doors: Sequence[Door],
+        store: ReopeningStore | None,
+        life: DriveLife | None = None,
+        request_log: RequestLog | None = None,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        remote: OpenRemote | None = None,
+    ) -> None:
+        self.layouts = layouts
+        self.doors = doors
+        self.pins = Pins(layouts.shares, clock)
+        self._segment = segment
+        self._finished = finished
+        self._transfers = transfers
+        self._store = store
+        self._life = life
+        self._request_log = request_log
+        self._tracer = tracer
+        self._remote = remote
+        self.remote_where = None if remote is None else remote.where
+        self._clock = clock
+        self.started_at = clock()
+        self._is_stopping = False
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        for file in (finished.file, *(door.file for door in doors)):
+            self._selector.register(file, selectors.EVENT_READ)
+
+    def run(self, look: Callable[[SidecarStatistics], None] = lambda statistics: None) -> None:
+        """Serve until `stop`. *look* is given the statistics about every `IDLE_TICK_S`."""
+        look_at = self._clock()
+        while not self._is_stopping:
+            may_have_more = self.turn()
+            if self._clock() >= look_at:
+                look(self.statistics())
+                look_at = self._clock() + IDLE_TICK_S
+            self._wait(may_have_more)
+
+    def turn(self) -> bool:
+        """Go on with all that is under way; whether engines may have sent more than was taken in."""
+        self._finished.reset()
+        until = self._clock() + TAKING_IN_S
+        self._transfers.poll(goes_on=lambda: self._clock() < until)
+        self._answer_asked()
+        self.layouts.poll()
+        self.pins.poll()
+        for door in self.doors:
+            door.tick()
+        # Last: a socket that was sent to may have frames and tell of none until it is looked at again.
+        return sum(door.receive() for door in self.doors) > 0
+
+    def stop(self) -> None:
+        """Have `run` return."""
+        self._is_stopping = True
+        self._finished.wake()
+
+    def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
+        """Have *question* answered by the thread that owns the tiers, between two of its deeds; from any thread.
+
+        The answer is `TooManyAsked` if that thread has `MOST_ASKED` questions before this one."""
+        answer: Future[_Answer] = Future()
+        if self.num_asked >= MOST_ASKED:
+            answer.set_exception(TooManyAsked(f"{MOST_ASKED} questions wait for the sidecar's thread already"))
+            return answer
+        self._asked.put((question, answer))
+        self._finished.wake()
+        return answer
+
+    @property
+    def num_asked(self) -> int:
+        """Questions that wait for this thread; any thread may ask."""
+        return self._asked.qsize()
+
+    @property
+    def why_not_ready(self) -> str:
+        """Why engines cannot attach and store now, empty if they can."""
+        if self._is_stopping:
+            return "the sidecar is about to end"
+        if not self.doors:
+            return "no door is open"
+        if self._segment.backed_bytes < self.layouts.extents.extent_bytes:
+            return "no host memory is backed yet"
+        return ""
+
+    @property
+    def records(self) -> RecentRecords:
+        """What engines have looked up lately, as far as doors are told whose tokens they are."""
+        return self.layouts.records
+
+    def clients(self) -> list[AttachedClient]:
+        """All engines that are attached, by value."""
+        return [client for door in self.doors for client in door.clients()]
+
+    def quarantined(self) -> list[AttachedClient]:
+        """All whose session has ended while one of their processes may still copy, by value."""
+        return self.layouts.quarantine.clients()
+
+    def saving(self) -> Saving:
+        """How far what is in host memory is on its way to disk."""
+        is_there = self._store is not None
+        return Saving(is_there, is_there and self.layouts.is_saving_possible, self.layouts.num_unsaved)
+
+    def clear(self, layouts: Sequence[Layout]) -> None:
+        """Forget every chunk of these layouts, also what engines are storing now."""
+        for door in self.doors:
+            door.on_clear(layouts)
+        for tiers in self.layouts:
+            if tiers.layout in layouts:
+                tiers.clear()
+
+    def check(self, layout: Layout) -> None:
+        """Raise AssertionError if any two books of the layout disagree."""
+        self.layouts.open(layout).check()
+
+    def check_doors(self) -> None:
+        """Raise AssertionError if any two books of a door, or of the pins, disagree."""
+        self.pins.check()
+        for door in self.doors:
+            door.check()
+
+    def now(self) -> float:
+        """The time of the clock by which clients and leases are as old as they are."""
+        return self._clock()
+
+    def leave(self) -> None:
+        """Leave the segment to the process that comes after this one. Engines go on mapping it, and what they are
+        copying now they may go on copying."""
+        self.layouts.ledger.freeze()
+        self._segment.leave()
+
+    def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
+        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed.
+        *on_turn* is called again and again meanwhile."""
+        for door in self.doors:
+            self._selector.unregister(door.file)
+            door.close()
+        self.doors = ()
+        give_up_at = self._clock() + timeout_s
+        while (num_left := self.layouts.num_unsaved) and self._clock() < give_up_at:
+            self.turn()
+            on_turn()
+            if not self.layouts.is_saving_possible:
+                break
+            self._wait(False)
+        return num_left
+
+    def statistics(self) -> SidecarStatistics:
+        """Everything counted, by value."""
+        store = None if self._store is None else (self._store.standing(), self._store.statistics())
+        doors = tuple(door.counts() for door in self.doors)
+        life = None if self._life is None else self._life.statistics()
+        request_log = None if self._request_log is None else self._request_log.counts()
+        return statistics_of(
+            self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics(), life, request_log
+        )
+
+    def close(self) -> None:
+        """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""
+        for door in self.doors:
+            door.close()
+        self._selector.close()
+        if self._store is not None:
+            self._store.stop_opening()
+        is_closed = self._transfers.close()
+        if self._remote is not None:
+            self._remote.close()
+        if self._store is not None:
+            self._store.close() if is_closed else self._store.kill()
+        if self._request_log is not None:
+            self._request_log.close()
+        self.layouts.close()
+        if self._tracer is not None:
+            self._tracer.close()
+        self._segment.close()  # after the store, whose process is given its descriptor
+        if is_closed:
+            self._finished.close()
+
+    def _answer_asked(self) -> None:
+        while not self._asked.empty():
+            question, answer = self._asked.get()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except Exception as error:  # the asker's to handle
+                    answer.set_exception(error)
+
+    def _wait(self, may_have_more: bool) -> None:
+        """Wait for sockets and lanes, for as long as nothing is due."""
+        if may_have_more or not self._finished.empty():
+            return
+        is_busy = self._transfers.in_flight or any(door.is_waiting for door in self.doors)
+        self._selector.select(TICK_S if is_busy else IDLE_TICK_S)

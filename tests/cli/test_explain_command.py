@@ -1,0 +1,174 @@
+"""`kvtier explain`: a table, or JSON, of what a real server or sidecar answers."""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import BLOCK_SIZE, MODEL, ServerInThread, come_true, serving, tables
+from sidecars import TOKEN, running_sidecar, small_config
+from small_models import build
+
+from kvtier.cli.main import main
+
+NUM_TOKENS = 4 * BLOCK_SIZE + 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerInThread]:
+    with serving(build("llama"), tables()) as address:
+        yield address
+
+
+def ask(server: ServerInThread, request_id: str, prompt: list[int]) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+    answer = server.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+    assert answer.status_code == 200, answer.text
+    come_true(lambda: server.get(f"/v1/kvtier/explain/{request_id}").status_code == 200)
+
+
+def prompt_of(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32, 127) for _ in range(NUM_TOKENS)]
+
+
+def test_a_request_is_explained_in_a_table(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "first", prompt_of(1))
+    ask(server, "second", [*prompt_of(1)[:40], *prompt_of(2)])
+
+    assert main(["explain", "second", "--url", server.url]) == 0
+
+    told = capsys.readouterr().out
+    assert "request second" in told
+    assert "device" in told
+    assert "never seen" in told
+    assert "shares the first 40 tokens" in told
+
+
+def test_what_a_reset_took_is_said_to_be_cleared(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "before", prompt_of(8))
+    come_true(lambda: server.ask(lambda core: core.reset()))
+    ask(server, "after", prompt_of(8))
+
+    assert main(["explain", "after", "--url", server.url]) == 0
+
+    assert f"cleared by a reset or an operator, {time.strftime('%Y-')}" in capsys.readouterr().out
+
+
+def test_json_is_what_the_server_answers(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "third", prompt_of(3))
+
+    assert main(["explain", "third", "--url", server.url, "--json"]) == 0
+
+    (found,) = json.loads(capsys.readouterr().out)["data"]
+    assert found == server.get("/v1/kvtier/explain/third").json()["data"][0]
+
+
+def test_a_prompt_in_a_file_is_explained_with_the_text_that_differs(
+    server: ServerInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(server, "fourth", prompt_of(4))
+    file = tmp_path / "prompt.json"
+    other = prompt_of(4)
+    other[20] += 1
+    file.write_text(json.dumps({"prompt": other}))
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 0
+
+    told = capsys.readouterr().out
+    assert "a prompt, now" in told
+    assert "shares the first 20 tokens, and goes on otherwise than with" in told
+
+
+def test_a_text_is_a_prompt_too(
+    server: ServerInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("{ is no JSON, and this text is new")
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 0
+    with file.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["explain", "--prompt", "-", "--url", server.url]) == 0
+
+    assert capsys.readouterr().out.count("never seen") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["unknown"], "no request of that id is remembered"),
+        ([], "give the id of a request, or --prompt FILE"),
+        (["a", "--model", "m"], "give --prompt FILE as well"),
+        (["a?b"], "no request of that id is remembered"),
+        (["../../metrics"], "no request of that id is remembered"),
+        (["a" * 100_000], "an id of 100,000 characters; no request's has more than 4,096"),
+        (["a\nb"], "has a character that no request's id has"),
+        (["x", "--url", "http://user:secret@127.0.0.1:8000"], "--url: has a name or a password in it"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    server: ServerInThread, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--url", server.url, *arguments]) == 2
+
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "secret" not in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    with running_sidecar(small_config(http={"port": 0, "token": TOKEN})) as sidecar:
+        status = main(["explain", "x", "--url", sidecar.url, "--token-file", str(tmp_path / "token")])
+
+    error = capsys.readouterr().err
+    assert status == 2
+    assert "no lookup of that id is remembered" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty; give a prompt"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deep"),
+        ('{"prompt": "half: \\ud800"}', "half of a pair of surrogates ('\\ud800') is no character"),
+        ('{"prompt": []}', "prompt: Expected array of length >= 1"),
+        ('{"prompt": [1, -2]}', "prompt[1]: Expected int >= 0"),
+        ('{"messages": "hello"}', "messages: Expected array"),
+    ],
+    ids=["empty", "deep", "half a pair", "no tokens", "a negative token", "no messages"],
+)
+def test_a_file_that_is_no_prompt_is_one_line(
+    server: ServerInThread, content: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt"
+    file.write_text(content)
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 2
+
+    (told,) = capsys.readouterr().err.splitlines()
+    assert expected in told
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--token-file"])
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "No such file"), (b"\xff\xfe", "no text in UTF-8"), (b"", "is empty")]
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_option(
+    option: str, content: bytes | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+
+    assert main(["explain", *(["any"] if option == "--token-file" else []), option, str(file)]) != 0
+
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvtier: {option} {file}: ")
+    assert why in told

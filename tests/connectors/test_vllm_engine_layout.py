@@ -1,0 +1,205 @@
+"""vLLM's groups as the connector sees them, what is in the namespace, and what is refused at the start."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm_connector import engine_layout
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed, group_layouts, namespace_of
+from kvtier.connectors.vllm_connector.known_vllm import HOOKS, check_engine
+from kvtier.connectors.vllm_connector.settings import Settings, settings_of
+from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, SlidingWindow
+
+
+# Named as vLLM's, with what the connector reads of them: the shapes of vLLM 0.32.
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    block_size: int = 16
+    page_size_bytes: int = 1024
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec:
+    block_size: int = 16
+    page_size_bytes: int = 1024
+    sliding_window: int = 512
+    extra_retained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec:
+    block_size: int = 16
+    page_size_bytes: int = 1024
+    attention_chunk_size: int = 8192
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    block_size: int = 16
+    page_size_bytes: int = 1024
+
+
+@dataclass(frozen=True)
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+    block_size: int = 16
+
+
+@dataclass
+class Group:
+    kv_cache_spec: Any
+    layer_names: list[str] = field(default_factory=lambda: ["a", "b"])
+
+
+@dataclass
+class Config:
+    """Anything that has the fields that it is given."""
+
+    kv_cache_groups: list[Group] = field(default_factory=list)
+    hash_block_size: int | None = 16
+
+
+def test_each_kind_of_group_needs_what_its_layers_read() -> None:
+    config = Config([Group(FullAttentionSpec()), Group(SlidingWindowSpec()), Group(ChunkedLocalAttentionSpec())])
+
+    layouts = group_layouts(config, num_ranks=2)
+
+    assert [layout.attention for layout in layouts] == [
+        FullAttention(16),
+        SlidingWindow(16, 512),
+        ChunkedLocal(16, 8192),
+    ]
+    assert [layout.block_bytes for layout in layouts] == [4096] * 3
+    assert layouts[0].rank_bytes == 2048
+
+
+def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
+    specs = {"a": FullAttentionSpec(page_size_bytes=1024), "b": FullAttentionSpec(page_size_bytes=256)}
+
+    (layout,) = group_layouts(Config([Group(UniformTypeKVCacheSpecs(specs))]), num_ranks=1)
+
+    assert layout.page_bytes == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([Group(MambaSpec())], "vLLM's kind MambaSpec"),
+        ([Group(SlidingWindowSpec(extra_retained_tokens=1))], "below their window"),
+        ([], "no KV cache"),
+        (
+            [
+                Group(
+                    UniformTypeKVCacheSpecs(
+                        {"a": SlidingWindowSpec(sliding_window=1), "b": SlidingWindowSpec(sliding_window=2)}
+                    )
+                )
+            ],
+            "forget differently",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_served_are_refused_with_a_sentence(groups: list[Group], why: str) -> None:
+    with pytest.raises(NotServed, match=why):
+        group_layouts(Config(groups), num_ranks=1)
+
+
+LAYOUT = GroupLayout(FullAttention(16), ("a",), (1024,), 1)
+
+
+def test_all_that_decides_a_blocks_bytes_is_in_the_namespace() -> None:
+    facts, spec = {"weights": "w", "dtype": "bf16"}, FullAttentionSpec()
+    others = [
+        namespace_of({**facts, "weights": "v"}, [LAYOUT], [spec]),
+        namespace_of({**facts, "dtype": "fp16"}, [LAYOUT], [spec]),
+        namespace_of(facts, [GroupLayout(FullAttention(16), ("b",), (1024,), 1)], [spec]),
+        namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (512,), 1)], [spec]),
+        namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (1024,), 2)], [spec]),
+        namespace_of(facts, [GroupLayout(SlidingWindow(16, 64), ("a",), (1024,), 1)], [spec]),
+        namespace_of(facts, [GroupLayout(SlidingWindow(16, 128), ("a",), (1024,), 1)], [spec]),
+        namespace_of(facts, [LAYOUT], [FullAttentionSpec(page_size_bytes=1)]),
+        namespace_of(facts, [LAYOUT], [spec]),
+    ]
+
+    assert len(set(others)) == len(others)
+    assert all(len(namespace) == 16 for namespace in others)
+
+
+def test_blocks_of_another_version_of_the_layout_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespace_of({}, [LAYOUT], [])
+    monkeypatch.setattr(engine_layout, "VERSION", engine_layout.VERSION + 1)
+
+    assert namespace_of({}, [LAYOUT], []) != before
+
+
+def test_an_object_that_says_where_it_is_in_memory_changes_no_namespace() -> None:
+    class Said:
+        def __repr__(self) -> str:
+            return f"Said(<function f at {hex(id(self))}>)"
+
+    first, second = Said(), Said()
+
+    assert namespace_of({}, [LAYOUT], [first]) == namespace_of({}, [LAYOUT], [second])
+
+
+@dataclass
+class Options:
+    """A part of vLLM's configuration."""
+
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    kv_role: str = "kv_both"
+    prefix_caching_hash_algo: str = "sha256"
+
+
+@dataclass
+class VllmConfig:
+    """As much of vLLM's as is looked at."""
+
+    parallel_config: Options = field(default_factory=Options)
+    cache_config: Options = field(default_factory=Options)
+    kv_transfer_config: Options = field(default_factory=Options)
+    speculative_config: object = None
+
+
+Known = type("Known", (), dict.fromkeys(HOOKS))
+
+
+def test_an_engine_as_it_should_be_is_served() -> None:
+    check_engine(Known, VllmConfig(), Config())
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "why"),
+    [
+        (object, VllmConfig(), "this vLLM has no build_connector_worker_meta.*tested are 0.32"),
+        (Known, VllmConfig(parallel_config=Options(pipeline_parallel_size=2)), "pipeline parallelism"),
+        (Known, VllmConfig(parallel_config=Options(decode_context_parallel_size=2)), "decode_context_parallel_size"),
+        (Known, VllmConfig(speculative_config="eagle"), "speculative decoding"),
+        (Known, VllmConfig(kv_transfer_config=Options(kv_role="kv_producer")), '"kv_role":"kv_both"'),
+        (Known, VllmConfig(cache_config=Options(prefix_caching_hash_algo="xxhash")), "use sha256 or sha256_cbor"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_refused_with_a_sentence(base: type, config: Any, why: str) -> None:
+    with pytest.raises(NotServed, match=why):
+        check_engine(base, config, Config())
+
+
+def test_settings_have_a_socket_a_deadline_and_what_stands_for_weights() -> None:
+    assert settings_of({"sidecar": "unix:///run/k.sock"}) == Settings(sidecar="/run/k.sock", deadline_ms=300)
+    assert settings_of({"sidecar": "/k", "deadline_ms": 50, "weights": "r1"}).weights == "r1"
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({}, "missing required field `sidecar`"),
+        ({"sidecar": ""}, "length >= 1"),
+        ({"sidecar": "/k", "deadline": 1}, "unknown field `deadline`"),
+        ({"sidecar": "/k", "deadline_ms": 0}, "> 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(extra: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        settings_of(extra)

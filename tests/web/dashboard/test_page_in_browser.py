@@ -1,0 +1,321 @@
+"""The page in a real browser, of real servers under load: what it shows, who it asks, and who can use it."""
+
+import random
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import LARGE, SMALL, Browser, Seen
+from served_config import configured
+from serving import DEADLINE_S, Address, ServerInThread, chat_tokenizer, come_true, serving, serving_process, tables
+from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
+from small_models import VOCAB, build
+from under_load import under_load
+
+from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.tier import Reason
+
+pytestmark = pytest.mark.long
+
+SOURCES = ("device", "host", "disk", "recomputed")
+KEY = "sk-ops-4444"
+CUT_OFF = """() => [...document.querySelectorAll('h1, h2, .big, .legend button, .controls button')]
+  .filter((each) => each.clientWidth > 0 && each.scrollWidth > each.clientWidth + 1)
+  .map((each) => each.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerInThread]:
+    """A server with a disk, small tiers and a document, that has served some prompts."""
+    folder = tmp_path_factory.mktemp("busy")
+    config = {**tables(60), "disk": {"path": str(folder / "store"), "capacity": "16MiB", "endurance": "600TB"}}
+    with serving(build("llama"), config) as server:
+        httpx.put(f"{server.url}/v1/documents/report", json={"token_ids": prompt_of(99, 200)}, timeout=DEADLINE_S)
+        for seed in (1, 2, 3, 4, 1, 2):
+            server.complete(prompt_of(seed, 400), max_tokens=2)
+        yield server
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def load(server: Address) -> AbstractContextManager[None]:
+    """Return a context in which prompts come one after the other, some again."""
+    return under_load(lambda number: server.complete(prompt_of(number % 7, 300), max_tokens=2))
+
+
+def assert_clean(seen: Seen, server_port: int) -> None:
+    assert seen.errors == []
+    assert seen.hosts <= {f"127.0.0.1:{server_port}", "blob", "data"}
+
+
+def count_of(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_values_on_the_page_are_those_of_stats_after_load(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        with load(busy):
+            before = busy.get("/stats").json()["tokens"]["recomputed"]
+            come_true(lambda: busy.get("/stats").json()["tokens"]["recomputed"] > before + 500)
+        come_true(busy.is_at_rest)
+        come_true(lambda: not _differences(seen, busy.get("/stats").json()), pause_s=0.2)  # spills go on for a while
+
+        assert seen.page.locator("#slowest tbody tr").count() > 0
+        assert seen.page.locator("#documents tbody tr").count() == 1
+        assert_clean(seen, busy.port)
+
+
+def _differences(seen: Seen, stats: Any) -> list[str]:
+    """What the page shows that is not what /stats says."""
+    said = {"all": f"{sum(stats['tokens'][source] for source in SOURCES):,} since the start"}
+    said |= {f"reason.{reason}": f"{number:,}" for reason, number in stats["tokens"]["reasons"].items() if number}
+    for tier, found in stats["cache"]["tiers"].items():
+        said[f"tier.{tier}.evicted"] = f"{sum(found['evicted'].values()):,}"
+        said[f"tier.{tier}.corrupt"] = f"{sum(found['corrupt'].values()):,}"
+    shown = {name: seen.page.locator("#tiles").inner_text() if name == "all" else seen.numbers(name) for name in said}
+    exact = {f"tier.{tier}.bytes": found["num_bytes"] for tier, found in stats["cache"]["tiers"].items()}
+    exact |= {f"lane.{route}.bytes": moved["num_bytes"] for route, moved in stats["cache"]["routes"].items()}
+    ratios = {
+        f"what_if.{tier}.{size}": ratio for tier, sizes in stats["what_if"].items() for size, ratio in sizes.items()
+    }
+    return [
+        *(name for name, text in said.items() if text not in shown[name]),
+        *(name for name, number in exact.items() if seen.exact(name) != str(number)),
+        *(name for name, ratio in ratios.items() if abs(_percent(seen.numbers(name)) - 100 * ratio) > 0.6),
+    ]
+
+
+def _percent(text: str) -> float:
+    return float(text.replace("<", "").removesuffix("%"))
+
+
+def test_a_requests_balance_adds_up_to_its_prompt(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
+        rows = [
+            row.all_inner_texts()
+            for row in (each.locator("td") for each in seen.page.locator("#slowest tbody tr").all())
+        ]
+
+    for row in rows:
+        prompt, *sources = (count_of(text) for text in row[6:12])
+        assert sum(sources) == prompt > 0
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(busy: ServerInThread, browser: Browser, scheme: str, size: tuple[int, int]) -> None:
+    with browser.open(f"{busy.url}/dashboard", size, scheme, reduced_motion="reduce") as seen:
+        seen.wait_live()
+        seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
+        for summary in seen.page.locator("summary").all():
+            summary.click()
+
+        assert seen.grave() == []
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert seen.page.evaluate(CUT_OFF) == []
+        assert_clean(seen, busy.port)
+
+
+def test_it_can_be_used_with_the_keyboard_alone(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        focused = "document.activeElement.id || document.activeElement.tagName"
+        reached = []
+        for _ in range(12):
+            seen.page.keyboard.press("Tab")
+            reached.append(seen.page.evaluate(focused))
+        assert {"pause", "csv", "json", "theme"} <= set(reached)
+        assert any(name.startswith("range-") for name in reached)
+
+        seen.page.locator("#pause").focus()
+        seen.page.keyboard.press("Enter")
+        seen.wait("() => document.getElementById('status').textContent.startsWith('paused')")
+        seen.page.keyboard.press("Enter")
+        seen.wait_live()
+
+        seen.page.locator("#range-600").focus()
+        seen.page.keyboard.press("ArrowRight")
+        seen.wait("() => document.getElementById('range-7200').checked")
+
+        button = seen.page.locator("#sources .legend button").first
+        button.focus()
+        seen.page.keyboard.press("Space")
+        assert button.get_attribute("aria-pressed") == "false"
+
+        seen.page.locator("#theme").focus()
+        for expected in ("light", "dark", None):
+            seen.page.keyboard.press("Enter")
+            assert seen.page.evaluate("document.documentElement.dataset.theme ?? null") == expected
+        assert_clean(seen, busy.port)
+
+
+def test_a_paused_page_stays_as_it_is_and_goes_on(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        seen.page.locator("#pause").click()
+        shown = seen.page.locator("#tiles").inner_text()
+        busy.complete(prompt_of(77, 333), max_tokens=1)
+        at = seen.page.evaluate("document.documentElement.dataset.at")
+        seen.wait("(at) => Number(document.documentElement.dataset.at) > Number(at) + 1.5", at)  # ticks have come
+        assert seen.page.locator("#tiles").inner_text() == shown
+
+        seen.page.locator("#pause").click()
+        seen.wait("(shown) => document.getElementById('tiles').innerText !== shown", shown)
+        assert_clean(seen, busy.port)
+
+
+def test_a_stretch_that_is_drawn_over_is_looked_at_more_closely(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        seen.wait("() => document.querySelector('#sources canvas') !== null")
+        box = seen.page.locator("#sources .u-over").bounding_box()
+        assert box is not None
+        middle = box["y"] + box["height"] / 2
+        seen.page.mouse.move(box["x"] + box["width"] * 0.5, middle)
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + box["width"] * 0.75, middle, steps=5)
+        seen.page.mouse.up()
+
+        seen.wait("() => !document.getElementById('unzoom').hidden")
+        seen.page.locator("#sources summary").click()
+        seen.wait("() => document.querySelectorAll('#sources tbody tr').length > 0")
+        seen.page.locator("#unzoom").click()
+        seen.wait("() => document.getElementById('unzoom').hidden")
+        assert_clean(seen, busy.port)
+
+
+def test_what_is_shown_can_be_saved(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        for kind in ("csv", "json"):
+            with seen.page.expect_download() as coming:
+                seen.page.locator(f"#{kind}").click()
+            assert re.fullmatch(rf"kvtier-\d{{8}}T\d{{6}}Z\.{kind}", coming.value.suggested_filename)
+            assert "tokens.device" in Path(coming.value.path()).read_text()
+        assert_clean(seen, busy.port)
+
+
+def test_with_keys_the_page_asks_for_one(browser: Browser) -> None:
+    config = tables(metrics_tenants=["ops"])
+    with serving(build("llama"), config, {KEY: "ops", "sk-ann-1111": "ann"}) as server:
+        with browser.open(f"{server.url}/dashboard") as seen:
+            for key, answer in (("sk-wrong-1", "unknown"), ("sk-ann-1111", "metrics_tenants")):
+                seen.page.locator("#key").fill(key)
+                seen.page.keyboard.press("Enter")
+                seen.wait("(text) => document.body.innerText.includes(text)", answer)
+                if key == "sk-wrong-1":
+                    assert seen.grave() == []
+        with browser.open(f"{server.url}/dashboard") as seen:
+            seen.page.locator("#key").fill(KEY)
+            seen.page.keyboard.press("Enter")
+            seen.wait_live()
+            assert KEY not in seen.page.url
+            seen.page.reload()
+            seen.wait_live()  # the key is kept in the tab
+
+
+def test_a_page_without_any_prompt_says_so(browser: Browser) -> None:
+    with serving(build("llama"), tables()) as server, browser.open(f"{server.url}/dashboard") as seen:
+        nothing = ("No prompt came in this time", "No token was computed yet", "Nothing was evicted in this time")
+        for said in (*nothing, "No request has ended yet"):
+            seen.wait("(text) => document.body.innerText.includes(text)", said)
+        text = seen.page.locator("main").inner_text()
+
+        assert "NaN" not in text
+        assert "undefined" not in text
+        assert seen.page.locator("#what-if").is_hidden()
+        assert seen.grave() == []
+        assert_clean(seen, server.port)
+
+
+def test_names_are_text_whatever_is_in_them(browser: Browser) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    with serving(build("llama"), tables(tenant_isolation="off"), {KEY: name}) as server:
+        server.complete(prompt_of(5, 300), KEY, max_tokens=1)
+        with browser.open(f"{server.url}/dashboard") as seen:
+            seen.page.locator("#key").fill(KEY)
+            seen.page.keyboard.press("Enter")
+            seen.wait("(name) => document.getElementById('tenants')?.innerText.includes(name)", name)
+            assert seen.page.locator("main img").count() == 0
+
+
+def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Path) -> None:
+    with running_sidecar(small_config(tmp_path / "store", http={"port": 0, "token": TOKEN})) as running:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        _fill(running)
+        pin = {"model": "m", "token_ids": [1000 + number for number in range(48)], "seconds": 600}
+        pinned = "pin " + running.post("/pin", json=pin, headers=headers).json()["pin"]
+        with browser.open(f"{running.url}/dashboard") as seen:
+            seen.page.locator("#key").fill(TOKEN)
+            seen.page.keyboard.press("Enter")
+            seen.wait_live()
+            stats = running.get("/stats", headers=headers).json()
+            seen.wait("() => document.querySelectorAll('#engines tbody tr').length === 1")
+
+            for name, key in (("asked", "num_asked"), ("promised", "num_promised"), ("loaded", "num_loaded")):
+                assert count_of(seen.numbers(f"door.open.{name}")) == stats["doors"][0][key]
+            assert pinned in seen.page.locator("#pins").inner_text()
+            assert "late 2" in seen.page.locator("#doors").inner_text()
+            assert count_of(seen.numbers("reason.never_seen")) == 90
+            cell = seen.page.locator('[data-value="tier.host.bytes"]')
+            assert cell.get_attribute("data-exact") == str(stats["tiers"]["host"]["num_bytes"])
+            assert "instance <b>7</b>" in seen.page.locator("#engines").inner_text()
+            assert seen.page.locator("#documents").is_hidden()
+            assert seen.grave() == []
+            assert seen.hosts == {f"127.0.0.1:{running.port}"}
+
+
+def test_a_sidecar_without_a_token_lets_its_own_page_ask(browser: Browser) -> None:
+    with running_sidecar(small_config()) as running, browser.open(f"{running.url}/dashboard") as seen:
+        seen.wait_live()
+        assert_clean(seen, running.port)
+
+
+def _fill(running: RunningSidecar) -> None:
+    layout = running.store(1, 6)
+    tokens = TokenBalance(host=512, recomputed=90, reasons={Reason.NEVER_SEEN: 90})
+    running.door.counted = DoorCounts(
+        "open", num_asked=8, num_promised=6, num_loaded=5, lost={"late": 2}, tokens=tokens
+    )
+    running.door.attached = [AttachedClient("instance <b>7</b>", running.sidecar.now() - 60.0, layout)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+def test_the_history_survives_a_restart(browser: Browser, tmp_path: Path, number: int) -> None:
+    model = tmp_path / "model"
+    build("llama").save_pretrained(model)
+    chat_tokenizer().save_pretrained(model)
+    with serving_process(tmp_path, model, configured(tmp_path)) as first:
+        first.complete(prompt_of(1, 400), max_tokens=1)
+        come_true(lambda: _computed(first) >= 399, pause_s=0.2)
+        file = tmp_path / "store-history"
+        written_at = file.stat().st_mtime
+        come_true(lambda: file.stat().st_mtime > written_at, pause_s=0.2)  # every ten seconds
+        first.signal(number)
+        first.wait()
+    with (
+        serving_process(tmp_path, model, configured(tmp_path)) as second,
+        browser.open(f"{second.url}/dashboard") as seen,
+    ):
+        seen.wait_live()
+        seen.wait("() => document.querySelector('#tiles').innerText.includes('tokens in this time')")
+        assert "0 since the start" in seen.page.locator("#tiles").inner_text()
+        assert _computed(second) == pytest.approx(400, abs=2)
+        assert_clean(seen, second.port)
+
+
+def _computed(server: Address) -> float:
+    """Tokens that the history says were computed."""
+    history = server.get("/dashboard/history?range=600").json()
+    return sum(value or 0 for value in history["columns"].get("tokens.recomputed", []))

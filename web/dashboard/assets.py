@@ -1,0 +1,68 @@
+"""The page's own files: what a browser shows, which has no data in it and needs no key."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+PAGE = "/dashboard"
+ASSETS = f"{PAGE}/page"
+
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# Nothing from elsewhere, nothing written into the page itself, and in no other page's frame.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file."""
+
+    content: bytes
+    kind: str
+    tag: str
+
+    def response(self, request: Request) -> Response:
+        """The file, or that the browser's copy is still right."""
+        headers = {**_HEADERS, "ETag": self.tag}
+        if request.headers.get("if-none-match") == self.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers=headers, media_type=self.kind)
+
+
+def page_routes() -> list[BaseRoute]:
+    """The page and its files."""
+    assets = _assets()
+    index = assets.pop("index.html")
+
+    async def page(request: Request) -> Response:
+        return index.response(request)
+
+    async def file(request: Request) -> Response:
+        asset = assets.get(request.path_params["file"])
+        if asset is None:
+            raise HTTPException(404)
+        return asset.response(request)
+
+    return [Route(PAGE, page), Route(f"{ASSETS}/{{file}}", file)]
+
+
+def _assets() -> dict[str, Asset]:
+    folder = files("kvtier.web.dashboard") / "page"
+    found = {}
+    for file in folder.iterdir():
+        kind = _KINDS.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            content = file.read_bytes()
+            found[file.name] = Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    return found

@@ -1,0 +1,157 @@
+"""Dashboard: once a second a sample, for the history and for those that watch."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.web.dashboard.history import RESOLUTIONS, History
+from kvtier.web.dashboard.keeper import Keeper, NoKeeper
+from kvtier.web.dashboard.sample import Rates, Row, Sample
+from kvtier.web.dashboard.stream import Stream, event
+
+log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 10
+OWN_EVERY_S = 5
+MIDDLE_S = (
+    0.5  # samples are taken in the middle of seconds: one that is a bit early or late is of its second all the same
+)
+MOST_MISSED = 60  # seconds without a sample that the next one tells the rates of; more are a gap
+_DIGITS = 6  # that a number of the history has
+
+
+class NoSample(Exception):
+    """There is no sample now; the message says why."""
+
+
+class Source(Protocol):
+    """Where samples come from."""
+
+    columns: tuple[str, ...]  # of the history
+    about: Mapping[str, object]  # what never changes, for the page
+
+    async def sample(self, at: float, monotonic_s: float) -> Sample:
+        """What the server is now. `NoSample`."""
+
+    async def own(self, group: str | None) -> Mapping[str, object]:
+        """What only viewers of this group are shown. `NoSample`."""
+
+
+class Dashboard:
+    """A history and a stream, fed from a source. `run` it as a task. Owned by the event loop."""
+
+    def __init__(
+        self,
+        source: Source,
+        keeper: Keeper | None = None,
+        most_viewers: int = 64,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.history = History(source.columns, RESOLUTIONS)
+        self.stream = Stream(most_viewers)
+        self.source = source
+        self.wall = wall
+        self._monotonic = monotonic
+        self._keeper = keeper or NoKeeper()
+        self._rates = Rates(source.columns)
+        self._num_ticks = 0
+        self._sampled_at: float | None = None
+        self._has_ended = asyncio.Event()
+        about = {"columns": source.columns, "resolutions": [tuple(each) for each in RESOLUTIONS], **source.about}
+        self.stream.begin_with(event("hello", about))
+
+    async def run(self) -> None:
+        """Sample each second until `end`, and then have the history kept."""
+        reading = asyncio.create_task(self._read())
+        try:
+            with suppress(NoSample):  # what comes from now on has a rate
+                self._rates.row(await self.source.sample(self.wall(), self._monotonic()))
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0 - (self.wall() - MIDDLE_S) % 1.0):
+                        await self._has_ended.wait()
+                if self._has_ended.is_set():
+                    break
+                await self.tick()
+        finally:
+            self.stream.end()
+            reading.cancel()
+        await self._keeper.close(self.history)
+
+    def end(self) -> None:
+        """End all streams now, and `run` soon."""
+        self._has_ended.set()
+        self.stream.end()
+
+    async def tick(self) -> None:
+        """Take one sample in."""
+        at = self.wall()
+        try:
+            sample = await self.source.sample(at, self._monotonic())
+        except NoSample as error:
+            self.stream.publish(event("silent", {"at": at, "why": str(error)}))
+            return
+        row = self._rates.row(sample)
+        missed = self._fill_missed(at, row)
+        self.history.add(at, row)
+        if self.stream.num_viewers:
+            self.stream.publish(event("tick", self._told(sample, row) | missed))
+            is_due = self._num_ticks % OWN_EVERY_S == 0
+            await self._tell_own(self.stream.groups if is_due else self.stream.untold_groups)
+        if self._num_ticks % SAVE_EVERY_S == 0:
+            self._keeper.save(self.history)
+        self._num_ticks += 1
+
+    def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
+        """Give the seconds without a sample the mean rates, which *row* has; their levels stay unknown.
+
+        Returns:
+            What a tick says of these seconds: how many there were, and their row. Empty if there were none.
+        """
+        before, self._sampled_at = self._sampled_at, at
+        num_missed = 0 if before is None else int(at) - int(before) - 1
+        if not 0 < num_missed <= MOST_MISSED:
+            return {}
+        rates = np.where(self._rates.is_rate, row, np.nan)
+        for back in range(num_missed, 0, -1):
+            self.history.add(at - back, rates)
+        return {"missed_s": num_missed, "missed_row": plain(rates)}
+
+    async def _tell_own(self, groups: Iterable[str | None]) -> None:
+        for group in groups:
+            with suppress(NoSample):
+                self.stream.publish_to(group, event("own", await self.source.own(group)))
+
+    def _told(self, sample: Sample, row: Row) -> dict[str, object]:
+        return {
+            "at": round(sample.at, 3),
+            "row": plain(row),
+            "now": [None if math.isnan(value) else value for value in sample.values(self.source.columns).tolist()],
+            "facts": sample.facts,
+        }
+
+    async def _read(self) -> None:
+        earlier = await self._keeper.read()
+        if earlier is not None and (taken_s := self.history.take_in(earlier, self.wall())):
+            log.info("dashboard: restored %d min of history of an earlier process", max(1, round(taken_s / 60)))
+
+
+def plain(values: npt.NDArray[np.floating]) -> list[float | None]:
+    """The numbers in few digits, None in place of NaN, as JSON has them."""
+    exact = np.asarray(values, np.float64)
+    is_known = np.isfinite(exact)
+    known = exact[is_known]
+    size = np.floor(np.log10(np.abs(known), out=np.zeros_like(known), where=known != 0))
+    factor = 10.0 ** (_DIGITS - 1 - size)
+    rounded = np.full(len(exact), None, object)
+    rounded[is_known] = (np.round(known * factor) / factor).tolist()
+    result: list[float | None] = rounded.tolist()
+    return result

@@ -1,0 +1,194 @@
+"""The parts of a sample that an engine and a sidecar have alike, out of the statistics that `/metrics` shows too."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from kvtier.engine.observability.metrics.tiers import WITH_SLOTS
+from kvtier.engine.scheduling.request_record import RequestRecord
+from kvtier.engine.stores.reopening_store import StoreStanding
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.reuse.what_if import SIZES, HitRatios
+from kvtier.transfer.transfer_engine import RouteStatistics
+from kvtier.web.dashboard.recent_values import RecentValues, quantile
+
+SOURCES = (*(tier.value for tier in Tier), "recomputed")
+AGES_WINDOW_S = 600.0
+NUM_SLOWEST = 10
+
+Numbers = dict[str, float]
+
+
+def token_columns() -> tuple[str, ...]:
+    """The columns of `token_totals`."""
+    return (*(f"tokens.{source}" for source in SOURCES), *(f"reason.{reason}" for reason in Reason))
+
+
+def token_totals(tokens: TokenBalance) -> Numbers:
+    """Where prompts' tokens came from, and why some were computed."""
+    totals: Numbers = {f"tokens.{source}": getattr(tokens, source) for source in SOURCES}
+    return totals | {f"reason.{reason}": tokens.reasons.get(reason, 0) for reason in Reason}
+
+
+def tier_columns(tier: Tier) -> tuple[str, ...]:
+    """The columns of `tier_totals` and `tier_levels`."""
+    names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "leased", "dirty", "age")
+    return tuple(f"tier.{tier}.{name}" for name in names)
+
+
+def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
+    """What has left the tier since the start."""
+    return {
+        f"tier.{tier}.evicted": statistics.num_evicted,
+        f"tier.{tier}.dropped": statistics.dropped_spills,
+        f"tier.{tier}.corrupt": sum(statistics.corrupt.values()),
+    }
+
+
+def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
+    """What is in the tier now."""
+    levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks}
+    if tier is not Tier.REMOTE:  # whose size is others' affair
+        levels |= {f"tier.{tier}.bytes": statistics.num_bytes, f"tier.{tier}.capacity": statistics.capacity_bytes}
+    if tier in WITH_SLOTS:
+        levels |= {f"tier.{tier}.leased": statistics.num_leased, f"tier.{tier}.dirty": statistics.num_dirty}
+    return levels
+
+
+class RecentAges:
+    """The median age of what each tier has evicted in ten minutes."""
+
+    def __init__(self) -> None:
+        self._recent = {tier: RecentValues(AGES_WINDOW_S) for tier in Tier}
+
+    def levels(self, monotonic_s: float, tiers: Mapping[Tier, TierStatistics]) -> Numbers:
+        """In seconds, of the tiers that have evicted anything."""
+        ages = {
+            tier: quantile(self._recent[tier].since(monotonic_s, found.eviction_ages), 0.5)
+            for tier, found in tiers.items()
+        }
+        return {f"tier.{tier}.age": age for tier, age in ages.items() if age is not None}
+
+
+def lane_columns(lane: str) -> tuple[str, ...]:
+    """The columns of `lane_totals` and `lane_levels`."""
+    return tuple(f"lane.{lane}.{name}" for name in ("bytes", "seconds", "failed", "pending", "pending_bytes"))
+
+
+def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
+    """What the lane has done since the start."""
+    return {
+        f"lane.{lane}.bytes": statistics.num_bytes,
+        f"lane.{lane}.seconds": statistics.seconds,
+        f"lane.{lane}.failed": statistics.num_failed,
+    }
+
+
+def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
+    """What waits or runs in the lane now."""
+    return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
+
+
+def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
+    """The columns of `what_if_levels`."""
+    return tuple(f"what_if.{tier}.{size:g}" for tier in tiers for size in SIZES)
+
+
+def what_if_levels(ratios: HitRatios) -> Numbers:
+    """The hit ratio down to each tier, were it smaller or larger."""
+    return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
+
+
+def evicted_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
+    """What was evicted, by tier and cause."""
+    return [
+        {"tier": tier.value, "cause": cause, "blocks": number}
+        for tier, found in tiers.items()
+        for cause, number in found.evicted.items()
+        if number
+    ]
+
+
+def corrupt_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
+    """What was damaged, by tier and cause."""
+    return [
+        {"tier": tier.value, "cause": cause, "blocks": number}
+        for tier, found in tiers.items()
+        for cause, number in found.corrupt.items()
+        if number
+    ]
+
+
+def _breaker_facts(store: DiskStatistics | RemoteStatistics) -> list[dict[str, object]]:
+    return [
+        {"side": side, "state": state, "opened": store.num_opened[side], "why": store.why_failed[side]}
+        for side, state in store.breakers.items()
+    ]
+
+
+def disk_facts(disk: DiskStatistics) -> dict[str, object]:
+    """What only a disk has."""
+    life = None
+    if disk.life is not None:
+        years = disk.life.years_left
+        life = {"used": disk.life.used, "years_left": years if math.isfinite(years) else None}
+    return {
+        "is_indexed": disk.is_indexed,
+        "known_blocks": disk.known_blocks,
+        "file_bytes": disk.file_bytes,
+        "written_bytes": disk.written_bytes_total,
+        "budget_left_bytes": disk.budget_left_bytes,
+        "breakers": _breaker_facts(disk),
+        "life": life,
+    }
+
+
+def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
+    """What only a remote tier has."""
+    return {
+        "where": remote.where,
+        "known_blocks": remote.known_blocks,
+        "wanted_blocks": remote.num_wanted,
+        "stored_blocks": remote.num_stored,
+        "refused_blocks": remote.num_refused,
+        "asked": remote.num_asked,
+        "late": remote.num_late,
+        "ask_s": remote.ask_s,
+        "requests": remote.usage.num_reads + remote.usage.num_writes + remote.usage.num_questions,
+        "read_bytes": remote.usage.read_bytes,
+        "written_bytes": remote.usage.written_bytes,
+        "breakers": _breaker_facts(remote),
+    }
+
+
+def store_facts(store: StoreStanding) -> dict[str, object]:
+    """Whether the store is open, and what has happened to it."""
+    return {
+        "folder": str(store.folder),
+        "not_open": store.not_open,
+        "why": store.why,
+        "num_gone": store.num_gone,
+        "num_ended": store.num_ended,
+        "why_ended": store.why_ended,
+    }
+
+
+def record_facts(record: RequestRecord) -> dict[str, object]:
+    """One request, with where its tokens came from and why some were computed."""
+    return {
+        "id": record.request_id,
+        "tenant": record.tenant,
+        "model": record.model,
+        "arrived_at": round(record.arrived_at, 3),
+        "tokens": {source: getattr(record.tokens, source) for source in SOURCES},
+        "reasons": dict(record.tokens.reasons),
+        "generated": record.num_generated,
+        "finish_reason": record.finish_reason,
+        "queue_s": record.queue_s,
+        "lookup_s": record.lookup_s,
+        "load_s": record.load_s,
+        "ttft_s": record.ttft_s,
+        "total_s": record.total_s,
+        "preempted": record.num_preempted,
+    }

@@ -1,0 +1,142 @@
+"""RingFile: a history on disk. Rows are written in place, each with a digest of its own."""
+
+import fcntl
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvtier.store.folder import open_own
+from kvtier.web.dashboard.history import NEVER, History, Place, Resolution
+
+MAGIC = b"kvtier history 1"
+_PAGE_BYTES = 4096
+_HEAD = struct.Struct(f"<{len(MAGIC)}sII")  # magic, bytes of the JSON behind it, their CRC-32
+_MOST_HEADER_BYTES = 1 << 20
+
+
+class BadFile(ValueError):
+    """The file is not a history, or its header is damaged."""
+
+
+class Shape:
+    """Where the rows of a history with these columns and resolutions are in a file."""
+
+    def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution]) -> None:
+        self.columns, self.resolutions = tuple(columns), tuple(resolutions)
+        text = json.dumps({"columns": self.columns, "resolutions": self.resolutions}).encode()
+        head = _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
+        self.header = head + bytes(-len(head) % _PAGE_BYTES)
+        # A row that was never written is zeros, and so is its digest: it is not the digest of zeros.
+        self.record = np.dtype([("stamp", "<i8"), ("row", "<f4", len(self.columns)), ("crc", "<u4")])
+        self._starts = [len(self.header)]
+        for resolution in self.resolutions:
+            self._starts.append(self._starts[-1] + resolution.num_rows * self.record.itemsize)
+
+    @classmethod
+    def of(cls, history: History) -> Self:
+        """The shape of a history."""
+        return cls(history.columns, [ring.resolution for ring in history.rings])
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """The shape that a file's header tells. `BadFile`."""
+        try:
+            magic, num_bytes, crc = _HEAD.unpack_from(content)
+            text = content[_HEAD.size : _HEAD.size + num_bytes]
+            if magic != MAGIC or num_bytes > _MOST_HEADER_BYTES or zlib.crc32(text) != crc:
+                raise BadFile("its header is damaged")
+            told = json.loads(text)
+            return cls(told["columns"], [Resolution(*each) for each in told["resolutions"]])
+        except (struct.error, ValueError, TypeError, KeyError) as error:
+            raise BadFile("it is not a history" if not isinstance(error, BadFile) else str(error)) from None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return self._starts[-1]
+
+    def offset(self, place: Place) -> int:
+        """Where a row begins."""
+        return self._starts[place.ring] + place.line * self.record.itemsize
+
+    def encoded(self, history: History, place: Place) -> bytes:
+        """A row as the file has it."""
+        ring = history.rings[place.ring]
+        content: bytes = ring.stamps[place.line].tobytes() + ring.rows[place.line].tobytes()
+        return content + struct.pack("<I", zlib.crc32(content))
+
+    def decoded(self, content: bytes) -> tuple[History, int]:
+        """The history that a file's *content* is, and how many rows of it are damaged and left out."""
+        history, num_damaged = History(self.columns, self.resolutions), 0
+        content = content.ljust(self.num_bytes, b"\0")
+        for number, ring in enumerate(history.rings):
+            num_rows, start = ring.resolution.num_rows, self._starts[number]
+            records = np.frombuffer(content, self.record, num_rows, start)
+            for index, record in enumerate(records):
+                raw = record.tobytes()
+                if not any(raw):
+                    continue
+                stamp = int(record["stamp"])
+                is_whole = zlib.crc32(raw[:-4]) == record["crc"] and stamp > NEVER and stamp % num_rows == index
+                num_damaged += not is_whole
+                if is_whole:
+                    ring.stamps[index], ring.rows[index] = stamp, record["row"]
+        return history, num_damaged
+
+
+class RingFile:
+    """The file of one process: it is locked while it is open. Owned by the thread that calls it; every call may wait
+    for the disk."""
+
+    def __init__(self, path: Path, shape: Shape) -> None:
+        """Open the file, or make one. OSError, also for another user's file or one behind a link; BlockingIOError if
+        another process has it open."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._shape = shape
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def read(self) -> tuple[History, int]:
+        """The history in the file, and how many rows of it are damaged. A file of another shape is made one of this
+        shape, empty. `BadFile`: it was no history, and is an empty one now."""
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        is_new = not content
+        if content[: len(self._shape.header)] != self._shape.header:
+            self._begin()
+        if is_new:
+            return History(self._shape.columns, self._shape.resolutions), 0
+        return Shape.read(content).decoded(content)
+
+    def write(self, rows: Iterable[tuple[int, bytes]]) -> None:
+        """Write rows at their offsets."""
+        for offset, content in rows:
+            os.pwrite(self._file, content, offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        """Make the file an empty history: a crash in between leaves no history rather than half of one."""
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, self._shape.num_bytes)
+        os.pwrite(self._file, self._shape.header, 0)

@@ -1,0 +1,125 @@
+"""The routes of the page's data: the live stream, the history, and both as files."""
+
+import csv
+import io
+import math
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+
+import msgspec
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.web.api_error import ApiError
+from kvtier.web.connection import in_time, while_connected
+from kvtier.web.dashboard.dashboard import Dashboard, plain
+from kvtier.web.dashboard.data_paths import DOWNLOADS, HISTORY, STREAM
+from kvtier.web.dashboard.history import Stretch
+from kvtier.web.dashboard.stream import TooManyViewers
+
+DEFAULT_S = 600.0
+_RETRY_S = 10
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+GroupOf = Callable[[Request], str | None]
+
+
+class DashboardRoutes:
+    """Answers out of a dashboard. *group_of* says which group a request's viewer is of. Owned by the event loop."""
+
+    def __init__(self, dashboard: Dashboard, group_of: GroupOf) -> None:
+        self._dashboard = dashboard
+        self._group_of = group_of
+        # The last answer and what it was made for: many ask for the same at once.
+        self._made: tuple[tuple[float, int, int], bytes] = ((0.0, 0, 0), b"")
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes; who may ask is decided before them."""
+        answers = (self._stream, self._history, self._csv, self._json)
+        return [Route(path, answer) for path, answer in zip((STREAM, HISTORY, *DOWNLOADS), answers, strict=True)]
+
+    async def _stream(self, request: Request) -> "_Watching":
+        return _Watching(self._dashboard, self._group_of(request))
+
+    async def _history(self, request: Request) -> Response:
+        seconds, now = _range(request), self._dashboard.wall()
+        history = self._dashboard.history
+        key = (seconds, int(now), history.num_changes)
+        if self._made[0] != key:
+            self._made = (key, as_json(history.stretch(seconds, now)))
+        return Response(self._made[1], headers=_HEADERS, media_type="application/json")
+
+    async def _json(self, request: Request) -> Response:
+        return self._file(as_json(self._stretch(request)), "application/json", "json")
+
+    async def _csv(self, request: Request) -> Response:
+        return self._file(as_csv(self._stretch(request)), "text/csv", "csv")
+
+    def _stretch(self, request: Request) -> Stretch:
+        return self._dashboard.history.stretch(_range(request), self._dashboard.wall())
+
+    def _file(self, content: bytes, kind: str, ending: str) -> Response:
+        at = datetime.fromtimestamp(self._dashboard.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
+        named = {"Content-Disposition": f'attachment; filename="kvtier-{at}.{ending}"'}
+        return Response(content, headers=_HEADERS | named, media_type=kind)
+
+
+class _Watching(Response):
+    """The live stream of one viewer, until it leaves or the server ends."""
+
+    def __init__(self, dashboard: Dashboard, group: str | None) -> None:
+        super().__init__(headers=_HEADERS | {"X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        self._dashboard = dashboard
+        self._group = group
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send what comes. ApiError 503 if as many are watching as may."""
+        try:
+            with self._dashboard.stream.viewer(self._group) as events:
+                await while_connected(receive, self._send_all(events, in_time(send)))
+        except TooManyViewers as error:
+            headers = {"Retry-After": str(_RETRY_S)}
+            raise ApiError(503, str(error), code="viewers", headers=headers) from None
+        except (ClientDisconnect, TimeoutError):
+            pass  # the viewer has left, or reads nothing: its connection is closed
+
+    async def _send_all(self, events: AsyncIterator[bytes], send: Send) -> None:
+        headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for part in events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def as_json(stretch: Stretch) -> bytes:
+    """The stretch by column; those of which nothing is known are left out."""
+    by_column = zip(stretch.columns, stretch.rows.T, strict=True)
+    values = {column: plain(known) for column, known in by_column if np.isfinite(known).any()}
+    about = {"step_s": stretch.step_s, "start": stretch.start, "rows": len(stretch.rows)}
+    return msgspec.json.encode({**about, "columns": values})
+
+
+def as_csv(stretch: Stretch) -> bytes:
+    """A line for each step of which anything is known, below one with the columns."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["time", *stretch.columns])
+    for at, row in zip(stretch.times, stretch.rows, strict=True):
+        if np.isfinite(row).any():
+            time = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            writer.writerow([time, *("" if value is None else f"{value:.6g}" for value in plain(row))])
+    return text.getvalue().encode()
+
+
+def _range(request: Request) -> float:
+    text = request.query_params.get("range")
+    try:
+        seconds = DEFAULT_S if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= 366 * 86_400:
+        raise ApiError(400, f"range {(text or '')[:32]!r}: give seconds, such as 600", param="range")
+    return seconds

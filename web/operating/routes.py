@@ -1,0 +1,80 @@
+"""`POST /v1/kvtier/operate/{verb}` (`paths.OPERATE`): the verbs over HTTP, for those with an operator's token."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvtier.engine.config import ServerConfig, parse_bytes
+from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.operating.audit_log import LOGGER, AuditLog
+from kvtier.web.operating.operators import Operators
+from kvtier.web.operating.refused_tokens import RefusedTokens
+from kvtier.web.operating.verbs import KINDS, Answer, LogLevel, Operated
+from kvtier.web.request_body import parse, read_body
+
+BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a million token ids
+
+
+class Operating:
+    """Verbs of one server, each in the audit log with what came of it. Owned by the event loop."""
+
+    def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._operators = operators
+        self._audit = audit
+        self._refused = RefusedTokens(audit, clock)
+
+    async def answer(self, request: Request, operated: Operated) -> Response:
+        """The answer to a request whose path has a verb."""
+        verb = request.path_params["verb"]
+        who = self._operators.name_of(request.headers.get("authorization", ""))
+        if who is None:
+            self._refused.note()
+            message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+            raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
+        if verb not in KINDS:
+            raise ApiError(404, f"no such verb; there are {', '.join(sorted(KINDS))}", code="no_verb")
+        kind, carry_out = KINDS[verb], _deeds(operated)[verb]
+        arguments: Mapping[str, object] = {}
+        try:
+            asked = parse(await read_body(request, BODY) or b"{}", kind, (), {})
+            arguments = asked.told()
+            found = await carry_out(asked)
+        except ApiError as error:
+            self._audit.write(who, verb, arguments, {"status": error.status, "why": str(error)})
+            raise
+        except BaseException as error:
+            self._audit.write(who, verb, arguments, {"status": 500, "why": type(error).__name__})
+            raise
+        self._audit.write(who, verb, arguments, {"status": 200, **found})
+        return json_response({"verb": verb, **found})
+
+    def close(self) -> None:
+        """Close the audit log."""
+        self._audit.close()
+
+
+def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
+    """What carries out each of `KINDS`."""
+    return {
+        "reset": operated.reset,
+        "evict": operated.evict,
+        "spill": operated.spill,
+        "pin": operated.pin,
+        "unpin": operated.unpin,
+        "check": operated.check,
+        "log-level": _set_level,
+    }
+
+
+async def _set_level(asked: LogLevel) -> Answer:
+    """Set a logger's level until the process ends."""
+    if asked.logger == LOGGER or asked.logger.startswith(f"{LOGGER}."):
+        raise ApiError(400, "the audit log has no level that could be set", code="invalid_value", param="logger")
+    logger = logging.getLogger(asked.logger)
+    before = logging.getLevelName(logger.getEffectiveLevel()).lower()
+    logger.setLevel(asked.level.upper())
+    return {"logger": asked.logger, "level": asked.level, "before": before}

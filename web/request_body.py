@@ -1,0 +1,116 @@
+"""Reads a body within limits, and parses it into a type; each mistake in a body becomes an `ApiError`."""
+
+import asyncio
+import re
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kvtier.engine.config import ServerConfig
+from kvtier.web.absent_nulls import without_nulls
+from kvtier.web.api_error import ApiError
+
+_HALF_A_PAIR = re.compile(  # a high one without a low one behind it, or a low one without a high one before it
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89aAbB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89aAbB][0-9a-fA-F]{2})(?<!\\)(?:\\\\)*(\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+NOTHING: Mapping[str, Collection[object]] = MappingProxyType({})
+_T = TypeVar("_T")
+
+MAX_VALUES = 1 << 20  # numbers, texts and objects of a body; each but the first has a comma before it
+
+
+async def read_body(request: Request, settings: ServerConfig) -> bytes:
+    """Read the body. ApiError 413 beyond the limit, 408 if it has not come in time; both end the connection."""
+    limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
+    too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive in {timeout_s:g} s; send it again"
+        raise ApiError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def parse(
+    body: bytes, kind: type[_T], ignored: Collection[str] = (), neutral: Mapping[str, Collection[object]] = NOTHING
+) -> _T:
+    """Parse the JSON object *body* into a *kind*. ApiError 400, which names the field, if it is none."""
+    return fit(json_object(body), kind, ignored, neutral)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that *body* is. ApiError 400 if it is none, 413 if it has more than `MAX_VALUES` values."""
+    if body.count(b",") > MAX_VALUES:  # reading holds up all clients, for half a second if 16 MiB are token ids
+        message = f"the body has more than {MAX_VALUES:,} values (commas in texts count); send fewer prompts at a time"
+        raise ApiError(413, message, code="body_too_large")
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = _half_a_pair(body) or f"the body is not JSON: {error}"
+        raise ApiError(400, what, code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+    return content
+
+
+def _half_a_pair(body: bytes) -> str | None:
+    """Return the error for half of a surrogate pair, of which the decoder only says that the input was truncated."""
+    if (half := _HALF_A_PAIR.search(body)) is None:
+        return None
+    escape = next(each for each in half.groups() if each).decode()
+    return f"the body has {escape}, half of a surrogate pair, which is no character; send both halves, or \\ufffd"
+
+
+def fit(
+    content: Mapping[str, Any],
+    kind: type[_T],
+    ignored: Collection[str] = (),
+    neutral: Mapping[str, Collection[object]] = NOTHING,
+) -> _T:
+    """The *kind* that an object is. ApiError 400, which names the field, if it is none.
+
+    Fields in *ignored* may have any value, those in *neutral* only the values there, unless the *kind* has them; a
+    null counts as absent, also within the fields that the *kind* describes.
+    """
+    known: Collection[str] = getattr(kind, "__struct_fields__", ())
+    content = {
+        name: value for name, value in content.items() if value is not None and (name in known or name not in ignored)
+    }
+    for name in neutral.keys() & content.keys() - set(known):
+        if content.pop(name) not in neutral[name]:
+            raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
+    try:
+        return msgspec.convert(without_nulls(content, kind), kind, str_keys=True)  # JSON has no other keys
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+def _explain(message: str) -> ApiError:
+    """The error for msgspec's *message*, "what - at `$.path`"; it repeats no value of the request."""
+    if unknown := re.match(
+        r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
+    ):
+        param = ".".join(filter(None, [unknown["path"], unknown["name"]]))
+        return ApiError(400, f"{param}: unknown parameter", code="unknown_parameter", param=param)
+    if missing := re.match(r"Object missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?", message):
+        param = ".".join(filter(None, [missing[2], missing[1]]))
+        return ApiError(400, f"{param}: is missing", code="missing_required_parameter", param=param)
+    located = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?([^`]*)`", message, re.DOTALL)
+    if located:
+        what, param = located.groups()
+        message = f"{param}: {what}"
+    else:  # raised by a type of ours: it begins with the field's name
+        param = next(iter(re.findall(r"^([a-z_]+)(?: is|:)", message)), "")
+    return ApiError(400, message.replace("`", ""), code="invalid_value", param=param or None)
