@@ -11,7 +11,7 @@ from types import FrameType
 from kvtier.engine.config import is_loopback
 from kvtier.extras import extra
 from kvtier.routing.config import RouteConfig, route_config
-from kvtier.server.log_lines import write_log
+from kvtier.web.log_lines import write_log
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.operators import Operators
 

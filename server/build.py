@@ -15,7 +15,7 @@ from kvtier.engine.thread_work import guarded
 from kvtier.server.entrance import Entrance
 from kvtier.server.http_server import HttpServer
 from kvtier.server.loading_app import LoadingApp
-from kvtier.server.log_lines import redirect_libraries
+from kvtier.web.log_lines import redirect_libraries
 from kvtier.server.served_models import ServedModels
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.routes import Operating

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 
-from kvtier.cli.sidecar import run_sidecar
+from kvtier.sidecar.config import sidecar_config
+from kvtier.sidecar.process import refuse_mistakes, run_process
 
 _PR_SET_PDEATHSIG = 1
 
@@ -19,7 +20,9 @@ def main(parent: int, tables: dict[str, object]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # of the thread that started it, which stays until then
     if os.getppid() != parent:
         return 0
-    return run_sidecar(None, tables, checks_only=False)
+    config = sidecar_config(None, tables)
+    refuse_mistakes(config)
+    return run_process(config)
 
 
 if __name__ == "__main__":

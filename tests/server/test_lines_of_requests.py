@@ -14,7 +14,7 @@ from sidecars import running_sidecar, small_config
 
 from kvtier.engine.observability.tracing.trace_context import TraceContext
 from kvtier.server import serving_app
-from kvtier.server.log_lines import JsonLines, PlainLines
+from kvtier.web.log_lines import JsonLines, PlainLines
 from kvtier.sidecar.http import app as sidecar_app
 
 TOKEN = "op-token-6666"

@@ -256,7 +256,7 @@ def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_pa
 def test_what_libraries_warn_of_stands_in_the_log_as_lines_of_its_own(kind: str) -> None:
     script = f"""
 import warnings
-from kvtier.server.log_lines import redirect_libraries, write_log
+from kvtier.web.log_lines import redirect_libraries, write_log
 write_log({kind!r})
 import huggingface_hub.utils.logging, torch, transformers.utils.logging
 redirect_libraries()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.cli.sidecar import LEAVING, attach_command
+from kvtier.cli.sidecar import attach_command
+from kvtier.sidecar.process import LEAVING
 from kvtier.engine.config import parse_bytes
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sidecars import OpenDoor
 
-from kvtier.cli.sidecar import serve_engines
-from kvtier.server.log_lines import write_log
+from kvtier.sidecar.process import serve_engines
+from kvtier.web.log_lines import write_log
 from kvtier.sidecar.config import sidecar_config
 
 

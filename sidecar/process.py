@@ -1,0 +1,134 @@
+"""The process of a sidecar: its configuration is checked, its log written, and engines are served until a signal."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kvtier.engine.fault_log import FaultLog
+from kvtier.engine.observability.records.request_log import refuse_unusable
+from kvtier.extras import extra
+from kvtier.sidecar.build import MakeDoors, build_sidecar
+from kvtier.sidecar.config import SidecarConfig
+from kvtier.sidecar.doors import doors_of
+from kvtier.sidecar.inherited import HTTP, Inherited
+from kvtier.sidecar.kept_files import KeptFiles
+from kvtier.sidecar.model_weights import weights_of
+from kvtier.sidecar.sidecar import Sidecar
+from kvtier.sidecar.statistics import SidecarStatistics
+from kvtier.sidecar.systemd import Systemd
+from kvtier.web.log_lines import write_log
+from kvtier.web.operating.audit_log import AuditLog
+from kvtier.web.operating.operators import Operators
+
+if TYPE_CHECKING:
+    from kvtier.sidecar.http.http_thread import HttpThread
+
+log = logging.getLogger(__name__)
+
+LEAVING = (signal.SIGUSR1,)  # signals at which sockets and host memory are left to the next process …
+ENDING = (signal.SIGTERM, signal.SIGINT)  # … and at which they go
+
+Listener = Callable[[str, str], socket.socket]
+"""Gives the socket of a name which listens at a URL."""
+
+
+def refuse_mistakes(config: SidecarConfig) -> None:
+    """Raise ValueError or OSError for settings that would fail only after an engine has attached."""
+    Operators.of(config.operators.tokens, os.environ)
+    refuse_unusable(config.request_log)
+
+
+def run_process(config: SidecarConfig) -> int:
+    """Serve engines at all doors that *config* names until a signal; return the exit status.
+
+    Raises ValueError or OSError for what cannot be used.
+    """
+    write_log(config.log_format)
+    weights = weights_of(config.models, log.info)
+    return serve_engines(config, lambda listener: doors_of(config, weights, listener))
+
+
+def serve_engines(config: SidecarConfig, doors: Callable[[Listener], MakeDoors]) -> int:
+    """Serve those that attach at the doors until a signal; the exit status. After one of `LEAVING`, by which the
+    service manager says that another process comes after this one, sockets and host memory are left to that."""
+    signals: list[int] = []
+    with (
+        Inherited(os.environ) as inherited,
+        Systemd(os.environ, time.monotonic) as systemd,
+        ExitStack() as running,
+    ):
+        kept = KeptFiles(systemd, inherited)
+        sidecar = build_sidecar(config, doors(kept.listener), log.info, kept.left_segment)
+
+        def end(number: int, _: FrameType | None) -> None:
+            signals.append(number)
+            if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
+                os._exit(128 + number)
+            sidecar.stop()
+
+        for number in (*ENDING, *LEAVING):
+            running.callback(signal.signal, number, signal.signal(number, end))
+        running.callback(sidecar.close)
+        kept.keep_segment(sidecar.layouts.segment)
+        if config.http.port != "none":
+            http = running.enter_context(_http(sidecar, config, kept))
+            log.info("http: listening on %s", url_of(config.http.host, http.port))
+        inherited.close()
+        log.info("engines may attach")
+        sidecar.run(_look(sidecar, systemd))
+        systemd.stopping()
+        if signals and signals[0] in LEAVING:
+            log.info("sockets and host memory are left to the next process")
+            sidecar.leave()
+        else:
+            kept.let_go()
+        if config.disk is not None:
+            log.info("writing what is in host memory only; a second signal ends at once")
+            num_left = sidecar.flush(config.drain_s, systemd.alive)
+            if num_left:
+                log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
+    return 0
+
+
+def url_of(host: str, port: int) -> str:
+    """Where HTTP is, for `kvtier top` and browsers."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
+    """What the owner's thread does twice a second beside serving."""
+    fault_log = FaultLog(time.monotonic)
+
+    def look(statistics: SidecarStatistics) -> None:
+        fault_log.look(statistics.store, statistics.disk, statistics.tiers, remote=statistics.remote)
+        if not sidecar.why_not_ready:
+            systemd.ready()
+        systemd.alive()
+
+    return look
+
+
+def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThread":
+    host, port = config.http.host, config.http.port
+    assert port != "none", "nothing to serve"
+    with extra("sidecar", "HTTP of kvtier sidecar", 'or set port = "none" in [http]'):
+        from kvtier.sidecar.http.access import token_of
+        from kvtier.sidecar.http.build import serve_http
+        from kvtier.web.operating.routes import Operating
+
+    operators = Operators.of(config.operators.tokens, os.environ)
+    operating = None
+    if operators is not None:
+        operators.refuse_keys_of(token_of(config.http))
+        operating = Operating(operators, AuditLog(config.operators.audit, config.operators.audit_bytes))
+    given = kept.given_listener(HTTP, url_of(host, port).replace("http", "tcp", 1))
+    http = serve_http(sidecar, config, bound=given, operating=operating)
+    if given is None:
+        kept.keep_listener(HTTP, http.file)
+    return http
