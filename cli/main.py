@@ -4,24 +4,31 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvtier.cli import route_arguments, serve_arguments, sidecar_arguments
-from kvtier.cli.arguments import MODELS, HelpFormatter, OneLineParser, path, some_text
-from kvtier.cli.bench_remote_arguments import add_bench_remote
+from kvtier.cli.arguments import MODELS, HelpFormatter, OneLineParser, path, sent_text, some_text
 from kvtier.cli.doc_arguments import add_doc
-from kvtier.cli.explain_arguments import add_explain
-from kvtier.cli.forget_remote_arguments import add_forget_remote
 from kvtier.cli.operate_arguments import add_operate
 from kvtier.cli.prove_arguments import add_prove
+from kvtier.cli.remote_arguments import add_bench_remote, add_forget_remote
 from kvtier.cli.route_arguments import add_route
 from kvtier.cli.serve_arguments import add_serve
 from kvtier.cli.sidecar_arguments import add_sidecar
 from kvtier.cli.store_arguments import add_store
 from kvtier.extras import extra
 
+EXPLAIN_EXAMPLES = """examples:
+  kvtier explain 5f3c9a                        a request that has ended, by the id that its answer had in x-request-id
+  kvtier explain --prompt question.txt         what would be found of a prompt now; nothing is computed
+  kvtier explain --prompt chat.json            the body of a chat ("messages"), or token ids ("prompt": [1, 2])
+  kvtier explain 5f3c9a --prompt question.txt  the request, with the text of the first token that differs
+  kvtier explain cmpl-1 --url http://127.0.0.1:9464 --token-file ~/kvtier.token     a lookup, of a sidecar
+
+exit status: 0 it is explained, 2 the request is not known, or no server answers
+"""
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
@@ -65,6 +72,35 @@ HELP_EXAMPLES = """examples:
 _LEAST_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
 
 _Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+
+
+def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
+    """Add `kvtier explain`, which calls *run*."""
+    explain = commands.add_parser(
+        "explain",
+        help="why a prompt was found in the cache or not, block by block",
+        description="Says of a request of a running 'kvtier serve' or 'kvtier sidecar', or of a prompt, which tokens "
+        "came from which tier, why the others did not, and where it departs from the nearest one that is known.",
+        epilog=EXPLAIN_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    explain.add_argument("id", nargs="?", type=sent_text, metavar="REQUEST_ID", help="a request that has ended")
+    explain.add_argument(
+        "--prompt", type=some_text, metavar="FILE", help="a text, or a JSON object; -: standard input (default: none)"
+    )
+    explain.add_argument("--model", type=sent_text, metavar="NAME", help="of the prompt (default: the server's model)")
+    explain.add_argument("--cache-salt", type=sent_text, metavar="SALT", help="of the prompt (default: none)")
+    explain.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    who = explain.add_mutually_exclusive_group()
+    who.add_argument(
+        "--api-key",
+        type=some_text,
+        metavar="KEY",
+        help="other users can read it here: rather set KVTIER_API_KEY (default: KVTIER_API_KEY)",
+    )
+    who.add_argument("--token-file", type=some_text, metavar="FILE", help="the token of a sidecar (default: none)")
+    explain.add_argument("--json", action="store_true", help="print what the server answers, as one JSON object")
+    explain.set_defaults(run=run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -254,15 +290,15 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _bench_remote(options: argparse.Namespace) -> int:
-    from kvtier.cli import bench_remote
+    from kvtier.cli.remote import bench_remote
 
-    return bench_remote.run(options)
+    return bench_remote(options)
 
 
 def _forget_remote(options: argparse.Namespace) -> int:
-    from kvtier.cli import forget_remote
+    from kvtier.cli.remote import forget_remote
 
-    return forget_remote.run(options)
+    return forget_remote(options)
 
 
 def _route(options: argparse.Namespace) -> int:

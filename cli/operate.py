@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from kvtier.cli.given_text import text_of, token_of
-from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import size_text
 from kvtier.web.json_client import JsonClient
 
 TIMEOUT_S = 3600.0  # a large disk takes its time to be emptied

@@ -11,8 +11,8 @@ from types import FrameType
 from kvtier.engine.config import is_loopback
 from kvtier.extras import extra
 from kvtier.routing.config import RouteConfig, route_config
-from kvtier.web.log_lines import write_log
 from kvtier.web.api_keys import ApiKeys
+from kvtier.web.log_lines import write_log
 from kvtier.web.operating.operators import Operators
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from kvtier.cli.first_look import check_device, check_files, check_model
 from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, with_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.extras import extra
-from kvtier.web.log_lines import write_log
 from kvtier.web.api_keys import ApiKeys
+from kvtier.web.log_lines import write_log
 from kvtier.web.operating.audit_log import AuditLog
 from kvtier.web.operating.operators import Operators
 

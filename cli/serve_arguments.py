@@ -14,7 +14,7 @@ from kvtier.cli.arguments import (
     size,
     some_text,
 )
-from kvtier.engine.tool_call_parser import ToolCallParser
+from kvtier.engine.config import ToolCallParser
 
 EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B --config laptop

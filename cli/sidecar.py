@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 
-from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import size_text
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.doors import socket_path
 from kvtier.sidecar.lmcache.wire import NEEDED_CLIENT

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvtier.cli.apart import Crashed, call_apart, iterate_apart
 from kvtier.cli.confirm import confirm
-from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
 from kvtier.store.lmdb.upkeep import Verification

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.given_text import token_of
-from kvtier.engine.byte_size import size_text
-from kvtier.engine.config import is_loopback
+from kvtier.engine.config import is_loopback, size_text
 
 _ANSWER_S = 5.0
 _MOST_BYTES = 16 << 20  # of an answer

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtier.connectors.disk_below.disk_below import DiskBelowStatistics
 from kvtier.connectors.disk_below.job import Outcomes
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.engine.config import DiskConfig
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.pages import back_file

@@ -25,8 +25,7 @@ from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.grammar import Grammar
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
-from kvtier.engine.scheduling.request import Completion, Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import as_exception

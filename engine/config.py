@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kvtier.engine.tool_call_parser import ToolCallParser
 from kvtier.tiers.naming.block_hash import HashAlgorithm
 from kvtier.tiers.naming.request_text import check_text
 
+ToolCallParser: TypeAlias = Literal[
+    "hermes", "mistral_args", "mistral", "granite", "jamba", "phi4_mini_json", "llama3_json", "json"
+]
 # Values that earlier versions had, by path, and what to choose instead.
 _GONE = {
     ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, as two prompts with one name can be made in seconds; "
@@ -598,3 +600,12 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
             for field in fields:
                 choices |= _choices(field.type, f"{path}.{field.name}")
     return choices
+
+
+def size_text(num_bytes: float) -> str:
+    """*num_bytes* with a unit that suits it, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"

@@ -29,11 +29,9 @@ from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.longest_request import longest_request
-from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
+from kvtier.engine.scheduling.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
-from kvtier.engine.scheduling.stall import Stall
-from kvtier.engine.scheduling.step_times import StepTimes
+from kvtier.engine.scheduling.step_times import Stall, StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller, Timeline
 from kvtier.engine.scheduling.trail import Trail

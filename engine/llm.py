@@ -26,8 +26,7 @@ from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.observability.metrics.server import serve_metrics
 from kvtier.engine.one_caller import OneCaller
-from kvtier.engine.scheduling.request import Completion, Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from kvtier.tiers.naming.request_text import check_text
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from kvtier.engine.model.sampling import SamplingParams
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
     from kvtier.engine.model.unsupported_model import UnsupportedModel
-    from kvtier.engine.scheduling.request import Completion, FinishReason
-    from kvtier.engine.scheduling.request_options import RequestOptions
+    from kvtier.engine.scheduling.request import Completion, FinishReason, RequestOptions
 
     __version__: str
 

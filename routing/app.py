@@ -23,8 +23,7 @@ from kvtier.web.connection import in_time
 from kvtier.web.error_response import error_response
 from kvtier.web.facts import Facts
 from kvtier.web.operating.audit_log import AuditLog
-from kvtier.web.operating.operators import Operators
-from kvtier.web.operating.refused_tokens import RefusedTokens
+from kvtier.web.operating.operators import Operators, RefusedTokens
 from kvtier.web.request_ids import request_id_of
 
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"

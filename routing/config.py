@@ -21,7 +21,7 @@ from kvtier.engine.config import (
     tree_from_dict,
     with_tables,
 )
-from kvtier.routing.publisher import Publisher
+from kvtier.routing.kv_event import Publisher
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]

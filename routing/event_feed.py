@@ -10,8 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.routing.kv_event import Batch, decode
-from kvtier.routing.publisher import Publisher
+from kvtier.routing.kv_event import Batch, Publisher, decode
 
 log = logging.getLogger(__name__)
 

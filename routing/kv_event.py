@@ -1,6 +1,7 @@
 """KV events as they come over the wire: vLLM's format of today and of before, and LMCache's, which vLLM publishes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -94,3 +95,14 @@ def _event(raw: object) -> Event | None:
     if not isinstance(raw, Mapping) or raw.get("type") not in _FIELDS:
         return None
     return msgspec.convert(raw, Event)  # type: ignore[no-any-return]  # of a union, for which there is no type
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """The ZMQ endpoints of the replica called *name*: where it publishes KV events of *topic*, and where it sends what
+    was missed again, if it does."""
+
+    name: str
+    events: str
+    replay: str | None = None
+    topic: str = ""

@@ -1,7 +1,10 @@
 """Router: what is known of all replicas, and the choice among them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -12,14 +15,61 @@ from kvtier.routing.policy import Candidate, Choice, RoutingPolicy
 from kvtier.routing.prefix_index import NOTHING, Matched, PrefixIndex
 from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica
-from kvtier.routing.ring import HashRing
-from kvtier.routing.sessions import Sessions
 from kvtier.routing.token_cache import TokenArray
 
+_POINTS = 64  # of each replica: their shares then differ by an eighth or so
 TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
 MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
 MAX_TOKENS = 1 << 17  # tokens that are looked at: prompts of that length that differ behind are alike
 BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
+
+
+class Sessions:
+    """The replicas of the conversations that were asked for last, *most* of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._replicas: OrderedDict[Hashable, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def replica_of(self, session: Hashable) -> str | None:
+        """The replica that had it last; None if nobody is known to have."""
+        return self._replicas.get(session)
+
+    def keep(self, session: Hashable, replica: str) -> None:
+        """Note who has it now."""
+        self._replicas[session] = replica
+        self._replicas.move_to_end(session)
+        if len(self._replicas) > self._most:
+            self._replicas.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """The replica has no conversation any more."""
+        self._replicas = OrderedDict((key, name) for key, name in self._replicas.items() if name != replica)
+
+
+class HashRing:
+    """Consistent hashing: replicas have points on a ring, and a key's replicas are those that follow it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._points = sorted((_place(f"{name} {i}".encode()), name) for name in names for i in range(_POINTS))
+        self._num_names = len(names)
+
+    def order(self, key: bytes) -> list[str]:
+        """All replicas, the key's own first. The others are the same whether it is there or not."""
+        start = bisect(self._points, (_place(key), ""))
+        found: dict[str, None] = {}
+        for i in range(len(self._points)):
+            found[self._points[(start + i) % len(self._points)][1]] = None
+            if len(found) == self._num_names:
+                break
+        return list(found)
+
+
+def _place(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from kvtier.engine.thread_work import guarded
 from kvtier.server.entrance import Entrance
 from kvtier.server.http_server import HttpServer
 from kvtier.server.loading_app import LoadingApp
-from kvtier.web.log_lines import redirect_libraries
 from kvtier.server.served_models import ServedModels
 from kvtier.web.api_keys import ApiKeys
+from kvtier.web.log_lines import redirect_libraries
 from kvtier.web.operating.routes import Operating
 from kvtier.web.tenancy import with_tenant_names
 
@@ -66,8 +66,6 @@ def build_server(
 
 def _import_engine(shows_bars: bool) -> None:
     from transformers.utils import logging as transformers_log
-
-    from kvtier.server import serving_app
 
     redirect_libraries()
     if not shows_bars:  # in a file a bar is one line without end

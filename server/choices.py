@@ -9,7 +9,7 @@ from typing import TypeAlias
 from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 
 Scores: TypeAlias = Sequence[TokenLogprobs | None]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from kvtier.engine.core import EngineStatistics
-from kvtier.engine.observability.metrics.tokens import sources_of
+from kvtier.engine.observability.metrics.tiers import sources_of
 from kvtier.server.document_object import document_object
 from kvtier.server.service import Service
 from kvtier.tiers.histogram import HistogramStatistics

@@ -1,11 +1,13 @@
 """Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.model.sampling import WrongParameter
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.server.chat_reply import ChatReply
@@ -22,13 +24,13 @@ from kvtier.server.choices import Choice, ChoicePiece, generate
 from kvtier.server.completion_reply import CompletionReply
 from kvtier.server.completion_request import COMPLETION_IGNORED, CompletionRequest
 from kvtier.server.context_limit import ContextLimit
+from kvtier.server.documents.documents import Documents
+from kvtier.server.documents.kept_prefixes import MarkedPrompt
 from kvtier.server.documents.worker import PROMPT_PIN_S
 from kvtier.server.generation_request import IGNORED, NEUTRAL
 from kvtier.server.ignored_fields import tell_ignored
-from kvtier.server.left_out import left_out_headers
 from kvtier.server.named_documents import with_document, with_document_texts
 from kvtier.server.prompt import Prompt
-from kvtier.server.prompt_keeper import PromptKeeper
 from kvtier.server.reply import Answer, Reply
 from kvtier.server.service import Service
 from kvtier.server.token_text import TokenText
@@ -42,12 +44,66 @@ from kvtier.web.facts import facts_of
 from kvtier.web.request_body import fit, json_object, parse, read_body
 from kvtier.web.tenancy import effective_salt
 
+HEADER = "x-kvtier-left-out"
+_MOST_CHARACTERS = 1024  # proxies take headers of a few KiB
+_AS_THEY_ARE = "./[]$"
 Asked: TypeAlias = CompletionRequest | ChatRequest
 ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
 
 _T = TypeVar("_T")
 
 MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
+
+
+class PromptKeeper:
+    """Watches the pieces of a request's choices go by, and notes in its *usage* what is kept. Owned by one request."""
+
+    def __init__(
+        self, documents: Documents, usage: Usage, tenant: str | None, lora: str | None, cache_salt: str | None
+    ) -> None:
+        self._documents = documents
+        self._usage = usage
+        self._tenant = tenant
+        self._names = (lora, cache_salt)  # of the prompts' blocks
+
+    async def pinned(
+        self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
+    ) -> AsyncIterator[ChoicePiece]:
+        """Yield *pieces*; pin each of *prompts* when the choice at its index has ended, before that is told."""
+        async for item in pieces:
+            if item.piece.completion is not None and item.index in prompts:
+                token_ids = prompts[item.index]
+                has_room = await self._documents.pin_prompt(self._tenant, token_ids, *self._names, ttl_s)
+                self._usage.note_pinned(has_room)
+            yield item
+
+    async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
+        """Yield *pieces*; before the first, when the prompt has been computed, keep it up to its breakpoints."""
+        marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
+        # Asked with the request, and not after its first token: what is kept already waits for no step of the engine.
+        reading = asyncio.create_task(self._documents.read_prefixes(marked))
+        try:
+            async for item in pieces:
+                if self._usage.kept is None:
+                    kept = await reading
+                    if len(kept.breakpoints) < len(prompt.breakpoints):
+                        kept = await self._documents.keep_prefixes(marked)
+                    self._usage.kept = kept
+                    self._usage.note_pinned(len(kept.breakpoints) == len(prompt.breakpoints))
+                yield item
+        finally:
+            reading.cancel()
+
+
+def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the keywords, percent-encoded and with commas between; none if nothing is left out.
+
+    It names the first ones, as far as they fit. The answer's object `kvtier` names all of them.
+    """
+    named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
+    if len(named) > _MOST_CHARACTERS:
+        named = named[:_MOST_CHARACTERS].rpartition(",")[0] + ", and more"
+    return {HEADER: named} if left_out else {}
 
 
 def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:

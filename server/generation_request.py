@@ -7,7 +7,7 @@ import msgspec
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.server.response_format import (
     AskedOutputs,
     Choices,

@@ -8,9 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from kvtier.engine.config import ServerConfig
 from kvtier.server.access import Access, KeyCheck
-from kvtier.server.across_origins import across_origins
 from kvtier.server.app import App, Switch
 from kvtier.server.entrance import Entrance
 from kvtier.server.loading_app import LoadingApp
@@ -21,6 +23,20 @@ if TYPE_CHECKING:
     from kvtier.server.serving_app import ServingApp  # imported while the server is already answering
 
 _LEAVING_S = 5  # for the last bytes of answers
+
+
+def across_origins(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
+    """*app*, which pages of `server.cors_origins` may ask; a browser's question before that needs no key. Keys come in
+    headers and never in cookies, so no credentials of the browser's go along."""
+    if not settings.cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
+    )
 
 
 class _Uvicorn(uvicorn.Server):

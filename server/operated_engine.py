@@ -16,8 +16,7 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin as CachePin
 from kvtier.web.api_error import ApiError
-from kvtier.web.operating.purging import until_done
-from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer, until_done
 from kvtier.web.tenancy import effective_salt
 
 LOOK_S = 0.02  # how often it is looked whether something has been copied or read

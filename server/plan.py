@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvtier.engine.byte_size import size_text
-from kvtier.engine.config import Config
+from kvtier.engine.config import Config, size_text
 from kvtier.engine.llm import torch_device
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
+from kvtier.engine.core import EngineStatistics
 from kvtier.engine.observability.metrics.collector import EngineCollector
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.server import document_routes, explain_routes, generation, tokenize_routes
@@ -28,10 +31,8 @@ from kvtier.server.engine_source import EngineSource
 from kvtier.server.entrance import Entrance
 from kvtier.server.openapi.routes import OpenApiRoutes
 from kvtier.server.operated_engine import OperatedEngine
-from kvtier.server.process_age import process_age_s
 from kvtier.server.served_models import ServedModels
 from kvtier.server.service import Service
-from kvtier.server.stats_view import stats_view
 from kvtier.server.tool_calls.tool_use import ToolFormat
 from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_error import json_response
@@ -57,6 +58,9 @@ from kvtier.web.tenancy import effective_salt
 log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 2.0
+_STAT = Path("/proc/self/stat")
+_STARTED_FIELD = 22  # of proc(5), counted from 1: when the process started, in clock ticks since boot
+_IMPORTED_AT = time.monotonic()
 
 
 class ServingApp:
@@ -207,3 +211,38 @@ async def load_app(
     source = EngineSource(service)
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))
+
+
+def process_age_s(stat: Path = _STAT) -> float:
+    """Return the seconds since the process started, imports included.
+
+    Where *stat* cannot be read, the seconds since this module was imported.
+    """
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()  # from the third on: the name before may have blanks
+        started_s = int(fields[_STARTED_FIELD - 3]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, ValueError, IndexError):
+        return time.monotonic() - _IMPORTED_AT
+
+
+def stats_view(statistics: EngineStatistics) -> dict[str, object]:
+    """Everything but tenants' bytes by the digests of their salts; by name they are there."""
+    cache = replace(statistics.cache, host_tenants={})
+    if cache.disk is not None:
+        cache = replace(cache, disk=replace(cache.disk, tenants={}))
+    what_if = {
+        tier.value: {f"{size:g}": hits for size, hits in each.items()}
+        for tier, each in statistics.requests.what_if.items()
+    }
+    requests = replace(statistics.requests, what_if={})  # whose keys are no texts
+    view: dict[str, object] = msgspec.to_builtins(replace(statistics, cache=cache, requests=requests), enc_hook=_plain)
+    return {**view, "what_if": what_if}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} in statistics")

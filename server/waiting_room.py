@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvtier.engine.sharing.fair_share import FairShare
+from kvtier.engine.sharing.turns import FairShare
 
 _NUM_REMEMBERED = 64
 _LONGEST_WAIT_S = 600

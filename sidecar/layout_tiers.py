@@ -11,8 +11,7 @@ from kvtier.sidecar.layout import Layout, SlotMemory
 from kvtier.sidecar.shared_store import StoreView
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.local_fetch import LocalFetch
-from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.local_tiers import LocalFetch, LocalTiers
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause

@@ -5,20 +5,21 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.extras import extra
 from kvtier.sidecar.build import MakeDoors, build_sidecar
-from kvtier.sidecar.config import SidecarConfig
+from kvtier.sidecar.config import ModelWeightsConfig, SidecarConfig
 from kvtier.sidecar.doors import doors_of
 from kvtier.sidecar.inherited import HTTP, Inherited
 from kvtier.sidecar.kept_files import KeptFiles
-from kvtier.sidecar.model_weights import weights_of
 from kvtier.sidecar.sidecar import Sidecar
 from kvtier.sidecar.statistics import SidecarStatistics
 from kvtier.sidecar.systemd import Systemd
@@ -132,3 +133,17 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
     if given is None:
         kept.keep_listener(HTTP, http.file)
     return http
+
+
+def weights_of(
+    models: Mapping[str, ModelWeightsConfig], progress: Callable[[str], None] = lambda line: None
+) -> dict[str, str]:
+    """For each model's name a text that is another one for other weights. ValueError for a path without weights."""
+    found = {}
+    for name, model in models.items():
+        if model.path is None:
+            found[name] = f"revision {model.revision}"
+        else:
+            progress(f"taking the digest of the weights in {model.path}")
+            found[name] = weights_digest(Path(model.path).expanduser())
+    return found

@@ -14,7 +14,7 @@ from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.pins import PinStatistics
 from kvtier.sidecar.quarantine import QuarantineStatistics
 from kvtier.store.blob_store import StoreStatistics
-from kvtier.tiers.device.eviction_ages import NO_AGES
+from kvtier.tiers.device.group_slots import NO_AGES
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import evicted_by_cause

@@ -136,14 +136,14 @@ BUGS = [
     ),
     Bug(
         "other users may read the objects of a file:// store",
-        "store/remote/objects/object_folder.py",
+        "store/remote/objects/bucket.py",
         "            self._set_mode(self._root / path, self._mode & 0o660)",
         "            pass",
         "tests/store/remote/test_object_folder.py",
     ),
     Bug(
         "folders of an earlier version stay open to other users",
-        "store/remote/objects/object_folder.py",
+        "store/remote/objects/bucket.py",
         "            self._set_mode(folder, self._mode)",
         "            pass",
         "tests/store/remote/test_object_folder.py",
@@ -416,7 +416,7 @@ BUGS = [
     ),
     Bug(
         "an integer is within its bounds if its first digits are",
-        "engine/model/structured/integer_range.py",
+        "engine/model/structured/exact_integers.py",
         'parts = [low[0] + _same_length(low[1:], "9" * num_left)',
         'parts = [low[0] + _same_length("0" * num_left, "9" * num_left)',
         "tests/engine/model/structured/test_notation.py",
@@ -500,14 +500,14 @@ BUGS = [
     ),
     Bug(
         "nulls within a list of a request count",
-        "web/absent_nulls.py",
+        "web/request_body.py",
         "            return [_pruned(each, kind.item_type) for each in value]",
         "            return value",
         "tests/server/anthropic/test_messages.py",
     ),
     Bug(
         "nulls within a tagged object count",
-        "web/absent_nulls.py",
+        "web/request_body.py",
         "    return next((each for each in structs if _is_tagged(value, each)), inspect.AnyType())",
         "    return inspect.AnyType()",
         "tests/server/anthropic/test_messages.py",
@@ -521,7 +521,7 @@ BUGS = [
     ),
     Bug(
         "a body that is too large is an invalid request to Anthropic's client",
-        "web/error_object.py",
+        "web/error_response.py",
         '    413: "request_too_large",\n',
         "",
         "tests/server/anthropic/test_messages.py",
@@ -829,7 +829,7 @@ BUGS = [
     ),
     Bug(
         "a page of the disk's index brings back what has left meanwhile",
-        "tiers/lower/disk_index.py",
+        "tiers/lower/disk_tier.py",
         "        if gone is not None:\n            rows = rows[~gone.holds(rows)]\n",
         "",
         "tests/tiers/lower/test_disk_tier.py",
@@ -1103,7 +1103,7 @@ BUGS = [
     ),
     Bug(
         "what was computed without a layer that came too late counts",
-        "tiers/up/layered_upload.py",
+        "tiers/up/uploads.py",
         " and not self.gate.missed",
         "",
         "tests/tiers/test_mishaps.py",
@@ -1194,7 +1194,7 @@ BUGS = [
     ),
     Bug(
         "of a run that is evicted in several pieces each piece is taken out alone",
-        "tiers/device/runs.py",
+        "tiers/device/eviction_order.py",
         "num_gone[run_id] = num_gone.get(run_id, 0) + end - start",
         "self._shrink(run_id, end - start)",
         "tests/tiers/device/test_runs.py",
@@ -1390,7 +1390,7 @@ BUGS = [
     ),
     Bug(
         "a hit that is out of date leases the host slots that its blocks were in",
-        "tiers/up/hits.py",
+        "tiers/up/promoter.py",
         "        if hit.as_of == self._residency.num_changes:\n            return [\n",
         "        if True:\n            return [\n",
         "tests/tiers/test_places_out_of_date.py",
@@ -1411,7 +1411,7 @@ BUGS = [
     ),
     Bug(
         "a fetch that is let go of before it is answered keeps its reads",
-        "tiers/lower/local_fetch.py",
+        "tiers/lower/local_tiers.py",
         "self._cold_reads.leave(block_read, self)",
         "pass",
         "tests/tiers/lower/test_lower_tiers.py",
@@ -1668,7 +1668,7 @@ BUGS = [
     ),
     Bug(
         "what was pinned is not unpinned",
-        "transfer/cuda/pinning.py",
+        "transfer/cuda/memory.py",
         "            cudart.cudaHostUnregister(address)",
         "            pass",
         "tests/transfer/test_block_memory.py",
@@ -1876,7 +1876,7 @@ BUGS = [
     ),
     Bug(
         "the gate of a layer opens before its copies",
-        "tiers/up/layered_upload.py",
+        "tiers/up/uploads.py",
         "            for part in range(self.gate.num_parts):\n",
         "            for part in range(self.gate.num_parts):\n                self.gate.open_next()\n",
         "tests/tiers/up/test_layered_upload.py",
@@ -1946,7 +1946,7 @@ BUGS = [
     ),
     Bug(
         "an LMCache that asks where bytes are is refused",
-        "connectors/lmcache_l2/known_lmcache.py",
+        "connectors/lmcache_l2/adapter.py",
         " ^ ABSTRACT) - ALSO_ABSTRACT",
         " ^ ABSTRACT)",
         "tests/connectors/test_lmcache_objects.py",
@@ -2261,7 +2261,7 @@ BUGS = [
     ),
     Bug(
         "a connection whose process is gone counts as open",
-        "sidecar/lmcache/ended_connections.py",
+        "sidecar/lmcache/door.py",
         "if lifeline is not None and not lifeline.is_cut:",
         "if lifeline is not None:",
         "tests/sidecar/lmcache/test_copies.py",
@@ -2492,14 +2492,14 @@ BUGS = [
     ),
     Bug(
         "a worker whose connection the sidecar has ended counts no more",
-        "sidecar/own/mappers.py",
+        "sidecar/own/door.py",
         "        self._ended.append(ended)\n",
         "",
         "tests/sidecar/own/test_quarantine.py",
     ),
     Bug(
         "a worker counts for every engine",
-        "sidecar/own/mappers.py",
+        "sidecar/own/door.py",
         "in self._engines.items() if its_engine == engine]",
         "in self._engines.items()]",
         "tests/sidecar/own/test_quarantine.py",
@@ -2723,7 +2723,7 @@ BUGS = [
     ),
     Bug(
         "slots across the end of an extent are given",
-        "sidecar/own/block_slots.py",
+        "sidecar/own/block_layout.py",
         "        first = -(-extent * self._extent_bytes // self.block_bytes)",
         "        first = extent * self._extent_bytes // self.block_bytes",
         "tests/sidecar/own/test_own_door.py",
@@ -3115,14 +3115,14 @@ BUGS = [
     ),
     Bug(
         "an engine that was stopped takes its sidecar to be silent",
-        "engine/attached/silence.py",
+        "engine/attached/sidecar_tiers.py",
         "min(now - self._looked_at, MOST_STEP_S), now",
         "now - self._looked_at, now",
         "tests/engine/attached/test_silence.py",
     ),
     Bug(
         "a sidecar that has nothing to say is silent",
-        "engine/attached/silence.py",
+        "engine/attached/sidecar_tiers.py",
         "        if is_waited_for or self.is_lost:\n",
         "        if True:\n",
         "tests/engine/attached/test_silence.py",
@@ -3374,7 +3374,7 @@ BUGS = [
     ),
     Bug(
         "the age of a process counts from the import of a module",
-        "server/process_age.py",
+        "server/serving_app.py",
         "return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s",
         "return time.monotonic() - _IMPORTED_AT",
         "tests/server/test_process_age.py",
@@ -3500,7 +3500,7 @@ BUGS = [
     ),
     Bug(
         "a block that two traced requests have is the newest's alone",
-        "engine/observability/tracing/traced_blocks.py",
+        "engine/observability/tracing/spill_traces.py",
         "(*self._owners[name][1 - MOST_OWNERS :], request)",
         "(request,)",
         "tests/engine/observability/tracing/test_traced_blocks.py",
@@ -3780,7 +3780,7 @@ BUGS = [
     ),
     Bug(
         "blocks of other offloading of vLLM's are found on disk",
-        "connectors/vllm_offloading/open_tier.py",
+        "connectors/vllm_offloading/tier.py",
         '"pool": pool_facts(config), ',
         "",
         "tests/connectors/test_vllm_options.py",
@@ -3815,7 +3815,7 @@ BUGS = [
     ),
     Bug(
         "SGLang's threads that have ended are not noticed",
-        "connectors/sglang_storage/storage_threads.py",
+        "connectors/sglang_storage/backend.py",
         "if not thread.is_alive()}",
         "if False}",
         "tests/connectors/test_sglang_namespace.py",
@@ -3955,7 +3955,7 @@ BUGS = [
     ),
     Bug(
         "a block in the remote store is read from disk, too",
-        "tiers/lower/cold_reads.py",
+        "tiers/lower/reads.py",
         "                places = places[~is_remote]\n",
         "",
         "tests/tiers/lower/remote/test_remote_tier.py",
@@ -3976,7 +3976,7 @@ BUGS = [
     ),
     Bug(
         "a slot that is marked again is counted twice",
-        "tiers/device/dirty_marks.py",
+        "tiers/device/group_slots.py",
         "self._num_marked += len(slots) - num_before",
         "self._num_marked += len(slots)",
         "tests/tiers/device/test_dirty_marks.py",
@@ -3997,14 +3997,14 @@ BUGS = [
     ),
     Bug(
         "every put of a transaction is told of all evicted keys",
-        "store/lmdb/group_commit.py",
+        "store/lmdb/writer.py",
         "call.evicted = [key for key in evicted if key in own]",
         "call.evicted = list(evicted)",
         "tests/store/lmdb/test_group_commit.py",
     ),
     Bug(
         "of two puts that fail together the first has the error",
-        "store/lmdb/group_commit.py",
+        "store/lmdb/writer.py",
         "if len(calls) > 1:  # one may be to blame",
         "if len(calls) > 2:  # one may be to blame",
         "tests/store/lmdb/test_group_commit.py",
@@ -4025,7 +4025,7 @@ BUGS = [
     ),
     Bug(
         "a request waits for what a less urgent one computes",
-        "engine/scheduling/shared_prefill.py",
+        "engine/scheduling/scheduler.py",
         "other.options.priority <= request.options.priority",
         "other.options.priority >= request.options.priority",
         "tests/engine/scheduling/test_shared_prefill.py",
@@ -4109,7 +4109,7 @@ BUGS = [
     ),
     Bug(
         "blocks of all groups have one key on disk",
-        "tiers/lower/block_key.py",
+        "tiers/lower/name_set.py",
         'group_id.to_bytes(GROUP_BYTES, "big")',
         "bytes(GROUP_BYTES)",
         "tests/tiers/lower/test_disk_tier.py",
@@ -4438,7 +4438,7 @@ BUGS = [
     ),
     Bug(
         "the configured weights are not in the namespace of a tier of vLLM's",
-        "connectors/vllm_offloading/open_tier.py",
+        "connectors/vllm_offloading/tier.py",
         "row_bytes, settings.weights)",
         'row_bytes, "")',
         "tests/connectors/test_vllm_options.py",

@@ -6,10 +6,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.group_slots import GroupSlots, SlotOwners
 from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.device.slot_owners import SlotOwners
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup

@@ -1,8 +1,10 @@
 """The paths of the server, which of them need no key, and what the log and metrics call them."""
 
 from kvtier.web.dashboard.assets import ASSETS, PAGE
-from kvtier.web.dashboard.data_paths import DATA_PATHS
 
+STREAM, HISTORY = f"{PAGE}/stream", f"{PAGE}/history"
+DOWNLOADS = (f"{PAGE}/download.csv", f"{PAGE}/download.json")
+DATA_PATHS = frozenset({STREAM, HISTORY, *DOWNLOADS})
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"

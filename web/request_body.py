@@ -2,15 +2,16 @@
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import Request
 
 from kvtier.engine.config import ServerConfig
-from kvtier.web.absent_nulls import without_nulls
 from kvtier.web.api_error import ApiError
 
 _HALF_A_PAIR = re.compile(  # a high one without a low one behind it, or a low one without a high one before it
@@ -21,6 +22,57 @@ NOTHING: Mapping[str, Collection[object]] = MappingProxyType({})
 _T = TypeVar("_T")
 
 MAX_VALUES = 1 << 20  # numbers, texts and objects of a body; each but the first has a comma before it
+
+
+def without_nulls(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return a JSON object without the nulls in fields of *kind*, and of structs within it, that may be absent.
+
+    What a struct does not describe, such as a JSON schema or variables of a template, stays as it is.
+    """
+    pruned = _pruned(content, _type_info(kind))
+    assert isinstance(pruned, dict), "an object stays one"
+    return pruned
+
+
+@cache
+def _type_info(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _pruned(value: object, kind: inspect.Type) -> object:
+    match kind:
+        case inspect.Metadata():
+            return _pruned(value, kind.type)
+        case inspect.UnionType():
+            return _pruned(value, _member(value, kind.types))
+        case inspect.StructType() if isinstance(value, Mapping):
+            return _pruned_object(value, kind)
+        case inspect.ListType() if isinstance(value, list):
+            return [_pruned(each, kind.item_type) for each in value]
+    return value
+
+
+def _pruned_object(value: Mapping[str, Any], kind: inspect.StructType) -> dict[str, Any]:
+    fields = {each.encode_name: each for each in kind.fields}
+    return {
+        name: _pruned(each, fields[name].type) if name in fields else each
+        for name, each in value.items()
+        if each is not None or name not in fields or fields[name].required
+    }
+
+
+def _member(value: object, types: Sequence[inspect.Type]) -> inspect.Type:
+    """Return the type of a union that a value is of, as far as nulls within it are concerned."""
+    if isinstance(value, list):
+        return next((each for each in types if isinstance(each, inspect.ListType)), inspect.AnyType())
+    structs = [each for each in types if isinstance(each, inspect.StructType)] if isinstance(value, Mapping) else []
+    if len(structs) == 1:
+        return structs[0]
+    return next((each for each in structs if _is_tagged(value, each)), inspect.AnyType())
+
+
+def _is_tagged(value: object, kind: inspect.StructType) -> bool:
+    return isinstance(value, Mapping) and kind.tag_field is not None and value.get(kind.tag_field) == kind.tag
 
 
 async def read_body(request: Request, settings: ServerConfig) -> bytes:

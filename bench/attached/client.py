@@ -11,7 +11,7 @@ from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.store.record import digest
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys

@@ -14,7 +14,7 @@ from bench.report import Effort, Row
 from bench.rounds import at_most
 from kvtier.store.record import digest
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.device.runs import Row as BlockRow
+from kvtier.tiers.device.eviction_order import Row as BlockRow
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain

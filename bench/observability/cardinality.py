@@ -17,7 +17,7 @@ from bench.report import Effort, Row
 from bench.rounds import at_most
 from kvtier import LLM, SamplingParams
 from kvtier.engine.core import EngineCore
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.tiers.lower.statistics import TokenBalance

@@ -28,7 +28,7 @@ from bench.report import Effort
 from bench.report import Row as Figure
 from kvtier import LLM, SamplingParams
 from kvtier.engine.observability.explain.explanation import Explanation, Why
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.stores import disk_store
 from kvtier.engine.stores.reopening_store import ReopeningStore

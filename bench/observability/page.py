@@ -27,10 +27,10 @@ from bench.report import Effort, Row
 from bench.rounds import at_most
 from kvtier.server.engine_source import EngineSource
 from kvtier.web.dashboard.dashboard import Dashboard
-from kvtier.web.dashboard.data_paths import STREAM
 from kvtier.web.dashboard.history import RESOLUTIONS
 from kvtier.web.dashboard.keeper import HistoryKeeper
 from kvtier.web.dashboard.ring_file import Shape
+from kvtier.web.paths import STREAM
 
 NUM_VIEWERS = 50
 REQUEST_EVERY_S = 60

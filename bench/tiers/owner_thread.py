@@ -24,7 +24,7 @@ from kvtier.engine.garbage import Garbage
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.shared_prefill import SharedPrefill
+from kvtier.engine.scheduling.scheduler import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
@@ -34,9 +34,9 @@ from kvtier.server.documents.pins import RENEW_S, DocumentPins
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
 from kvtier.tiers.lower.disk_tier import PAGE_KEYS, DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.eviction import EvictionCause

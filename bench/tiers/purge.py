@@ -22,9 +22,9 @@ from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention

@@ -10,8 +10,7 @@ import torch
 from bench.report import Row
 from bench.rounds import KIB, MIB, at_most
 from kvtier.transfer.cuda import memory as cuda_memory
-from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pinning import cuda_pin
+from kvtier.transfer.cuda.memory import CudaMemory, cuda_pin
 from kvtier.transfer.host_slab import PIECE_BYTES, Pin
 
 BLOCK_BYTES = 512 * KIB

@@ -24,7 +24,7 @@ from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion
 from kvtier.store.lmdb.data_file import most_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.tiers.lower.block_key import GROUP_BYTES, NAMESPACE_BYTES
+from kvtier.tiers.lower.name_set import GROUP_BYTES, NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier
 

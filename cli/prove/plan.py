@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtier.cli.prove.asker import Asker
 from kvtier.cli.prove.cold import Cold
 from kvtier.cli.prove.families import CUE, FAMILIES, SAME_PROMPT, Draw, Pair, Pieces
-from kvtier.cli.prove.salts import Salts
+from kvtier.cli.prove.setting import Salts
 
 OTHER_SALT = "another salt"
 

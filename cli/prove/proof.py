@@ -7,27 +7,70 @@ from dataclasses import dataclass
 
 from kvtier.cli.prove.asker import NUM_TOKENS, Asker
 from kvtier.cli.prove.cold import find_cold
-from kvtier.cli.prove.dialect import learn
+from kvtier.cli.prove.dialect import learn, unless_refused
 from kvtier.cli.prove.doubts import doubts_of
-from kvtier.cli.prove.endpoint import Endpoint
+from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.families import CUE, Draw
 from kvtier.cli.prove.judgement import Judgement, judge
-from kvtier.cli.prove.listed_model import ListedModel, list_models
 from kvtier.cli.prove.measures import Measures
 from kvtier.cli.prove.plan import Planner
 from kvtier.cli.prove.prover import Prover
 from kvtier.cli.prove.push_out import PushOut
 from kvtier.cli.prove.questioner import Note
-from kvtier.cli.prove.salts import Salts
-from kvtier.cli.prove.setting import Setting
-from kvtier.cli.prove.writing import Writing
-from kvtier.cli.prove.writing_choice import choose_writing
+from kvtier.cli.prove.setting import Salts, Setting
+from kvtier.cli.prove.writing import WORDS, TokenIds, Words, Writing
 
+_FEW = 40  # words, which fit any model
+_LEAST_IDS = 64  # with fewer different tokens prompts would begin alike by chance
 LENGTHS = (200, 1000, 4000)  # tokens; no block ends there
 LEAST_LENGTH = 64
 _MOST_LISTED = 4  # adapters that are asked without being named
 _NUM_PROBES = 3  # prompts by which it is seen how the server is asked cold
 _EXTRA_TOKENS = 32  # that a server may put around a prompt, and an answer
+
+
+def choose_writing(asker: Asker) -> tuple[Writing, Words]:
+    """Token ids where the server takes them, those of ordinary words if it says which they are; else words. Behind it
+    words in any case."""
+    answer = asker.ask(" ".join(WORDS[:_FEW]))
+    words = Words((answer.prompt_tokens or _FEW) / _FEW)
+    ids = _ids_of_words(asker.endpoint, asker.model)
+    writing = TokenIds(ids) if len(ids) >= _LEAST_IDS else TokenIds()
+    prompt = writing.write(range(_LEAST_IDS))
+    taken = unless_refused(asker.ask, prompt)
+    if taken is None or taken.prompt_tokens not in (None, len(prompt), len(prompt) + 1):  # one that it begins with
+        return words, words
+    return writing, words
+
+
+def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
+    """The tokens of ordinary words, as vLLM and llama.cpp tell them; none if the server does not."""
+    text = " ".join(WORDS)
+    try:
+        found = endpoint.post("/tokenize", {"model": model, "prompt": text, "content": text})
+        return tuple(sorted({int(token) for token in found["tokens"][1:]}))  # the first may be no word's
+    except (Refused, KeyError, TypeError, ValueError):
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """*parent* is the model that an adapter belongs to, in the words of vLLM and kvtier; None: it is a model itself."""
+
+    name: str
+    parent: str | None
+    max_tokens: int | None  # of a prompt and its answer; None: not told
+
+
+def list_models(endpoint: Endpoint) -> list[ListedModel]:
+    """The models of a server; none if it lists none. OSError if no server answers."""
+    try:
+        data = endpoint.get("/v1/models")["data"]
+        return [ListedModel(each["id"], each.get("parent"), each.get("max_model_len")) for each in data]
+    except (Refused, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, Refused) and error.status in (401, 403):
+            raise
+        return []
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,46 @@
 """Prover: asks all that is planned, in an order by which it is known what may be cached."""
 
+from collections.abc import Callable
 from functools import partial
 
-from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.asker import Asker, Prompt
+from kvtier.cli.prove.answer import UNCERTAIN, Answer, distance
+from kvtier.cli.prove.asker import NUM_TOKENS, Asker, Prompt
 from kvtier.cli.prove.cold import Cold
+from kvtier.cli.prove.dialect import token_ids_of
 from kvtier.cli.prove.evidence import Evidence, Request
 from kvtier.cli.prove.families import Draw, Pieces
 from kvtier.cli.prove.measures import Measures
-from kvtier.cli.prove.other_shapes import shapes_apart
 from kvtier.cli.prove.plan import Plan, Question
 from kvtier.cli.prove.push_out import PushOut
 from kvtier.cli.prove.questioner import Note, Questioner
 from kvtier.cli.prove.setting import Setting
 from kvtier.cli.prove.writing import Writing
 
+NUM_HALF = NUM_TOKENS // 2
 _NUM_SHAPES, _MOST_SHAPE_TRIES = 3, 6  # prompts of each length
 _NUM_AGAIN = 2  # times that a suspect's prompt is computed as a whole again, alone, and as often among others
+
+
+def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
+    """The distance of the two for one prompt; None if the answer's tokens cannot be put behind it, or told apart."""
+    whole = ask_cold(prompt)
+    longer = _continued(prompt, whole)
+    if longer is None:
+        return None
+    again = ask_cold(longer)
+    if whole.prompt_tokens is not None and again.prompt_tokens != whole.prompt_tokens + NUM_HALF:
+        return None  # the text is made other tokens of
+    return distance(whole.behind(NUM_HALF), again) if again.steps else None
+
+
+def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
+    if len(answer.steps) <= NUM_HALF:
+        return None
+    if not isinstance(prompt, str):
+        ids = token_ids_of(answer)
+        return None if ids is None else [*prompt, *ids[:NUM_HALF]]
+    half = "".join(step.token for step in answer.steps[:NUM_HALF])
+    return prompt + half if answer.text.startswith(half) and UNCERTAIN not in half else None
 
 
 class Prover:

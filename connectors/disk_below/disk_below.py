@@ -1,25 +1,37 @@
 """DiskBelow: the disk tier for an engine that has host memory of its own."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
-from kvtier.connectors.disk_below.finished import TakenAtOnce
 from kvtier.connectors.disk_below.job import Job, Outcomes
 from kvtier.connectors.disk_below.loads import Loads
-from kvtier.connectors.disk_below.row import Row
-from kvtier.connectors.disk_below.row_index import RowIndex
+from kvtier.connectors.disk_below.row_index import Row, RowIndex
 from kvtier.connectors.disk_below.writes import Refusal, Writes
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.read_probe import ReadProbe
-from kvtier.tiers.lower.read_source import ReadableDisk
+from kvtier.tiers.lower.reads import ReadableDisk
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.transfer.lane import Lane
+from kvtier.transfer.lane import Lane, Transfer
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
+
+
+class TakenAtOnce(queue.SimpleQueue[Transfer]):
+    """See `Finished`. The thread that puts a transfer in has it taken out, by *take*."""
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        super().__init__()
+        self._take = take
+
+    def put(self, item: Transfer, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        self._take()
+
 
 MakeLanes = Callable[[TakenAtOnce], Mapping[Route, Lane]]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 
 Outcomes = Future[list[bool]]
 """For each row of a job whether it went well. It never has an error, and is never cancelled from within."""

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.connectors.disk_below.job import Job
-from kvtier.connectors.disk_below.row import Row
-from kvtier.connectors.disk_below.row_index import RowIndex
+from kvtier.connectors.disk_below.row_index import Row, RowIndex
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import Attempt
 from kvtier.transfer.lane import LaneClosed, Transfer

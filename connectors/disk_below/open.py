@@ -4,8 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.finished import TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
 from kvtier.connectors.disk_below.mapped_file import open_behind
 from kvtier.engine.config import DiskConfig
 from kvtier.engine.stores.disk_store import codec_of_others, refuse_small, store_settings

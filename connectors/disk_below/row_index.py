@@ -2,11 +2,26 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
-from kvtier.connectors.disk_below.row import Row
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import BlockName
+
+
+class Row(NamedTuple):
+    """One block's bytes where the engine has them, or wants them.
+
+    *memory* is contiguous, has the block's bytes and no others, and is left alone by the engine until the job with it
+    has ended. *name* is 32 bytes that decide them, within the namespace and *group_id*; all rows of a group are of one
+    size. *parent* is the name of the block that this one continues, in the same group: of two blocks the parent leaves
+    the disk later.
+    """
+
+    name: BlockName
+    memory: memoryview
+    group_id: int = 0
+    parent: BlockName | None = None
 
 
 class RowIndex:

@@ -7,8 +7,7 @@ from enum import StrEnum
 
 from kvtier.connectors.disk_below.job import Job
 from kvtier.connectors.disk_below.loads import cut
-from kvtier.connectors.disk_below.row import Row
-from kvtier.connectors.disk_below.row_index import RowIndex
+from kvtier.connectors.disk_below.row_index import Row, RowIndex
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest
 from kvtier.tiers.lower.breaker import Attempt

@@ -1,12 +1,16 @@
 """KVTierL2: the class that LMCache makes, with all of its methods for L2 adapters."""
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from importlib.metadata import version
 from itertools import count
-from typing import Any, Self
+from typing import Annotated, Any, Generic, Self, TypeVar
 
+import msgspec
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -16,16 +20,92 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.lmcache_l2.known_lmcache import check_lmcache
 from kvtier.connectors.lmcache_l2.object_names import namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
-from kvtier.connectors.lmcache_l2.outcomes import Outcomes
-from kvtier.connectors.lmcache_l2.settings import Settings, settings_of
+from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.tiers.lower.breaker import BreakerState
 
+TESTED = ("0.5.6", "0.5.7rc2")  # with LMCache's own classes and its real server: tests/connectors/test_lmcache_l2.py
+ABSTRACT = {
+    *("get_store_event_fd", "get_lookup_and_lock_event_fd", "get_load_event_fd"),
+    *("submit_store_task", "pop_completed_store_tasks", "submit_load_task", "query_load_result"),
+    *("submit_lookup_and_lock_task", "query_lookup_and_lock_result", "submit_unlock", "close"),
+}
+ALSO_ABSTRACT = {"get_memory_tags"}  # in lmcache 0.5.7
+KEY_FIELDS = {"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"}
+MEMORY_PARTS = ("byte_array", "get_size", "metadata")
+T = TypeVar("T")
 INDEXING_WAIT_S = 5.0  # at the start; what is not known by then is found by later look-ups
+
+
+class NotServed(ValueError):
+    """LMCache is one that the adapter does not know, or is configured as the adapter does not serve."""
+
+
+def check_lmcache(adapter: type, key: type, memory: type) -> None:
+    """Raise `NotServed` for an LMCache whose classes are not those that the adapter was made for: *adapter* and
+    *memory* are abstract, *key* is the dataclass that names an object. A field of a key that the adapter does not know
+    would tell objects apart that it takes for one."""
+    unknown = (set(getattr(adapter, "__abstractmethods__", ())) ^ ABSTRACT) - ALSO_ABSTRACT
+    unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS
+    unknown |= {part for part in MEMORY_PARTS if not hasattr(memory, part)}
+    if unknown:
+        raise NotServed(
+            f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter rests; "
+            f"install lmcache {' or '.join(TESTED)}, or a kvtier that knows yours"
+        )
+
+
+class Outcomes(Generic[T]):
+    """The outcomes of tasks of one kind. Each is given once; the eventfd is readable while there may be some.
+
+    All methods may be called from any thread. After `close` outcomes are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards the next two
+        self._outcomes: dict[int, T] = {}
+        self._is_closed = False
+
+    def put(self, task_id: int, outcome: T) -> None:
+        """Take in a task's outcome, and make the eventfd readable."""
+        with self._lock:
+            if not self._is_closed:
+                self._outcomes[task_id] = outcome
+                os.eventfd_write(self.event_fd, 1)
+
+    def pop(self, task_id: int) -> T | None:
+        """The task's outcome, None if it has none yet or was asked for before."""
+        with self._lock:
+            return self._outcomes.pop(task_id, None)
+
+    def pop_all(self) -> dict[int, T]:
+        """The outcomes of all tasks that have one."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, {}
+            return outcomes
+
+    def close(self) -> None:
+        """Close the eventfd. A second call does nothing."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.event_fd)
+
+
+class Settings(DiskConfig, frozen=True, kw_only=True):
+    """What `adapter_params` may say: all of `[disk]`, and *weights*, which stands for what LMCache's keys do not have:
+    the revision of the weights, LoRA adapters, how an engine lays its KV out."""
+
+    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+def settings_of(adapter_params: Mapping[str, object]) -> Settings:
+    """The settings. ValueError, with the key, for what they may not say."""
+    return tree_from_dict(Settings, adapter_params, "adapter_params")
 
 
 class KVTierL2Config(L2AdapterConfigBase):

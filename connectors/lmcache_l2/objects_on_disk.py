@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, Layout, ObjectKey, layout_of, name_of
 from kvtier.tiers.naming.block_hash import BlockName
 

@@ -1,9 +1,10 @@
 """KVTierStorage: kvtier's disk as the storage of SGLang's HiCache."""
 
+import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -11,16 +12,89 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.connectors.sglang_storage.known_sglang import NotServed, check_config, check_pool, check_pool_name
-from kvtier.connectors.sglang_storage.page_runs import PageRuns
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
-from kvtier.connectors.sglang_storage.settings import settings_of
-from kvtier.connectors.sglang_storage.storage_threads import StorageThreads
 from kvtier.connectors.staged_disk import Rows, StagedDisk
 from kvtier.connectors.weights_lineage import WeightsLineage
+from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.tiers.naming.block_hash import BlockName
 
+# What SGLang reads in the same table.
+_OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
 CLEAR_TIMEOUT_S = 60.0
+
+
+class StorageThreads:
+    """The threads that call a storage.
+
+    SGLang resets its cache after an update of weights, and tells no storage. But it ends the threads that call the
+    storage, and starts others, for nothing else: a thread that has ended shows the reset.
+    """
+
+    def __init__(self) -> None:
+        """Know of no thread."""
+        self._lock = threading.Lock()
+        self._seen: set[threading.Thread] = set()
+
+    def any_ended(self) -> bool:
+        """Note the calling thread. Return whether a thread that called before has ended since the last call."""
+        with self._lock:
+            ended = {thread for thread in self._seen if not thread.is_alive()}
+            self._seen = (self._seen - ended) | {threading.current_thread()}
+            return bool(ended)
+
+
+class StorageSettings(DiskConfig, frozen=True, kw_only=True):
+    """The keys of `[disk]`, and *weights*: what stands for the model's weights, whose digest is taken otherwise."""
+
+    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+def settings_of(extra_config: Mapping[str, object]) -> StorageSettings:
+    """The settings. ValueError, with the key, for what they may not say."""
+    own = {key: value for key, value in extra_config.items() if key not in _OF_SGLANG}
+    return tree_from_dict(StorageSettings, own, "hicache-storage-backend-extra-config")
+
+
+class PageRuns:
+    """A page is a few runs of the pool's memory: keys and values of all layers, or of each, as the pool's layout has
+    it. A row has them one after the other. The memory is the pool's; who copies sees to it that the page is leased."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        _, self.sizes = self._runs(torch.arange(pool.page_size, dtype=torch.int64))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a page."""
+        return sum(self.sizes)
+
+    def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
+        """Of the runs of each page. *host_indices*: of all tokens of whole pages, as SGLang has them."""
+        pointers, _ = self._runs(host_indices)
+        step = len(self.sizes)
+        return [list(pointers[start : start + step]) for start in range(0, len(pointers), step)]
+
+    def write(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
+        """Copy the pages at these addresses into rows."""
+        for row, page in zip(rows, pages, strict=True):
+            place = row.ctypes.data
+            for address, size in zip(page, self.sizes, strict=True):
+                ctypes.memmove(place, address, size)
+                place += size
+
+    def read(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
+        """Copy rows into the pages at these addresses."""
+        for row, page in zip(rows, pages, strict=True):
+            place = row.ctypes.data
+            for address, size in zip(page, self.sizes, strict=True):
+                ctypes.memmove(address, place, size)
+                place += size
+
+    def _runs(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
+        num_pages = len(host_indices) // self._pool.page_size
+        return pointers, list(sizes[: len(sizes) // max(1, num_pages)])
 
 
 class KVTierStorage(HiCacheStorage):

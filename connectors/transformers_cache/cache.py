@@ -18,9 +18,8 @@ from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
 from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, RowLayout
 from kvtier.connectors.transformers_cache.watched_passes import WatchedPasses
 from kvtier.engine.config import DiskConfig, tree_from_dict
-from kvtier.engine.model.changed_model import ChangedModel
 from kvtier.engine.model.digest import config_digest, weights_digest
-from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.engine.model.unsupported_model import ChangedModel, UnsupportedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.engine.one_caller import OneCaller
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm

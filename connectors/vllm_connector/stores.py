@@ -11,7 +11,7 @@ from kvtier.connectors.vllm_connector.names import RequestNames
 from kvtier.connectors.vllm_connector.step_work import PageCopies
 from kvtier.connectors.vllm_connector.taint import Placement
 from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
 from kvtier.connectors.disk_below.job import Outcomes
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.vllm_offloading.request_chain import group_of, name_of
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.tiers.naming.block_hash import BlockName

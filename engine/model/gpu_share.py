@@ -6,8 +6,7 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.byte_size import size_text
-from kvtier.engine.config import Config
+from kvtier.engine.config import Config, size_text
 
 # What a process has on a GPU before its first tensor, and what libraries take for themselves: CUDA's context and
 # kernels 300 to 500 MiB, cuBLAS's workspaces 40 MiB or so.

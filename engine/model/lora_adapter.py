@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.config import LoraConfig
 from kvtier.engine.model.adapter_folder import UnusableLora, check_adapter_folder
+from kvtier.engine.model.digest import tensor_digest
 from kvtier.engine.model.short_memory import short_memory_raised
-from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:

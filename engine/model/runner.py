@@ -8,7 +8,6 @@ from types import MappingProxyType
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.changed_model import ChangedModel
 from kvtier.engine.model.check import check_miniature, check_model
 from kvtier.engine.model.cpu.fused_norms import fused_norms
 from kvtier.engine.model.cpu.fused_rotations import fused_rotations
@@ -19,6 +18,7 @@ from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.unsupported_model import ChangedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory

@@ -3,3 +3,7 @@
 
 class UnsupportedModel(ValueError):
     """The model's attention cannot go through kvtier, or its weights have no digest; the message says why."""
+
+
+class ChangedModel(RuntimeError):
+    """Weights, parts, attention or mode of the model are not those that cached blocks were computed with."""

@@ -6,13 +6,13 @@ from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
-from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.engine.model.logprobs import TokenLogprobs, step_logprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.structured.grammar import GrammarState
-from kvtier.engine.scheduling.prompt_scores import PromptScores
-from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
@@ -23,6 +23,67 @@ from kvtier.tiers.up.promotion import Tables
 
 if TYPE_CHECKING:
     from kvtier.engine.scheduling.loading import Loading
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """One request's place in the queue and use of the cache; the defaults change nothing.
+
+    A lower *priority* is more urgent. Without *reads_cache* all tokens are computed. At most *max_load_tokens* are
+    loaded from tiers below the device.
+    """
+
+    priority: int = 0
+    reads_cache: bool = True
+    max_load_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int):  # the queue compares it with those of other requests
+            raise ValueError(f"priority is {self.priority!r}; give a whole number, lower is more urgent")
+        if self.max_load_tokens is not None and self.max_load_tokens < 0:
+            raise ValueError(f"max_load_tokens is {self.max_load_tokens}; give 0 or more, or leave it out")
+
+    @property
+    def takes_all_hits(self) -> bool:
+        """Whether the request loads every token that comes sooner from the cache than by computing."""
+        return self.reads_cache and self.max_load_tokens is None
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+class PromptScores:
+    """What the model thinks of each token of one prompt, in order. Owned by the request.
+
+    A token is scored by the logits of the one before it; the first has none. So cached tokens are of no use, but those
+    that were computed and scored before the request was preempted.
+    """
+
+    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
+        """Of each of *token_ids* so many of the likeliest are told."""
+        self._token_ids = token_ids
+        self._num_top = num_top
+        self.told: list[TokenLogprobs | None] = [None]  # of the prompt's first tokens, as many as are known
+
+    @property
+    def num_used(self) -> int:
+        """The prompt's first tokens whose logits have been used."""
+        return len(self.told) - 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the prompt's tokens are scored."""
+        return len(self.told) >= len(self._token_ids)
+
+    def wanted(self, start: int, end: int) -> range:
+        """Those of the tokens *start* to *end* of the request whose logits are still wanted."""
+        return range(max(start, self.num_used), min(end, len(self._token_ids) - 1))
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Score the next tokens by the *logits* `[tokens, vocab]` of those before them."""
+        first = len(self.told)
+        scored = self._token_ids[first : first + len(logits)]
+        self.told += step_logprobs(logits, scored, [self._num_top] * len(scored))
 
 
 class FinishReason(StrEnum):

@@ -4,10 +4,15 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.text.begun_text import num_begun
-
 _INCOMPLETE = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
 _CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
+
+
+def num_begun(text: str, wholes: Sequence[str]) -> int:
+    """The length of the longest ending of *text* that one of the *wholes*, which are longer, begins with."""
+    longest = max(map(len, wholes), default=1) - 1
+    endings = (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in wholes))
+    return next(endings, 0)
 
 
 class Detokenizer:

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.sharing.fair_share import FairShare
-from kvtier.engine.sharing.turns import Turns
+from kvtier.engine.sharing.turns import FairShare, Turns
 from kvtier.engine.text.least_tokens import LeastTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.thread_work import guarded

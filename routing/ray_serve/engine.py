@@ -1,23 +1,23 @@
 """Engine: a replica, which is `AsyncLLM` and the routes of `kvtier serve`."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 
 import ray
 from ray import serve
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.observability.tracing.tracer import Tracer
-from kvtier.routing.ray_serve.asgi_call import messages
 from kvtier.routing.ray_serve.call import Call, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
 from kvtier.routing.ray_serve.node_sidecar import sidecar_of_node
 from kvtier.routing.ray_serve.request_router import EVENTS, REPLAY
 from kvtier.server.access import Access, KeyCheck
-from kvtier.server.across_origins import across_origins
 from kvtier.server.entrance import Entrance
+from kvtier.server.http_server import across_origins
 from kvtier.server.served_models import ServedModels
 from kvtier.server.serving_app import load_app
 from kvtier.web.api_keys import ApiKeys
@@ -25,6 +25,54 @@ from kvtier.web.tenancy import with_tenant_names
 
 REPLICA_HEADER = b"x-kvtier-replica"
 _ANY_PORT = "tcp://*:0"
+
+
+async def messages(app: ASGIApp, call: Call) -> AsyncGenerator[Message]:
+    """What *app* sends for the *call*, as it comes. If the reader leaves before the end, the app is cancelled: that is
+    how it learns that its client has left."""
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()  # an answer is not longer than the model writes
+    to_receive: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if to_receive:
+            return to_receive.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def send(message: Message) -> None:
+        sent.put_nowait(message)
+
+    async def work() -> None:
+        try:
+            await app(_scope(call), receive, send)
+        finally:
+            sent.put_nowait(None)
+
+    task = asyncio.create_task(work())
+    try:
+        while (message := await sent.get()) is not None:
+            yield message
+        await task
+    finally:
+        task.cancel()
+
+
+def _scope(call: Call) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": call.method,
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": call.query,
+        "headers": list(call.headers),
+        "client": call.client,
+        "server": None,
+        "state": {},
+    }
 
 
 class Engine:

@@ -1,7 +1,8 @@
 """PrefixRequestRouter: Ray Serve's request router that asks `kvtier route`'s policy."""
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +18,32 @@ from ray.serve.request_router import (
 
 from kvtier.engine.config import tree_from_dict
 from kvtier.routing.config import IndexConfig, PolicyConfig
+from kvtier.routing.event_feed import EventFeed
+from kvtier.routing.kv_event import Batch, Publisher
 from kvtier.routing.prefix_index import Matched
-from kvtier.routing.publisher import Publisher
 from kvtier.routing.ray_serve.call import Stage, Wanted, Way
-from kvtier.routing.ray_serve.feeds import Feeds
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 
 EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # among a replica's routing stats: where it publishes
 MOST_RANKED = 3  # replicas that are tried in the policy's order; then the others, as Ray chooses
+
+
+class Feeds:
+    """A task for each publisher that is listened to. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Publisher, asyncio.Task[None]] = {}
+
+    def listen(self, publisher: Publisher, take: Callable[[Batch], None], lose: Callable[[], None]) -> None:
+        """Listen from now on; nothing happens if that is so already."""
+        if publisher not in self._tasks:
+            self._tasks[publisher] = asyncio.get_running_loop().create_task(EventFeed(publisher, take, lose).run())
+
+    def end(self, name: str) -> None:
+        """Listen no longer to the replica of that name."""
+        for publisher in [each for each in self._tasks if each.name == name]:
+            self._tasks.pop(publisher).cancel()
 
 
 @dataclass(frozen=True, slots=True)

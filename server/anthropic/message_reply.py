@@ -14,7 +14,7 @@ from kvtier.server.tool_calls.tool_use import ToolUse
 from kvtier.server.usage import Usage
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.web.api_error import ApiError
-from kvtier.web.error_object import error_object
+from kvtier.web.error_response import error_object
 from kvtier.web.event_stream import named_event
 
 

@@ -1,7 +1,7 @@
 """PinShares: pins for tenants, each within its share of host memory."""
 
 from kvtier.engine.core import EngineCore
-from kvtier.engine.sharing.fair_share import FairShare
+from kvtier.engine.sharing.turns import FairShare
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import FinishReason, Request, RequestOptions
 from kvtier.server.documents.document import Document
 from kvtier.tiers.naming.block_hash import ExtraKeys
 

@@ -16,7 +16,6 @@ from kvtier.server.openapi import answers
 from kvtier.server.openapi.operation import EVENTS, JSON, TEXT, Body, Operation, Outcome
 from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
 from kvtier.web.dashboard.assets import ASSETS, PAGE
-from kvtier.web.dashboard.data_paths import DOWNLOADS, HISTORY, STREAM
 from kvtier.web.operating import verbs
 from kvtier.web.paths import (
     CHAT,
@@ -25,8 +24,10 @@ from kvtier.web.paths import (
     DETOKENIZE,
     DOCS,
     DOCUMENTS,
+    DOWNLOADS,
     EXPLAIN,
     HEALTH,
+    HISTORY,
     MESSAGES,
     METRICS,
     MODELS,
@@ -36,6 +37,7 @@ from kvtier.web.paths import (
     OPERATE,
     READY,
     STATS,
+    STREAM,
     TOKENIZE,
     VERSION,
 )

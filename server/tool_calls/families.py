@@ -4,8 +4,8 @@ import logging
 
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.config import ToolCallParser
 from kvtier.engine.text.template_traits import PROBE, TemplateTraits
-from kvtier.engine.tool_call_parser import ToolCallParser
 from kvtier.server.tool_calls.call_syntax import CallShape, CallSyntax
 from kvtier.server.tool_calls.deltas import read_whole
 from kvtier.server.tool_calls.free_reader import FreeReader

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from kvtier.engine.text.begun_text import num_begun
+from kvtier.engine.text.detokenizer import num_begun
 from kvtier.server.tool_calls.call_syntax import Block, BlockReader, CallSyntax, NotACall
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, TextDelta
 

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from kvtier.engine.text.begun_text import num_begun
+from kvtier.engine.text.detokenizer import num_begun
 from kvtier.server.tool_calls.call_syntax import CallShape
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, TextDelta
 from kvtier.server.tool_calls.json_extent import JsonExtent

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.config import ToolCallParser
 from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
-from kvtier.engine.tool_call_parser import ToolCallParser
 from kvtier.server.tool_calls.call_grammar import CallGrammar
 from kvtier.server.tool_calls.call_syntax import CallSyntax
 from kvtier.server.tool_calls.deltas import Reader, TextReader

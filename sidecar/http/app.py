@@ -35,10 +35,9 @@ from kvtier.sidecar.layout import Layout
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.dashboard.assets import PAGE, page_routes
 from kvtier.web.dashboard.dashboard import Dashboard
-from kvtier.web.dashboard.data_paths import DATA_PATHS
 from kvtier.web.dashboard.routes import DashboardRoutes
 from kvtier.web.operating.routes import Operating
-from kvtier.web.paths import KVTIER, OPERATE
+from kvtier.web.paths import DATA_PATHS, KVTIER, OPERATE
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,14 @@ from kvtier.engine.observability.metrics import names
 from kvtier.engine.observability.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.observability.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.observability.metrics.http import RequestMetrics
-from kvtier.engine.observability.metrics.remote import remote_metrics
-from kvtier.engine.observability.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
-from kvtier.engine.observability.metrics.tokens import balance_metrics, request_log_metrics
+from kvtier.engine.observability.metrics.tiers import (
+    balance_metrics,
+    remote_metrics,
+    request_log_metrics,
+    route_metrics,
+    tier_metrics,
+    what_if_metrics,
+)
 from kvtier.sidecar.http.views import LANES, Snapshot
 from kvtier.sidecar.statistics import SidecarStatistics
 from kvtier.transfer.transfer_engine import Route

@@ -10,8 +10,7 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_error import ApiError
-from kvtier.web.operating.purging import until_done
-from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer
+from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer, until_done
 
 BELOW = frozenset({Tier.HOST, Tier.DISK})
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from kvtier.sidecar.layout import MOST_SLOTS, LayoutRefused
-from kvtier.sidecar.lmcache.chunk_memory import ChunkMemory
+from kvtier.sidecar.lmcache.chunk_layout import ChunkMemory
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.transfer.segment import Segment
 

@@ -10,7 +10,6 @@ from kvtier.sidecar.layout import Layout, LayoutRefused
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.attached import attached, copied, worker_name
 from kvtier.sidecar.lmcache.digest_lane import DigestLane
-from kvtier.sidecar.lmcache.ended_connections import EndedConnections
 from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD
 from kvtier.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.sidecar.lmcache.lookups import Lookups
@@ -38,6 +37,7 @@ from kvtier.sidecar.lmcache.wire import (
 )
 from kvtier.sidecar.lmcache.zmtp import message_bytes
 from kvtier.sidecar.port import Client, Message, Port
+from kvtier.sidecar.quarantine import Lifeline
 from kvtier.sidecar.refusals import Refusals
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
@@ -45,6 +45,41 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 HELD_S = 0.05  # an answer to "how much?" waits so long for it: an engine's scheduler may be waiting for the answer
 MOST_HELD = 4096
+
+
+class EndedConnections:
+    """The sidecar's ends of connections that the port reads no more, kept open while workers of theirs may copy.
+
+    A worker's process closes its end when it ends, or when its client is closed, which waits for copies under way. To
+    the client nothing is said: libzmq would close its end at once, whatever the worker's other threads do. Owned by the
+    door's thread.
+    """
+
+    def __init__(self) -> None:
+        self._lifelines: dict[Client[list[bytes]], Lifeline] = {}
+
+    def add(self, client: Client[list[bytes]], *, is_watched: bool) -> None:
+        """Take over the connection of *client*, which is closed at once unless it *is_watched*."""
+        if is_watched:
+            self._lifelines[client] = Lifeline(client.connection)
+        else:
+            client.connection.close()
+
+    def is_cut(self, client: Client[list[bytes]]) -> bool:
+        """Return whether the client's processes have closed the connection."""
+        if client.is_open:
+            return False
+        lifeline = self._lifelines.get(client)
+        if lifeline is not None and not lifeline.is_cut:
+            return False
+        self._lifelines.pop(client, None)
+        return True
+
+    def close(self) -> None:
+        """Close what is still open."""
+        for lifeline in self._lifelines.values():
+            lifeline.close()
+        self._lifelines.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TypeAlias
 
 from kvtier.sidecar.layout import LayoutRefused
-from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
-from kvtier.sidecar.lmcache.chunk_memory import ChunkMemory
+from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout, ChunkMemory
 from kvtier.sidecar.lmcache.chunk_part import ChunkPart, check_fields, memories_of
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.transfer.segment import Segment

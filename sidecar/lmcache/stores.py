@@ -14,7 +14,7 @@ from kvtier.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.sidecar.lmcache.registrations import Instance
 from kvtier.sidecar.port import Client
 from kvtier.sidecar.shares import Shares, Wanted
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.lower.lower_tiers import NOWHERE, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks

@@ -14,10 +14,10 @@ from kvtier.sidecar.door import Lease, LeaseUse
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.inquiry import Inquiry
-from kvtier.tiers.lower.local_fetch import LocalFetch
+from kvtier.tiers.lower.local_tiers import LocalFetch
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName

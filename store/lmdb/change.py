@@ -9,7 +9,7 @@ import lmdb
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
 from kvtier.store.lmdb.index_file import SPARE_PAGES
-from kvtier.store.lmdb.rows import (
+from kvtier.store.lmdb.tables import (
     BYTES_OF_TENANT,
     COUNTERS_KEY,
     FREE,
@@ -18,10 +18,11 @@ from kvtier.store.lmdb.rows import (
     SEQUENCE,
     SLOTS,
     Row,
+    Tables,
+    ascending,
     checksum,
     verified,
 )
-from kvtier.store.lmdb.tables import Tables, ascending
 from kvtier.store.slab import PAGE_BYTES, Slot
 
 REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MOST_SECOND_CHANCES`

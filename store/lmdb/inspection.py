@@ -17,8 +17,7 @@ from kvtier.store.folder import Folder, open_own
 from kvtier.store.lmdb import roots as lmdb_roots
 from kvtier.store.lmdb.boot_mark import BootMark, FileState
 from kvtier.store.lmdb.data_file import DAMAGE, DATA, damage_of
-from kvtier.store.lmdb.rows import Row
-from kvtier.store.lmdb.tables import Tables, ascending
+from kvtier.store.lmdb.tables import Row, Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # rows of one read transaction, 10 ms: meanwhile the owner cannot reuse the pages that it frees

@@ -7,9 +7,9 @@ import pytest
 from redis_servers import running_server
 from remote_cases import needs_redis
 
-from kvtier.cli import bench_remote
-from kvtier.cli.bench_remote import Measured, least_tokens, measure, tokens_per_s
+from kvtier.cli import remote
 from kvtier.cli.main import main
+from kvtier.cli.remote import Measured, least_tokens, measure, tokens_per_s
 from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 
@@ -23,7 +23,7 @@ def test_a_folder_is_measured_and_left_empty(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)
     assert (found["num_blocks"], found["block_bytes"], found["num_wrong"]) == (20, 64 << 10, 0)
     assert min(found["ask_s"], found["put_bytes_per_s"], found["read_bytes_per_s"]) > 0
-    assert set(found["pays_below_tokens_per_s"]) == set(bench_remote.MODELS)
+    assert set(found["pays_below_tokens_per_s"]) == set(remote.MODELS)
     assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
 

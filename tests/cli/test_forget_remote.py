@@ -13,7 +13,7 @@ from kvtier.engine.build import build_core
 from kvtier.engine.config import RemoteConfig, as_config
 from kvtier.engine.stores.remote_store import remote_store
 from kvtier.store.remote_store import RemoteRecord
-from kvtier.tiers.lower.block_key import block_key
+from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.naming.block_hash import BlockName
 
 OURS, OTHERS = bytes(range(16)), bytes(range(16, 32))

@@ -20,7 +20,7 @@ from store_index import changed_index
 
 from kvtier.cli.apart import Crashed, call_apart, iterate_apart
 from kvtier.cli.main import main
-from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import size_text
 from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.seal import charged_bytes
@@ -28,7 +28,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.rows import COUNTERS_KEY, Row
+from kvtier.store.lmdb.tables import COUNTERS_KEY, Row
 from kvtier.store.lmdb.upkeep import Tally, Verification
 from kvtier.store.record import Fault, Record, digest
 

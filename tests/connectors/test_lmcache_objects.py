@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.lmcache_l2.known_lmcache import ABSTRACT, NotServed, check_lmcache
+from kvtier.connectors.lmcache_l2.adapter import ABSTRACT, NotServed, Outcomes, check_lmcache, settings_of
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, layout_of, name_of, namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
-from kvtier.connectors.lmcache_l2.outcomes import Outcomes
-from kvtier.connectors.lmcache_l2.settings import settings_of
 
 FAR_S = 60.0
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang_storage import identity
+from kvtier.connectors.sglang_storage.backend import StorageThreads
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.connectors.sglang_storage.known_sglang import NotServed
 from kvtier.connectors.sglang_storage.options import JUDGED
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
-from kvtier.connectors.sglang_storage.storage_threads import StorageThreads
 
 HARMLESS = [option for options in JUDGED.harmless.values() for option in options]
 RANKS = ("tp", "pp", "attn_cp")

@@ -11,10 +11,9 @@ from chaos import FakeClock
 from lmcache_bed import Lane
 
 from kvtier.connectors import staged_disk
-from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.finished import TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
 from kvtier.connectors.disk_below.job import Outcomes
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.staged_disk import NUM_PARTS, Rows, StagedDisk
 from kvtier.engine.config import ByteSize, DiskConfig
 from kvtier.store.blob_store import Blob

@@ -11,13 +11,11 @@ import pytest
 from chaos import FakeClock
 from waiting import stop, wait_for
 
-from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.finished import TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.vllm_offloading.holes import MOST_AT_ONCE, PAUSE_S, Holes
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
-from kvtier.connectors.vllm_offloading.tier_side import TierSide
+from kvtier.connectors.vllm_offloading.tier_side import MOST_AT_ONCE, PAUSE_S, Holes, TierSide
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -330,7 +328,7 @@ def test_holes_of_a_group_are_filled_by_blocks_of_that_group_alone() -> None:
 
 
 def test_the_holes_that_were_noted_first_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm_offloading.holes.MOST_HOLES", 3)
+    monkeypatch.setattr("kvtier.connectors.vllm_offloading.tier_side.MOST_HOLES", 3)
     clock = FakeClock()
     holes = Holes(clock)
     for number in range(5):

@@ -28,7 +28,7 @@ DiskBelow.load = broken
 REFUSING_ONCE = """
 from concurrent.futures import Future
 from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.vllm_offloading import holes
+from kvtier.connectors.vllm_offloading import tier_side
 
 def refuse_once(self, rows, store=DiskBelow.store, refused=Future()):
     if refused.done():
@@ -36,7 +36,7 @@ def refuse_once(self, rows, store=DiskBelow.store, refused=Future()):
     refused.set_result([False] * len(rows))
     return refused
 
-DiskBelow.store, holes.PAUSE_S = refuse_once, 0.0
+DiskBelow.store, tier_side.PAUSE_S = refuse_once, 0.0
 """
 
 pytestmark = [

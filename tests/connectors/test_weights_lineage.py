@@ -12,8 +12,7 @@ from vllm_door_bed import FULL, HYBRID, DoorBed, FakeRequest
 from waiting import wait_for
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.vllm_offloading.holes import PAUSE_S
-from kvtier.connectors.vllm_offloading.tier_side import TierSide
+from kvtier.connectors.vllm_offloading.tier_side import PAUSE_S, TierSide
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.store.memory_store import MemoryStore

@@ -15,8 +15,7 @@ from kvtier import LLM, AsyncLLM, SamplingParams
 from kvtier.engine import build as engine_build
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.runner import ModelRunner
-from kvtier.engine.scheduling.request import Completion, FinishReason
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import Completion, FinishReason, RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Reason
 

@@ -24,8 +24,8 @@ from kvtier.engine.scheduling.request import Request
 from kvtier.engine.stores.disk_store import codec_of
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.remote.object_settings import ObjectSettings
-from kvtier.tiers.lower.block_key import block_key
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.remote import inquiries
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName, ExtraKeys

@@ -12,9 +12,8 @@ from foreign.told_script import ToldScript
 
 from kvtier.routing.event_feed import EventFeed
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
-from kvtier.routing.kv_event import Batch
+from kvtier.routing.kv_event import Batch, Publisher
 from kvtier.routing.prefix_index import Matched, PrefixIndex
-from kvtier.routing.publisher import Publisher
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 DEADLINE_S = 60.0  # for what takes milliseconds: reached only when a test fails

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from kvtier.routing.ring import HashRing
-from kvtier.routing.sessions import Sessions
+from kvtier.routing.router import HashRing, Sessions
 
 NAMES = [f"replica {i}" for i in range(5)]
 KEYS = [f"key {i}".encode() for i in range(4000)]

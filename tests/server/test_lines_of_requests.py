@@ -14,8 +14,8 @@ from sidecars import running_sidecar, small_config
 
 from kvtier.engine.observability.tracing.trace_context import TraceContext
 from kvtier.server import serving_app
-from kvtier.web.log_lines import JsonLines, PlainLines
 from kvtier.sidecar.http import app as sidecar_app
+from kvtier.web.log_lines import JsonLines, PlainLines
 
 TOKEN = "op-token-6666"
 CONFIG = '[device]\ncapacity = "8MiB"\nblock_size = 16\n'

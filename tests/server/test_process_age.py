@@ -9,12 +9,12 @@ import pytest
 from serving import serving, tables
 from small_models import build
 
-from kvtier.server.process_age import process_age_s
+from kvtier.server.serving_app import process_age_s
 
 SCRIPT = """
 import time
 began = time.monotonic()
-from kvtier.server.process_age import process_age_s
+from kvtier.server.serving_app import process_age_s
 since_began, age, more = time.monotonic() - began, process_age_s(), process_age_s()
 print(since_began <= age <= more)
 """

@@ -12,8 +12,7 @@ from serving import DEADLINE_S, Address, ServerInThread, come_true, serving, tab
 from small_models import VOCAB, build
 from watching import watching
 
-from kvtier.web.dashboard.data_paths import DATA_PATHS, STREAM
-from kvtier.web.paths import OLD_STATS, STATS
+from kvtier.web.paths import DATA_PATHS, OLD_STATS, STATS, STREAM
 
 ANN, BOB, OPS = "sk-ann-1111", "sk-bob-3333", "sk-ops-4444"
 KEYS = {ANN: "ann", BOB: "bob", OPS: "ops"}

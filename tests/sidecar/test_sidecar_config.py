@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.engine.config import ConfigError
 from kvtier.sidecar.config import ModelWeightsConfig, sidecar_config
-from kvtier.sidecar.model_weights import weights_digest, weights_of
+from kvtier.sidecar.process import weights_digest, weights_of
 
 
 def written(folder: Path, text: str) -> Path:

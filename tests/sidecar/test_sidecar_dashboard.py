@@ -14,7 +14,7 @@ from watching import watching
 from kvtier.sidecar.door import AttachedClient, DoorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason
-from kvtier.web.dashboard.data_paths import DATA_PATHS, STREAM
+from kvtier.web.paths import DATA_PATHS, STREAM
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from kvtier.cli.sidecar import attach_command
-from kvtier.sidecar.process import LEAVING
 from kvtier.engine.config import parse_bytes
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT
+from kvtier.sidecar.process import LEAVING
 from kvtier.sidecar.systemd import LEAST_WATCHDOG_S
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "sidecar"

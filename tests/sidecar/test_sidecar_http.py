@@ -20,8 +20,7 @@ from kvtier.sidecar.http.app import PATHS
 from kvtier.sidecar.http.build import LIMITS, limits_of, serve_http
 from kvtier.sidecar.sidecar import MOST_ASKED
 from kvtier.web.dashboard.assets import PAGE
-from kvtier.web.dashboard.data_paths import DATA_PATHS
-from kvtier.web.paths import EXPLAIN
+from kvtier.web.paths import DATA_PATHS, EXPLAIN
 
 
 @pytest.fixture

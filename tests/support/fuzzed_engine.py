@@ -26,8 +26,7 @@ from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
 from kvtier.engine.scheduling.look_ahead import LookAhead
-from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import Caller

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sidecars import OpenDoor
 
+from kvtier.sidecar.config import sidecar_config
 from kvtier.sidecar.process import serve_engines
 from kvtier.web.log_lines import write_log
-from kvtier.sidecar.config import sidecar_config
 
 
 class StickingDoor(OpenDoor):

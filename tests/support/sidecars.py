@@ -21,7 +21,7 @@ from kvtier.sidecar.http.build import serve_http
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.sidecar import Sidecar
 from kvtier.store.record import digest
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.tenant import number_of, tenant_of
 from kvtier.web.operating.routes import Operating

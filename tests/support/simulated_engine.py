@@ -20,9 +20,9 @@ from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import FullAttention

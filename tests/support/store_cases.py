@@ -15,8 +15,7 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.lmdb.data_file import index_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.rows import Row
-from kvtier.store.lmdb.tables import MAX_DBS
+from kvtier.store.lmdb.tables import MAX_DBS, Row
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.record import HEADER_BYTES, digest

@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.local_tiers import LocalTiers

@@ -2,8 +2,7 @@
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import Request, RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 

@@ -9,7 +9,7 @@ import httpx
 from plain_http import NO_TLS
 from waiting import DEADLINE_S
 
-from kvtier.web.dashboard.data_paths import STREAM
+from kvtier.web.paths import STREAM
 
 
 @contextmanager

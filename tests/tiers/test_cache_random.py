@@ -22,7 +22,7 @@ from kvtier.store.remote_store import RemoteUnavailable
 from kvtier.tiers import pins, purge
 from kvtier.tiers.device import slot_purge
 from kvtier.tiers.lower import disk_purge, reads
-from kvtier.tiers.lower.block_key import block_key
+from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.remote.remote_tier import RemoteRecords
 from kvtier.tiers.naming.block_hash import BlockChain
@@ -31,7 +31,7 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.purge import CachePurge
-from kvtier.tiers.up import promoter, refreshes, uploads
+from kvtier.tiers.up import promoter, uploads
 from kvtier.tiers.up.promotion import Promotion, Tables
 
 BLOCK_SIZE = 4
@@ -267,7 +267,7 @@ PARTS = [  # what is done at once, and how much is under way at most
     (pins, "MOST_UNDER_WAY", [1, 4, 512]),
     (reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
-    (refreshes, "PART", [1, 3, 128]),
+    (promoter, "REFRESH_PART", [1, 3, 128]),
     (purge, "PARTS_S", [0, 1]),
     (slot_purge, "LOOKED_THROUGH", [1, 3, 128]),
     (slot_purge, "MOST_EVICTED", [1, 3, 128]),

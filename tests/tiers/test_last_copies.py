@@ -7,9 +7,9 @@ import pytest
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.lower.block_key import NAMESPACE_BYTES
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier

@@ -17,7 +17,7 @@ from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin
-from kvtier.tiers.up import promoter, refreshes, uploads
+from kvtier.tiers.up import promoter, uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
@@ -31,7 +31,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "MOST_UNDER_WAY", 10)
     monkeypatch.setattr(pins, "PART", 4)
     monkeypatch.setattr(pins, "MOST_UNDER_WAY", 10)
-    monkeypatch.setattr(refreshes, "PART", 4)
+    monkeypatch.setattr(promoter, "REFRESH_PART", 4)
 
 
 def world(num_device_slots: int = 80, num_host_slots: int = 200, **options: object) -> World:

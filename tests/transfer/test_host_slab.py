@@ -16,8 +16,8 @@ import torch
 from waiting import DEADLINE_S, is_in, join, wait_for
 
 from kvtier.transfer import host_slab, pages
-from kvtier.transfer.cuda import pinning as pinning_module
-from kvtier.transfer.cuda.pinning import cuda_pin, node_of_gpu
+from kvtier.transfer.cuda import memory as cuda_memory
+from kvtier.transfer.cuda.memory import cuda_pin, node_of_gpu
 from kvtier.transfer.host_slab import HostSlab
 
 PAGE = 4096
@@ -611,6 +611,6 @@ def test_one_piece_of_the_process_is_registered_at_a_time(cudart: FakeCudart, mo
 def test_the_node_of_a_gpu_is_looked_up_under_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(pinning_module, "node_of_device", lambda address: {"0000:1b:00.0": 1}[address])
+    monkeypatch.setattr(cuda_memory, "node_of_device", lambda address: {"0000:1b:00.0": 1}[address])
 
     assert node_of_gpu(torch.device("cuda", 0)) == 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.store.record import digest_among
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer

@@ -3,8 +3,8 @@
 import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,18 +15,205 @@ import numpy.typing as npt
 from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
-from kvtier.tiers.lower.block_key import GROUP_BYTES, KEY_BYTES, NAMESPACE_BYTES, block_key
+from kvtier.tiers.device.group_slots import AGES_S
+from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.lower.breaker import CircuitBreaker
-from kvtier.tiers.lower.disk_ages import DiskAges
-from kvtier.tiers.lower.disk_index import DiskIndex
+from kvtier.tiers.lower.name_set import (
+    GROUP_BYTES,
+    KEY_BYTES,
+    NAMESPACE_BYTES,
+    NameSet,
+    Rows,
+    block_key,
+    names_of,
+    rows_of,
+)
 from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
+FEW = 48  # names; up to here one by one is faster than all at once (measured)
+BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
+TOLD_AT_ONCE = 256  # buckets whose names are a page: some 900
+EVERY_S = 1.0
+MOST_MARKERS = 4096
 WORD_BYTES = 4
 PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
+
+
+class DiskIndex:
+    """The names of the blocks on disk, by group; about 70 bytes a block.
+
+    Its owner tells it of every write and eviction. Blocks that were on disk before it began are loaded in pages, newest
+    first, so that those most likely to be asked for are known at once; a block that is not known yet counts as not on
+    disk. No call takes longer for there being more names.
+    """
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self._names: defaultdict[int, NameSet] = defaultdict(NameSet)
+        self._gone: defaultdict[int, NameSet] = defaultdict(
+            NameSet
+        )  # while loading: a page read earlier may still name them
+        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = (
+            deque()
+        )  # names of openings before this one, to be told
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks known to be on disk."""
+        return sum(map(len, self._names.values()))
+
+    def holds(self, group_id: int, name: BlockName) -> bool:
+        """Whether the block is on disk."""
+        return group_id in self._names and name in self._names[group_id]
+
+    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
+        """How many of *names* come before one that is not on disk."""
+        held = self._names.get(group_id)
+        if held is None:
+            return 0
+        if len(names) <= FEW:
+            return next((i for i, name in enumerate(names) if name not in held), len(names))
+        is_held = held.holds(rows_of(names))
+        return len(names) if is_held.all() else int(is_held.argmin())
+
+    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """For each of *names* whether it is on disk."""
+        held = self._names.get(group_id)
+        if held is None:
+            return np.zeros(len(names), np.bool_)
+        if len(names) <= FEW:
+            return np.array([name in held for name in names], np.bool_)
+        return held.holds(rows_of(names))
+
+    def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
+        """Group and name of some block on disk that is none of *besides*; None if this call found none."""
+        blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
+        return next((block for block in blocks if block not in besides), None)
+
+    def load(self, group_id: int, rows: Rows) -> list[BlockName]:
+        """Add one page of names that were on disk when it was read; those of them that are new to the index."""
+        gone = self._gone.get(group_id)
+        if gone is not None:
+            rows = rows[~gone.holds(rows)]
+        return names_of(rows[self._names[group_id].add(rows)])
+
+    def finish_loading(self) -> None:
+        """Note that the last page has been loaded: what is not known now is not on disk."""
+        self.is_loaded = True
+        self._let_go(self._gone)
+
+    def add(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Add names of blocks that have been written."""
+        held = self._names[group_id]
+        if len(names) <= FEW:
+            for name in names:
+                held.add_one(name)
+        else:
+            held.add(rows_of(names))
+        gone = self._gone.get(group_id)
+        if gone is not None:
+            for name in names:
+                gone.discard(name)
+
+    def remove(self, group_id: int, name: BlockName) -> bool:
+        """Remove a block that has left the disk or was found not to be there; whether it was in the index."""
+        if not self.is_loaded:
+            self._gone[group_id].add_one(name)
+        return group_id in self._names and self._names[group_id].discard(name)
+
+    def begin_again(self) -> None:
+        """Empty the index, to be loaded from the first page on; `forget_some` hands over what was in it."""
+        for group_id, names in self._names.items():
+            self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
+        self._names.clear()
+        self._let_go(self._gone)
+        self.is_loaded = False
+
+    def pages(self, group_id: int) -> Iterator[list[BlockName]]:
+        """All names of the group that stay in the index until the last page, a few hundred at a time. Names may come
+        and go meanwhile; if the index is emptied, there is no further page."""
+        names = self._names.get(group_id)
+        pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
+        while names is not None and self._names.get(group_id) is names:
+            page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+    def empty(self) -> None:
+        """As `clear`; `forget_some` hands over what was in it."""
+        self.begin_again()
+        self.is_loaded = True
+
+    @property
+    def is_forgetting(self) -> bool:
+        """Whether `forget_some` has something left to do."""
+        return bool(self._past)
+
+    def clear(self) -> None:
+        """Empty the index: nothing is on disk, and no page is to be loaded."""
+        self._let_go(self._names)
+        self._let_go(self._gone)
+        self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
+        self.is_loaded = True
+
+    def forget_some(self) -> tuple[int, list[BlockName]] | None:
+        """Hand over a group and some of its names that were known before `begin_again`; None when there are no more.
+
+        Gives their memory back, a part with each call: 600 MB at once are 30 ms.
+        """
+        if not self._past:
+            return None
+        group_id, names, pages = self._past[0]
+        page = next(pages, None)
+        if page is None and not names.give_back():
+            self._past.popleft()
+        return group_id, page or []
+
+    def _let_go(self, names: dict[int, NameSet]) -> None:
+        """Have `forget_some` give the memory of these back."""
+        self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
+        names.clear()
+
+
+class DiskAges:
+    """Remembers one block of those written in each second. When it is dropped, all that were dropped since the last
+    one count as it. Blocks of an earlier process have no age. Owned by the tiers' thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ages = Histogram(AGES_S)
+        self._written_at: dict[BlockName, float] = {}  # oldest first
+        self._every_s = EVERY_S
+        self._next_at = float("-inf")
+        self._num_uncounted = 0
+
+    def on_written(self, names: Sequence[BlockName]) -> None:
+        """Take in that these blocks were written just now."""
+        now = self._clock()
+        if not names or now < self._next_at:
+            return
+        self._next_at = now + self._every_s
+        self._written_at.pop(names[-1], None)
+        self._written_at[names[-1]] = now
+        if len(self._written_at) > MOST_MARKERS:
+            self._written_at = dict(list(self._written_at.items())[::2])
+            self._every_s *= 2
+
+    def on_dropped(self, name: BlockName) -> None:
+        """Take in that the disk dropped this block to make room."""
+        self._num_uncounted += 1
+        if (written_at := self._written_at.pop(name, None)) is not None:
+            self._ages.add(self._clock() - written_at, self._num_uncounted)
+            self._num_uncounted = 0
+
+    def statistics(self) -> HistogramStatistics:
+        """The ages of the blocks that have been counted, in seconds."""
+        return self._ages.statistics()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,32 @@
 """LocalTiers: the tiers below the device in this process: host memory, and a disk if there is one."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.record import Fault
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.clearing import Clearing
-from kvtier.tiers.lower.cold_reads import ColdReads
 from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
-from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.inquiry import Inquiry
-from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_purge import LocalPurge, most_of_each
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.read_probe import ReadProbe
-from kvtier.tiers.lower.read_source import DiskSource
-from kvtier.tiers.lower.reads import Reads
+from kvtier.tiers.lower.reads import BlockRead, ColdReads, DiskSource, Reads
 from kvtier.tiers.lower.remote.remote_link import Link, NoLink, RemoteLink
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
@@ -39,14 +36,203 @@ from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
 LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
+
+
+class LocalFetch:
+    """See `Fetch`. `lease` leases what is in host memory, `read` has the rest read. Owned by the tiers' thread."""
+
+    def __init__(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        index: LowerIndex,
+        cold_reads: ColdReads,
+        on_fetched: OnFetched,
+        on_come: Callable[["LocalFetch", int, Reason | None], None],
+        on_ended: Callable[["LocalFetch"], None],
+    ) -> None:
+        """*on_fetched* is the caller's. *on_come* is called for each block that was read or could not be, *on_ended*
+        when the fetch leases nothing any more and waits for nothing."""
+        self.group_id = group_id
+        self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
+        self.failures: dict[int, Reason] = {}
+        self.on_fetched = on_fetched
+        self._blocks = blocks
+        self._index = index
+        self._pool = index.host[group_id].pool
+        self._cold_reads = cold_reads
+        self._on_come = on_come
+        self._on_ended = on_ended
+        self._reads: dict[int, BlockRead] = {}  # under way, by place
+        self._were_read: dict[int, BlockRead] = {}  # leased, by place
+        self._num_leased = 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of its blocks have still to come."""
+        return bool(self._reads)
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that have come and were not released."""
+        return self._num_leased
+
+    def lease(self, slots: Places) -> None:
+        """Lease what is in host memory already: block i in slot i, ABSENT for the others."""
+        self.slots[:] = slots
+        there = slots[slots != ABSENT]
+        self._num_leased = len(there)
+        self._pool.lease(there)
+
+    def read(self, now: bool) -> None:
+        """Have the blocks that are not leased read; *now*: before those of all that may come later."""
+        places = np.flatnonzero(self.slots == ABSENT)
+        self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
+        if len(self._reads) < len(places):
+            for place in places.tolist():
+                if place not in self._reads:
+                    self.fail(place, Reason.EVICTED_FROM_HOST)
+
+    def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
+        """Lease a block that has been read, or note why it never will be."""
+        del self._reads[place]
+        if failure is None and block_read.host_slot is not None:
+            self._pool.lease([block_read.host_slot])
+            self.slots[place] = block_read.host_slot
+            self._were_read[place] = block_read
+            self._num_leased += 1
+            self._on_come(self, place, None)
+        else:
+            self.fail(place, failure or Reason.FAILED)
+
+    def fail(self, place: int, reason: Reason) -> None:
+        """Note that a block will not come."""
+        self.failures[place] = reason
+        self._on_come(self, place, reason)
+
+    def digest(self, place: int) -> bytes:
+        was_read = self._were_read.get(place)
+        if was_read is not None:
+            return was_read.digest
+        return self._index.host_blocks[self.group_id].digest(self.slots.item(place))
+
+    def tenant(self, place: int) -> bytes:
+        was_read = self._were_read.get(place)
+        if was_read is not None:
+            return was_read.origin.tenant
+        return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
+
+    def tier(self, place: int) -> Tier:
+        """From which tier a leased block came."""
+        was_read = self._were_read.get(place)
+        return Tier.HOST if was_read is None else was_read.tier
+
+    def digests(self, places: Ids) -> bytes:
+        """The digests of these leased blocks, joined."""
+        if self._were_read:
+            return b"".join(map(self.digest, places.tolist()))
+        return self._index.host_blocks[self.group_id].digests(self.slots[places].astype(np.intp))
+
+    def owners(self, places: Ids) -> OwnerNumbers:
+        """The tenants of these leased blocks."""
+        if self._were_read:
+            return np.array([number_of(self.tenant(place)) for place in places.tolist()], np.uint64)
+        return self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
+
+    def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        ids = np.asarray(places, np.int64)
+        slots = self.slots[ids]
+        there = slots[slots != ABSENT]
+        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.has_any else ()
+        if len(there) < len(slots) and self._reads:
+            for place in ids[slots == ABSENT].tolist():
+                if (block_read := self._reads.pop(place, None)) is not None:
+                    self._cold_reads.leave(block_read, self)
+        self.slots[ids] = ABSENT
+        self._pool.release(there)
+        self._num_leased -= len(there)
+        for tenant in tenants:  # leased blocks could not be evicted for a quota
+            self._index.quotas.enforce(self.group_id, tenant)
+        if not self._num_leased and not self._reads:
+            self._on_ended(self)
+
+    def time_out(self) -> None:
+        for tier in {block_read.tier for block_read in self._reads.values()}:
+            self._cold_reads.time_out(tier)
+
+
+class Fetches:
+    """The fetches that lease a block or wait for one; a fetch that does neither is over. Owned by the tiers' thread."""
+
+    def __init__(self, index: LowerIndex, cold_reads: ColdReads) -> None:
+        self._index = index
+        self._cold_reads = cold_reads
+        self._fetches: set[LocalFetch] = set()
+        self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
+        self._news: list[tuple[LocalFetch, int, Reason | None]] = []
+
+    def __iter__(self) -> Iterator[LocalFetch]:
+        return iter(list(self._fetches))
+
+    @property
+    def any_reading(self) -> bool:
+        """Whether a fetch waits for blocks that are wanted now."""
+        return bool(self._reading)
+
+    def begin(
+        self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
+    ) -> LocalFetch:
+        """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
+        fetch = LocalFetch(group_id, blocks, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended)
+        fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
+        if fetch.num_leased < len(fetch.slots):
+            if now:
+                self._reading.add(fetch)
+            fetch.read(now)
+            self._cold_reads.pump()
+        if fetch.num_leased or fetch.is_reading:
+            self._fetches.add(fetch)
+        return fetch
+
+    def deliver(self) -> None:
+        """Tell the callers which blocks have come since the last call, and which never will."""
+        news, self._news = self._news, []
+        for fetch, place, failure in news:
+            if failure is not None or fetch.slots[place] != ABSENT:  # else its caller has released it meanwhile
+                fetch.on_fetched(fetch, place, failure)
+
+    def end_all(self) -> None:
+        """Release all blocks of all fetches."""
+        for fetch in self:
+            fetch.release(range(len(fetch.slots)))
+
+    def num_leased(self, group_id: int) -> int:
+        """Host slots of the group that fetches lease."""
+        return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
+
+    def check(self) -> None:
+        """Raise AssertionError if a fetch is kept that leases and waits for nothing."""
+        assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
+        assert self._reading <= self._fetches, "a fetch that is over waits for something"
+
+    def _on_come(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
+        self._news.append((fetch, place, failure))
+        if not fetch.is_reading:
+            self._reading.discard(fetch)
+            if not fetch.num_leased:
+                self._on_ended(fetch)
+
+    def _on_ended(self, fetch: LocalFetch) -> None:
+        self._fetches.discard(fetch)
+        self._reading.discard(fetch)
 
 
 def lower_tiers(

@@ -14,8 +14,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.host_blocks import HostBlocks
-from kvtier.tiers.lower.host_quotas import HostQuotas
+from kvtier.tiers.lower.host_quotas import HostBlocks, HostQuotas
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog

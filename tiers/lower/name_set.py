@@ -7,10 +7,13 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.growing_rows import GrowingRows
+from kvtier.tiers.device.eviction_order import GrowingRows
 from kvtier.tiers.naming.block_hash import BlockName
 
+NAMESPACE_BYTES = 16
+GROUP_BYTES = 4
 NAME_BYTES = 32
+KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
 TAG_BYTES = 4
 WIDTH = 16  # places in a bucket: their tags are one cache line
 BUCKET_BYTES = WIDTH * TAG_BYTES
@@ -20,6 +23,11 @@ SPLIT_AT_ONCE = 32  # buckets, when names come one by one
 LOOKED_THROUGH = 1 << 14  # buckets in a call of `find`: a megabyte of tags
 
 Rows = npt.NDArray[np.uint64]  # [names, 4]
+
+
+def block_key(namespace: bytes, group_id: int, name: BlockName) -> bytes:
+    """Namespace (16 B) ‖ block name ‖ group id (4 B, big endian)."""
+    return namespace + name + group_id.to_bytes(GROUP_BYTES, "big")
 
 
 def rows_of(names: Sequence[BlockName]) -> Rows:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.read_source import Readable
+from kvtier.tiers.lower.reads import Readable
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import TransferEngine

@@ -1,27 +1,106 @@
 """Reads: blocks on their way from a colder tier into host memory, verified as they come."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Protocol
 
 from kvtier.store.record import Fault
-from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.lower.breaker import HUNG_S, Attempt, CircuitBreaker
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import blocks_in_batch
+from kvtier.tiers.lower.disk_content import DiskContent
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.read_source import ReadSource
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import Origin
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
-from kvtier.transfer.transfer_engine import TransferEngine
+from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
 BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
+
+
+class Readable(Protocol):
+    """One tier that can be read from. Lanes' threads call `read` alone; all else is the owner's."""
+
+    @property
+    def route(self) -> Route:
+        """The route by which its blocks come."""
+
+    @property
+    def reading(self) -> CircuitBreaker:
+        """The breaker of its reads."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it can be read from, as far as is known."""
+
+    def key(self, group_id: int, name: BlockName) -> bytes:
+        """The key of a block."""
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
+        """Read each key's block into its memory, verified; the digest, or why there is none."""
+
+    def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
+        """Group and name of some block that is there, as far as is known, none of *besides*; None if none was found."""
+
+    def on_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """Take in that a read of the block gave no bytes."""
+
+
+class ReadSource(Readable, Protocol):
+    """A tier from which `Reads` fills host memory."""
+
+    @property
+    def tier(self) -> Tier:
+        """Which tier it is."""
+
+    def on_hung(self, group_id: int, name: BlockName) -> None:
+        """Take in that a read of the block hangs."""
+
+    def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
+        """Take in that blocks are in these host slots that were not in host memory; *is_late*: after they had hung."""
+
+
+class ReadableDisk:
+    """See `Readable`: the disk."""
+
+    route = Route.DISK_TO_HOST
+
+    def __init__(self, content: DiskContent) -> None:
+        self._disk = content.disk
+        self.reading = content.disk.reading
+        self.key = content.disk.key
+        self.read = content.disk.read
+        self.find_any = content.disk.index.find_any
+        self.on_failed = content.on_read_failed
+
+    @property
+    def is_readable(self) -> bool:
+        return self._disk.is_readable
+
+
+class DiskSource(ReadableDisk):
+    """See `ReadSource`: the disk below host memory."""
+
+    tier = Tier.DISK
+
+    def __init__(self, index: LowerIndex) -> None:
+        super().__init__(index)
+        self._index = index
+
+    def on_hung(self, group_id: int, name: BlockName) -> None:
+        self._index.remove_from_disk_index(group_id, name, EvictionCause.UNREADABLE)
+
+    def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
+        if is_late:  # they do not count as being on disk
+            self._index.offer_to_disk(group_id, slots)
 
 
 def read_blocks(
@@ -296,3 +375,61 @@ class Reads:
         del self._under_way[block_read.group_id][block_read.name]
         for waiter, place in list(block_read.waiters.items()):
             waiter.on_landed(place, block_read, failure)
+
+
+class ColdReads:
+    """The reads from all tiers below host memory. A block is read from the warmest that has it; one of which nothing is
+    known any more is looked for on disk. Owned by the tiers' thread."""
+
+    def __init__(self, index: LowerIndex, reads: Mapping[Tier, Reads]) -> None:
+        """*reads* by tier, of those that there are."""
+        self._index = index
+        self._reads = reads
+
+    def join(self, group_id: int, blocks: NamedBlocks, places: Ids, waiter: Waiter, now: bool) -> dict[int, BlockRead]:
+        """See `Reads.join`. The blocks at places that are not in the result can be read from nowhere."""
+        joined: dict[int, BlockRead] = {}
+        for tier, chosen in self._by_tier(group_id, blocks, places):
+            joined |= self._reads[tier].join(group_id, blocks, chosen.tolist(), waiter, now)
+        return joined
+
+    def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
+        """See `Reads.leave`."""
+        self._reads[block_read.tier].leave(block_read, waiter)
+
+    def pump(self) -> None:
+        """See `Reads.pump`."""
+        for reads in self._reads.values():
+            reads.pump()
+
+    def queued_bytes(self, tier: Tier) -> int:
+        """See `Reads.queued_bytes`; 0 for a tier that there is not."""
+        return self._reads[tier].queued_bytes if tier in self._reads else 0
+
+    def time_out(self, tier: Tier) -> None:
+        """See `Reads.time_out`."""
+        self._reads[tier].time_out()
+
+    def time_out_late(self, timeout_s: float) -> None:
+        """See `Reads.time_out_late`."""
+        for reads in self._reads.values():
+            reads.time_out_late(timeout_s)
+
+    def num_leases(self, group_id: int) -> int:
+        """Host slots of the group that are being read into."""
+        return sum(reads.num_leases(group_id) for reads in self._reads.values())
+
+    def check(self) -> None:
+        """See `Reads.check`."""
+        for reads in self._reads.values():
+            reads.check()
+
+    def _by_tier(self, group_id: int, blocks: NamedBlocks, places: Ids) -> Iterator[tuple[Tier, Ids]]:
+        """The places of the blocks to read from each tier."""
+        if Tier.REMOTE in self._reads:
+            is_remote = self._index.are_remote(group_id, [blocks.names[place] for place in places.tolist()])
+            if is_remote.any():
+                yield Tier.REMOTE, places[is_remote]
+                places = places[~is_remote]
+        if len(places) and Tier.DISK in self._reads:
+            yield Tier.DISK, places

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
 
-from kvtier.tiers.device.eviction_ages import NO_AGES
-from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.group_slots import NO_AGES, GroupSlots
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.reuse.fading import Fading
 from kvtier.tiers.reuse.recency import Recency
 
 MOST_SAMPLED = 8192
@@ -15,6 +14,24 @@ MOST_RATE = 1 / 8
 MOST_PENDING = 4096  # names: half a millisecond's work at once
 STEPS = 16  # buckets for each doubling of a distance
 NUM_BUCKETS = 52 * STEPS  # up to four petabytes
+
+
+class Fading:
+    """So many counts, all at first 0. What was counted *half_life_s* ago weighs half."""
+
+    def __init__(self, num_counts: int, half_life_s: float, clock: Callable[[], float]) -> None:
+        self._counts = np.zeros(num_counts)
+        self._half_life_s = half_life_s
+        self._clock = clock
+        self._counted_at = clock()
+
+    def now(self) -> npt.NDArray[np.float64]:
+        """The counts now `[num_counts]`, to read and to add to before the next call."""
+        now = self._clock()
+        if now != self._counted_at:
+            self._counts *= 0.5 ** ((now - self._counted_at) / self._half_life_s)
+            self._counted_at = now
+        return self._counts
 
 
 class Prompt(NamedTuple):

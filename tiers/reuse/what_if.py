@@ -6,8 +6,7 @@ from typing import TypeAlias
 from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Tier
-from kvtier.tiers.reuse.fading import Fading
-from kvtier.tiers.reuse.reuse_distances import ReuseDistances
+from kvtier.tiers.reuse.reuse_distances import Fading, ReuseDistances
 
 SIZES = (0.5, 1.0, 2.0, 4.0)  # of a tier, where 1 is what it has
 HALF_LIFE_S = 3600.0

@@ -1,7 +1,7 @@
 """Uploads: blocks on their way to the device through host memory, verified before they are copied."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -16,7 +16,6 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Source
-from kvtier.tiers.up.layered_upload import LayeredUpload
 from kvtier.tiers.up.promotion import Upload
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Transfer
@@ -28,6 +27,51 @@ BATCH_BLOCKS = 32  # at most, so that taking in a finished batch is short
 MOST_PARTS = 8  # of a copy by layers: computing waits for the first part only, an eighth of the copy
 BY_LAYERS_BYTES = 4 << 20  # fewer bytes have arrived before computing could begin
 LATE_S = 1.0  # a copy hangs if it is on its lane for so long and a deadline has passed
+
+
+class LayeredUpload:
+    """A lane runs `copy`, the owner's thread everything else. It is done when all blocks are copied and verified."""
+
+    def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
+        self.gate = LayerGate(num_parts)
+        self._outcomes: dict[Upload, bool | None] = {}
+        self._num_uploads = len(uploads)
+        self._is_copied: bool | None = None
+        self._copies: dict[BlockMemory, tuple[list[int], list[int]]] = {}  # host and device slots
+        for upload in uploads:
+            assert upload.host_slot is not None, "a block that is not in host memory"
+            host_slots, device_slots = self._copies.setdefault(upload.group.memory, ([], []))
+            host_slots.append(upload.host_slot)
+            device_slots.append(upload.device_slot)
+
+    def copy(self) -> None:
+        """Copy part after part of all groups' layers, and open the gate after each."""
+        try:
+            for part in range(self.gate.num_parts):
+                for memory, (host_slots, device_slots) in self._copies.items():
+                    layers = self.gate.layers(part, memory.num_layers)
+                    if layers:
+                        memory.to_device_layers(host_slots, device_slots, layers)
+                self.gate.open_next()
+        finally:
+            self.gate.open_all()
+
+    def on_copied(self, is_copied: bool) -> None:
+        """Note that the copies have ended: *is_copied* if without an error."""
+        self.gate.open_all()  # a lane that was closed has not begun `copy`
+        self._is_copied = is_copied
+
+    def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
+        """Note whether these blocks' bytes in host memory are right; None if their verification failed."""
+        self._outcomes.update(zip(uploads, outcomes, strict=True))
+
+    def outcomes(self) -> Mapping[Upload, bool | None] | None:
+        """For each block whether it has arrived and is right, or None if its copy failed. None until all is known."""
+        if self._is_copied is None or len(self._outcomes) < self._num_uploads:
+            return None
+        if self._is_copied and not self.gate.missed:  # else a step has computed without a layer
+            return self._outcomes
+        return {upload: None if is_good else is_good for upload, is_good in self._outcomes.items()}
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from kvtier.web.api_error import ApiError
 from kvtier.web.connection import in_time, while_connected
 from kvtier.web.dashboard.dashboard import Dashboard, plain
-from kvtier.web.dashboard.data_paths import DOWNLOADS, HISTORY, STREAM
 from kvtier.web.dashboard.history import Stretch
 from kvtier.web.dashboard.stream import TooManyViewers
+from kvtier.web.paths import DOWNLOADS, HISTORY, STREAM
 
 DEFAULT_S = 600.0
 _RETRY_S = 10

@@ -1,12 +1,15 @@
 """Operators: who may have verbs carried out, by their tokens."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvtier.web.api_keys import ApiKeys
+from kvtier.web.operating.audit_log import AuditLog
 
 TOKEN = "KVTIER_OPERATOR_TOKEN"  # of the environment: a token of an operator who is called …
 NAME = "operator"
+REFUSED_S = 60.0  # between two lines
 
 
 class Operators:
@@ -41,3 +44,20 @@ class Operators:
         """The operator whose token the header *authorization* has; None if it has none. Takes as long in any case."""
         scheme, _, token = authorization.partition(" ")
         return self._tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
+
+
+class RefusedTokens:
+    """The wrong tokens that the audit log has not been told of. Owned by the event loop."""
+
+    def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._audit = audit
+        self._clock = clock
+        self._num_refused = 0
+        self._told_at = float("-inf")
+
+    def note(self) -> None:
+        """Note a wrong token. A line for each would let any client push the other lines out of the file."""
+        self._num_refused += 1
+        if self._clock() >= self._told_at + REFUSED_S:
+            self._audit.write(None, "", {}, {"status": 401, "times": self._num_refused})
+            self._num_refused, self._told_at = 0, self._clock()

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from kvtier.engine.config import ServerConfig, parse_bytes
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.operating.audit_log import LOGGER, AuditLog
-from kvtier.web.operating.operators import Operators
-from kvtier.web.operating.refused_tokens import RefusedTokens
+from kvtier.web.operating.operators import Operators, RefusedTokens
 from kvtier.web.operating.verbs import KINDS, Answer, LogLevel, Operated
 from kvtier.web.request_body import parse, read_body
 

@@ -1,8 +1,9 @@
 """The verbs, as requests for them have them, and what a server has to be able to do for them."""
 
+import asyncio
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Literal, Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ from kvtier.engine.config import parse_bytes
 from kvtier.tiers.lower.purge import Purged
 from kvtier.tiers.naming.tier import Tier
 
+PAUSE_S = 0.002  # between two parts: the tiers' thread has its other deeds
 MOST_PINNED_S = 7 * 86_400.0
 MOST_WAITED_S = 600.0
 LEVELS = ("debug", "info", "warning", "error")
@@ -21,6 +23,12 @@ _Prompt = Annotated[str, msgspec.Meta(min_length=1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAITED_S)]
 
 Answer = dict[str, object]
+
+
+async def until_done(go_on: Callable[[], Awaitable[bool]]) -> None:
+    """Call *go_on*, which has the tiers' thread take the next parts, until it says that all are done."""
+    while not await go_on():
+        await asyncio.sleep(PAUSE_S)
 
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,9 +11,15 @@ from kvtier.engine.observability.metrics import names
 from kvtier.engine.observability.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.observability.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.observability.metrics.disk import admission_metrics, disk_metrics, store_metrics
-from kvtier.engine.observability.metrics.remote import remote_metrics
-from kvtier.engine.observability.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
-from kvtier.engine.observability.metrics.tokens import balance_metrics, request_log_metrics, sources_of
+from kvtier.engine.observability.metrics.tiers import (
+    balance_metrics,
+    remote_metrics,
+    request_log_metrics,
+    route_metrics,
+    sources_of,
+    tier_metrics,
+    what_if_metrics,
+)
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that

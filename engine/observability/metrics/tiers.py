@@ -5,9 +5,12 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 
 from kvtier.engine.observability.metrics import names
+from kvtier.engine.observability.records.request_log import LogCounts
 from kvtier.store.record import Fault
-from kvtier.tiers.lower.statistics import TierStatistics
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
+from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
@@ -54,3 +57,39 @@ def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
     yield names.PENDING_BYTES.by({route: totals.pending_bytes for route, totals in routes.items()})
     speeds = {route: totals.bytes_per_s for route, totals in routes.items()}
     yield names.ROUTE_SPEED.by({route: speed for route, speed in speeds.items() if speed is not None})
+
+
+def remote_metrics(remote: RemoteStatistics) -> Iterator[Metric]:
+    """What only a remote tier has."""
+    usage = remote.usage
+    yield names.REMOTE_ASKED.of(remote.num_asked)
+    yield names.REMOTE_LATE.of(remote.num_late)
+    yield names.REMOTE_ASK_SECONDS.of(remote.ask_s)
+    yield names.REMOTE_BLOCKS.by(
+        {"stored": remote.num_stored, "there": remote.num_there, "refused": remote.num_refused}
+    )
+    yield names.REMOTE_WANTED_BLOCKS.of(remote.num_wanted)
+    yield names.REMOTE_KNOWN_BLOCKS.of(remote.known_blocks)
+    yield names.REMOTE_REQUESTS.by({"read": usage.num_reads, "write": usage.num_writes, "ask": usage.num_questions})
+    yield names.REMOTE_BYTES.by({"read": usage.read_bytes, "written": usage.written_bytes})
+    yield names.REMOTE_BREAKER.by(
+        {(side, state): state is now for side, now in remote.breakers.items() for state in BreakerState}
+    )
+    yield names.REMOTE_BREAKER_OPENED.by(remote.num_opened)
+
+
+def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
+    """Where the tokens came from, and why some were computed."""
+    yield names.PROMPT_TOKENS.of(tokens.num_tokens)
+    yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
+    yield names.RECOMPUTED_TOKENS.by({**dict.fromkeys(Reason, 0), **tokens.reasons})
+
+
+def request_log_metrics(counts: LogCounts) -> Iterator[Metric]:
+    """How the log of requests does."""
+    yield names.REQUEST_LOG_LINES.by({"written": counts.num_written, "dropped": counts.num_dropped})
+
+
+def sources_of(tokens: TokenBalance) -> dict[str, int]:
+    """The tokens by where they came from: a tier, or "recomputed"."""
+    return {**{tier.value: getattr(tokens, tier) for tier in Tier}, "recomputed": tokens.recomputed}

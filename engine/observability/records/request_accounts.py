@@ -6,16 +6,60 @@ from dataclasses import dataclass
 from kvtier.engine.observability.explain.local_explainer import LocalExplainer
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_log import LogCounts, RequestLog
-from kvtier.engine.observability.records.request_times import RequestTimes, TimesStatistics
 from kvtier.engine.observability.records.served_requests import ServedRequests, ServedStatistics
 from kvtier.engine.observability.records.tenant_tokens import TenantTokens
 from kvtier.engine.observability.tracing.request_traces import RequestTraces
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.scheduling.trail import Trail, Trails
+from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+NO_TIER = "none"  # all tokens were computed
+COLDEST = (NO_TIER, *(tier.value for tier in Tier))
+
+
+@dataclass(frozen=True, slots=True)
+class TimesStatistics:
+    """Histograms in seconds; of times to the first token by the coldest tier, or NO_TIER."""
+
+    ttft: Mapping[str, HistogramStatistics]
+    queue: HistogramStatistics
+    lookup: HistogramStatistics
+    load: HistogramStatistics
+
+
+class RequestTimes:
+    """Listens to records. Owned by the thread that records are made in."""
+
+    def __init__(self) -> None:
+        self._ttft = {coldest: Histogram(SECONDS) for coldest in COLDEST}
+        self._queue, self._lookup, self._load = (Histogram(SECONDS) for _ in range(3))
+
+    def on_record(self, record: RequestRecord) -> None:
+        """Count a request that has ended, as far as it came."""
+        own = self._ttft[NO_TIER if record.coldest is None else record.coldest.value]
+        for histogram, seconds in (
+            (own, record.ttft_s),
+            (self._queue, record.queue_s),
+            (self._lookup, record.lookup_s),
+            (self._load, record.load_s),
+        ):
+            if seconds is not None:
+                histogram.add(seconds)
+
+    def statistics(self) -> TimesStatistics:
+        """The counts now, by value."""
+        return TimesStatistics(
+            {coldest: each.statistics() for coldest, each in self._ttft.items()},
+            self._queue.statistics(),
+            self._lookup.statistics(),
+            self._load.statistics(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

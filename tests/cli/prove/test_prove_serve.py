@@ -20,7 +20,7 @@ from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Verdict
 from kvtier.cli.prove.proof import Order, Proof, prove
 from kvtier.cli.prove.push_out import PushOut
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.server.generation_request import GenerationRequest
 from kvtier.tiers.naming.block_hash import ExtraKeys
 

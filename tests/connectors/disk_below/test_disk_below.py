@@ -18,10 +18,9 @@ from damaged_files import damage
 from waiting import stop, wait_for
 
 from kvtier.connectors.disk_below import loads
-from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.finished import TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row import Row
+from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.disk_below.writes import Refusal
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.store.blob_store import Blob, StoreFull

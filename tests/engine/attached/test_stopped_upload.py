@@ -10,7 +10,7 @@ from chaos import FakeClock
 from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.sidecar.port import STUCK_S
 from kvtier.store.record import digest
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.named_blocks import NamedBlocks

@@ -20,8 +20,7 @@ from kvtier.engine.model.paged_model import ARRIVAL_WAIT_S
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.loading import ROOM_SHARE, SETTLE_S
 from kvtier.engine.scheduling.look_ahead import LookAhead
-from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import FinishReason, Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ from small_models import byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
 from kvtier import LLM
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.tiers.naming.tier import Reason
 
 

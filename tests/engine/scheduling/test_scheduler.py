@@ -29,7 +29,7 @@ from kvtier.engine import core as engine_core
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.stall import LEAST_S, CopyHangs, Stall
+from kvtier.engine.scheduling.step_times import LEAST_S, CopyHangs, Stall
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.promotion import Hit

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from kvtier import LLM, SamplingParams
 from kvtier.engine.build import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import FinishReason, Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from urgent_requests import add_with
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.request_options import RequestOptions
-from kvtier.engine.scheduling.shared_prefill import num_common_tokens
+from kvtier.engine.scheduling.request import Request, RequestOptions
+from kvtier.engine.scheduling.scheduler import num_common_tokens
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 

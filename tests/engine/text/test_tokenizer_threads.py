@@ -11,8 +11,7 @@ from contextlib import suppress
 import pytest
 from small_models import byte_tokenizer
 
-from kvtier.engine.sharing.fair_share import FairShare
-from kvtier.engine.sharing.turns import Turns
+from kvtier.engine.sharing.turns import FairShare, Turns
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
 DEADLINE_S = 60.0  # reached only when a test fails

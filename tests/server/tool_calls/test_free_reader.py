@@ -7,8 +7,7 @@ from typing import get_args
 import pytest
 from tool_texts import BROKEN, NAMES, RECORDED, Recorded
 
-from kvtier.engine.config import ConfigError, as_config
-from kvtier.engine.tool_call_parser import ToolCallParser
+from kvtier.engine.config import ConfigError, ToolCallParser, as_config
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, ReadAnswer, TextDelta, read_whole
 from kvtier.server.tool_calls.families import SYNTAXES
 from kvtier.server.tool_calls.free_reader import FreeReader

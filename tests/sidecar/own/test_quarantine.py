@@ -19,7 +19,7 @@ from waiting import DEADLINE_S, wait_for
 from kvtier.engine.attached import wire
 from kvtier.sidecar.door import AttachedClient, Lease, LeaseUse
 from kvtier.sidecar.http.views import leases_view, snapshot_of, stats_view
-from kvtier.sidecar.own.mappers import Mappers
+from kvtier.sidecar.own.door import Mappers
 from kvtier.sidecar.quarantine import PIECE_BYTES, Lifeline, Quarantine
 from kvtier.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore

@@ -19,9 +19,9 @@ from waiting import has_ended, wait_for
 
 from kvtier.store.lmdb import crashes
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.files import OpenFolder
 from kvtier.store.lmdb.inspection import NextStart, standing
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.open_folder import OpenFolder
 from kvtier.store.lmdb.tables import ascending
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.process.channel import Mappings, receive, send

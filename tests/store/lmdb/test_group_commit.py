@@ -9,7 +9,7 @@ from store_cases import blob_of, key_of
 from waiting import DEADLINE_S, interrupted_once, join, wait_for
 
 from kvtier.store.blob_store import Blob
-from kvtier.store.lmdb.group_commit import GroupCommit
+from kvtier.store.lmdb.writer import GroupCommit
 
 MOST_BYTES = 1 << 20
 

@@ -28,10 +28,9 @@ from kvtier.store.lmdb import data_file, lmdb_store
 from kvtier.store.lmdb import files as lmdb_files
 from kvtier.store.lmdb import reader as lmdb_reader
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.lmdb.files import LmdbFiles
+from kvtier.store.lmdb.files import LmdbFiles, MapUsers
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.map_users import MapUsers
-from kvtier.store.lmdb.rows import COUNTERS_KEY, Counters, checksum
+from kvtier.store.lmdb.tables import COUNTERS_KEY, Counters, checksum
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.slab import Slabs, Slot

@@ -5,7 +5,7 @@
 import pytest
 
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.runs import ALONE, NO_SPOT
+from kvtier.tiers.device.eviction_order import ALONE, NO_SPOT
 from kvtier.tiers.naming.block_hash import BlockName
 
 A, B = BlockName(b"a"), BlockName(b"ab")

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.tiers.device.dirty_marks import DirtyMarks
+from kvtier.tiers.device.group_slots import DirtyMarks
 
 
 def ids(*slots: int) -> np.ndarray:

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvtier.tiers.device.eviction_ages import MOST_MARKERS, EvictionAges
-from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.group_slots import MOST_MARKERS, EvictionAges, GroupSlots
 from kvtier.tiers.naming.block_hash import BlockName
 
 

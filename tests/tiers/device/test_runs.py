@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.runs import Runs
+from kvtier.tiers.device.eviction_order import Runs
 from kvtier.tiers.naming.block_hash import BlockName
 
 

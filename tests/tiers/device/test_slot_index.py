@@ -3,8 +3,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.tiers.device.block_pool import MOST_IN_ONE, SlotIndex
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.device.slot_index import MOST_IN_ONE, SlotIndex
 from kvtier.tiers.naming.block_hash import BlockName
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tiers.lower.disk_ages import EVERY_S, MOST_MARKERS, DiskAges
+from kvtier.tiers.lower.disk_tier import EVERY_S, MOST_MARKERS, DiskAges
 from kvtier.tiers.naming.block_hash import BlockName
 
 

@@ -15,7 +15,7 @@ from kvtier.engine.attached.wire import Fetched, FromSidecar, InHost, LeftDisk, 
 from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers

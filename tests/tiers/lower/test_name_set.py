@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.tiers.device.growing_rows import BACK_BYTES, GrowingRows
+from kvtier.tiers.device.eviction_order import BACK_BYTES, GrowingRows
 from kvtier.tiers.lower.name_set import LOOKED_THROUGH, MEAN, NAME_BYTES, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 

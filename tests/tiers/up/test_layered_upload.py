@@ -14,8 +14,8 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.no_tiers import NoFetch
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
-from kvtier.tiers.up.layered_upload import LayeredUpload
 from kvtier.tiers.up.promotion import Upload
+from kvtier.tiers.up.uploads import LayeredUpload
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.cuda.lane import CudaLane
 from kvtier.transfer.cuda.memory import CudaMemory

@@ -12,7 +12,7 @@ from fake_cuda import CudaMisuse, FakeDevice, Late, Schedule, Seeded, installed
 from fake_cuda.runtimes import INVALID_VALUE, Bindings, SourceAccessOrder
 
 from kvtier.transfer.cuda.copies import SourceOrder, cuda_batch
-from kvtier.transfer.cuda.pinning import cuda_pin
+from kvtier.transfer.cuda.memory import cuda_pin
 
 NUM_BYTES = 4096
 

@@ -18,7 +18,6 @@ from waiting import DEADLINE_S
 
 from kvtier.tiers.histogram import Histogram
 from kvtier.web.dashboard.dashboard import Dashboard, NoSample, plain
-from kvtier.web.dashboard.data_paths import HISTORY
 from kvtier.web.dashboard.history import RESOLUTIONS, History
 from kvtier.web.dashboard.keeper import HistoryKeeper
 from kvtier.web.dashboard.recent_values import RecentValues, quantile
@@ -26,6 +25,7 @@ from kvtier.web.dashboard.ring_file import RingFile, Shape
 from kvtier.web.dashboard.routes import DashboardRoutes
 from kvtier.web.dashboard.sample import Sample
 from kvtier.web.dashboard.stream import Stream, TooManyViewers, event
+from kvtier.web.paths import HISTORY
 
 T0 = 1_700_000_000.0
 

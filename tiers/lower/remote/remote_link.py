@@ -10,14 +10,40 @@ from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.read_probe import ReadProbe
 from kvtier.tiers.lower.reads import Reads
 from kvtier.tiers.lower.remote.inquiries import Inquiries
-from kvtier.tiers.lower.remote.remote_source import RemoteSource
 from kvtier.tiers.lower.remote.remote_spill import RemoteSpill
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.host_memory import HostMemory
-from kvtier.transfer.transfer_engine import TransferEngine
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+
+class RemoteSource:
+    """See `ReadSource`: a store that machines share. What comes from there is new on this machine, and goes to its disk
+    as what was computed here does."""
+
+    tier = Tier.REMOTE
+    route = Route.REMOTE_TO_HOST
+
+    def __init__(self, remote: RemoteTier, index: LowerIndex) -> None:
+        self._remote = remote
+        self._index = index
+        self.reading = remote.reading
+        self.key = remote.key
+        self.read = remote.read
+        self.find_any = remote.presence.find_any
+        self.on_failed = remote.on_read_failed
+
+    @property
+    def is_readable(self) -> bool:
+        return self._remote.is_readable
+
+    def on_hung(self, group_id: int, name: BlockName) -> None:
+        """Nothing: while reads hang the breaker is open, and nothing is found there."""
+
+    def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
+        self._index.offer_to_disk(group_id, slots)
 
 
 class Link(Protocol):

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvtier.store.blob_store import Blob
 from kvtier.store.record import Fault
 from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
-from kvtier.tiers.lower.block_key import NAMESPACE_BYTES, block_key
 from kvtier.tiers.lower.breaker import CircuitBreaker
+from kvtier.tiers.lower.name_set import NAMESPACE_BYTES, block_key
 from kvtier.tiers.lower.remote.presence import Presence
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName

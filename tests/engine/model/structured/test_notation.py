@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from small_models import byte_tokenizer
 
 from kvtier.engine.model.sampling import WrongParameter
-from kvtier.engine.model.structured.integer_range import integer_range
+from kvtier.engine.model.structured.exact_integers import integer_range
 from kvtier.engine.model.structured.notation import Notation, limits, notation
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 

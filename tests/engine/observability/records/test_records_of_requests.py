@@ -8,7 +8,7 @@ from serving import tables
 from small_models import build, byte_tokenizer
 
 from kvtier import LLM, AsyncLLM, SamplingParams
-from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Tier

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.engine.observability.tracing import traced_blocks
+from kvtier.engine.observability.tracing import spill_traces
+from kvtier.engine.observability.tracing.spill_traces import MOST_LINKS, MOST_OWNERS, TracedBlocks
 from kvtier.engine.observability.tracing.trace_context import TraceContext
-from kvtier.engine.observability.tracing.traced_blocks import MOST_LINKS, MOST_OWNERS, TracedBlocks
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -59,8 +59,8 @@ def test_a_batch_has_no_more_requests_than_a_span_may_have_links() -> None:
 
 @pytest.mark.parametrize("most", [1, 20])
 def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(traced_blocks, "MOST_BLOCKS", most)
-    monkeypatch.setattr(traced_blocks, "MOST_OWNERS", 2 * most)
+    monkeypatch.setattr(spill_traces, "MOST_BLOCKS", most)
+    monkeypatch.setattr(spill_traces, "MOST_OWNERS", 2 * most)
     seed = random.randrange(1 << 32)
     rng, blocks = random.Random(seed), TracedBlocks()
     added: list[tuple[TraceContext, Sequence[BlockName]]] = []

@@ -11,8 +11,8 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
-from kvtier.tiers.lower.block_key import block_key
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
+from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.remote.inquiries import ANSWER_S
 from kvtier.tiers.lower.remote.presence import ABSENT_LASTS_S, LASTS_S
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics, remote_of_all

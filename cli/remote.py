@@ -1,10 +1,11 @@
-"""`kvtier bench-remote`: how fast blocks come from a remote store, and for whom that is fast enough."""
+"""`kvtier bench-remote` and `kvtier forget-remote`: measure a remote store, and delete a model's blocks from it."""
 
 import argparse
 import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.confirm import confirm
 from kvtier.cli.remote_arguments import remote_of
-from kvtier.engine.byte_size import size_text
+from kvtier.engine.config import size_text
 from kvtier.engine.stores.remote_store import remote_store
 from kvtier.store.blob_store import Blob
 from kvtier.store.record import NAMESPACE_BYTES, digest
 from kvtier.store.remote.sealed_remote import SealedRemote
-from kvtier.tiers.lower.block_key import block_key
+from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.reads import BATCH_BLOCKS, BATCH_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -44,7 +46,7 @@ class Measured:
     num_wrong: int  # blocks that did not come back as they were put
 
 
-def run(options: argparse.Namespace) -> int:
+def bench_remote(options: argparse.Namespace) -> int:
     """Measure, print, and say for whom it pays; the exit status."""
     with remote_store(remote_of(options, "bench-remote")) as store:
         namespace = os.urandom(NAMESPACE_BYTES)
@@ -139,3 +141,17 @@ def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> N
             least = least_tokens(found, token_bytes, prefill)
             verdict = "never pays" if least is None else f"pays for prefixes of {math.ceil(least):,} tokens or more"
             console.print(f"{name}, where {prefill:,} tokens a second are computed: {verdict}")
+
+
+def forget_remote(options: argparse.Namespace) -> int:
+    """Ask, delete the records of the named namespaces, and say what it took; the exit status."""
+    names: list[bytes] = options.namespace
+    with remote_store(remote_of(options, "forget-remote")) as store:
+        if not options.yes:
+            confirm(f"delete all blocks of {', '.join(each.hex() for each in names)} from {store.where}?")
+        for name in names:
+            began_at = time.monotonic()
+            print(f"{store.where}: deleting {name.hex()} …", file=sys.stderr, flush=True)
+            store.forget(name)
+            print(f"{store.where}: nothing is left of {name.hex()}, after {time.monotonic() - began_at:.1f} s")
+    return 0
