@@ -63,18 +63,18 @@ def compared(
     ours: Sequence[float],
     others: tuple[str, Sequence[float]],
     num_bytes: int,
-    least: float | None,
+    minimum: float | None,
 ) -> list[Row]:
     """Rows that compare two sides which moved *num_bytes* in each round: speeds, median ratio, and its spread.
 
-    *others* are the baseline's name and seconds; *least* is the promised ratio, None without a promise.
+    *others* are the baseline's name and seconds; *minimum* is the promised ratio, None without a promise.
     """
     label, baseline = others
     ratios = [theirs / mine for theirs, mine in zip(baseline, ours, strict=True)]
     return [
         Row(f"{name}: {label}", gb_per_s(num_bytes, baseline), "GB/s"),
         Row(f"{name}: kvtier", gb_per_s(num_bytes, ours), "GB/s"),
-        at_least(f"{name}: kvtier / {label}", statistics.median(ratios), least),
+        at_least(f"{name}: kvtier / {label}", statistics.median(ratios), minimum),
         Row(f"{name}: spread of that", spread(ratios), "%"),
     ]
 
@@ -89,22 +89,22 @@ def gb_per_s(num_bytes: int, times: Sequence[float]) -> float:
     return num_bytes / statistics.median(times) / 1e9
 
 
-def at_least(name: str, ratio: float, least: float | None, varies: bool = True) -> Row:
-    """The row of a ratio that was promised to be at least *least*, or of one without a promise (None).
+def at_least(name: str, ratio: float, minimum: float | None, varies: bool = True) -> Row:
+    """The row of a ratio that was promised to be at least *minimum*, or of one without a promise (None).
 
     It is a ratio of speeds unless *varies* is false; see `Row`.
     """
-    if least is None:
+    if minimum is None:
         return Row(name, ratio, "")
-    return Row(name, ratio, "", f">= {least:g}", ratio >= least, varies)
+    return Row(name, ratio, "", f">= {minimum:g}", ratio >= minimum, varies)
 
 
-def at_most(name: str, value: float, unit: str, most: float, varies: bool = True) -> Row:
-    """The row of a value that was promised to be at most *most*.
+def at_most(name: str, value: float, unit: str, limit: float, varies: bool = True) -> Row:
+    """The row of a value that was promised to be at most *limit*.
 
     It is a time, or a ratio of times, unless *varies* is false; see `Row`.
     """
-    return Row(name, value, unit, f"<= {most:g}", value <= most, varies)
+    return Row(name, value, unit, f"<= {limit:g}", value <= limit, varies)
 
 
 def never(name: str, count: int, unit: str = "") -> Row:

@@ -22,7 +22,7 @@ then a question names the document instead of sending it:
 
 exit status: 0 it is done, 1 a document could not be computed or is damaged, 2 the server refused or does not answer
 """
-MOST_DAYS = 3650  # as the server has it in document.py, whose numpy would make --help slow
+MAX_DAYS = 3650  # as the server has it in document.py, whose numpy would make --help slow
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -116,6 +116,6 @@ def _seconds(text: str) -> float:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 90s, 30m, 12h or 7d")
     seconds = float(match[1]) * _SECONDS[match[2]]
-    if seconds > MOST_DAYS * _SECONDS["d"]:
-        raise argparse.ArgumentTypeError(f"{text!r} is too long; give {MOST_DAYS}d or less")
+    if seconds > MAX_DAYS * _SECONDS["d"]:
+        raise argparse.ArgumentTypeError(f"{text!r} is too long; give {MAX_DAYS}d or less")
     return seconds

@@ -19,7 +19,7 @@ from kvtier.web.json_client import JsonClient
 _TIMEOUT_S = 60.0
 _OTHER_WIDTH = 120  # characters of a line where there is no terminal
 _PATH = "/v1/kvtier/explain"
-_MOST_ID = 4096  # characters: an engine at a sidecar may have long ones
+_MAX_ID = 4096  # characters: an engine at a sidecar may have long ones
 _WHY = {
     "other": "seen, but with another {differs}",
     "other_template": "the same messages were seen; the template made other text of them",
@@ -53,8 +53,8 @@ def explain(options: argparse.Namespace) -> int:
         raise ValueError("explain: give the id of a request, or --prompt FILE")
     if options.prompt is None and (options.model or options.cache_salt):
         raise ValueError("explain: --model and --cache-salt are of a prompt; give --prompt FILE as well")
-    if options.id is not None and len(options.id) > _MOST_ID:
-        raise ValueError(f"explain: an id of {len(options.id):,} characters; no request's has more than {_MOST_ID:,}")
+    if options.id is not None and len(options.id) > _MAX_ID:
+        raise ValueError(f"explain: an id of {len(options.id):,} characters; no request's has more than {_MAX_ID:,}")
     if options.id is not None and not options.id.isprintable():
         raise ValueError(f"explain: {options.id!r} has a character that no request's id has")
     where = "--api-key, KVTIER_API_KEY or --token-file"

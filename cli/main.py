@@ -69,7 +69,7 @@ HELP_EXAMPLES = """examples:
   kvtier version
 """
 
-_LEAST_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
+_MIN_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
 
 _Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
@@ -180,7 +180,7 @@ def _add_demo(commands: _Commands) -> None:
         "--tokens",
         type=_length,
         metavar="N",
-        help=f"length of the made document, {_LEAST_TOKENS} or more (default: 10000; 1000 of a --model on the CPU)",
+        help=f"length of the made document, {_MIN_TOKENS} or more (default: 10000; 1000 of a --model on the CPU)",
     )
     demo.add_argument(
         "--device",
@@ -223,8 +223,8 @@ def _interval(text: str) -> float:
 
 
 def _length(text: str) -> int:
-    if not text.isdecimal() or int(text) < _LEAST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_LEAST_TOKENS} or more")
+    if not text.isdecimal() or int(text) < _MIN_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_MIN_TOKENS} or more")
     return int(text)
 
 

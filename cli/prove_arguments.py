@@ -17,9 +17,9 @@ EXAMPLES = """examples:
 exit status: 0 what came from the cache is right, as far as can be told; 1 wrong answers, or blocks of others, were
 found; 2 it could not be told: the server could not be asked, or nothing came from its cache
 """
-_LEAST_LENGTH = 64  # as proof.py has it, whose imports would make --help slow
-_MOST_LENGTH = 10_000_000
-_MOST_COUNT = 1_000_000_000
+_MIN_LENGTH = 64  # as proof.py has it, whose imports would make --help slow
+_MAX_LENGTH = 10_000_000
+_MAX_COUNT = 1_000_000_000
 
 
 def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
@@ -52,7 +52,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--lengths",
         type=_lengths,
         metavar="N,N",
-        help=f"of prompts, in tokens, {_LEAST_LENGTH} or more (default: those of 200,1000,4000 that the model takes)",
+        help=f"of prompts, in tokens, {_MIN_LENGTH} or more (default: those of 200,1000,4000 that the model takes)",
     )
     prove.add_argument(
         "--rounds",
@@ -94,15 +94,13 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_COUNT:
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is no number; give 1 or more")
     return int(text)
 
 
 def _lengths(text: str) -> list[int]:
     lengths = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if not all(_LEAST_LENGTH <= length <= _MOST_LENGTH for length in lengths):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} are no lengths; write them as 200,1000, each {_LEAST_LENGTH} or more"
-        )
+    if not all(_MIN_LENGTH <= length <= _MAX_LENGTH for length in lengths):
+        raise argparse.ArgumentTypeError(f"{text!r} are no lengths; write them as 200,1000, each {_MIN_LENGTH} or more")
     return sorted(set(lengths))

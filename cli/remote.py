@@ -70,7 +70,7 @@ def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_block
         raw = os.urandom(block_bytes)
         blobs.append(Blob(block_key(namespace, 0, BlockName(os.urandom(32))), digest(raw), memoryview(raw), parent))
         parent = blobs[-1].key
-    most = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
+    limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
     began_at = time.perf_counter()
     are_put = [is_put for part in _parts(blobs, BATCH_BLOCKS) for is_put in records.put_many(part)]
     put_s = time.perf_counter() - began_at
@@ -79,7 +79,7 @@ def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_block
     with ThreadPoolExecutor(num_readers) as readers:
         for _ in range(ROUNDS):
             began_at = time.perf_counter()
-            good = sum(readers.map(lambda part: _num_good(records, part, block_bytes), _parts(blobs, most)))
+            good = sum(readers.map(lambda part: _num_good(records, part, block_bytes), _parts(blobs, limit)))
             rounds.append(time.perf_counter() - began_at)
             num_wrong = max(num_wrong, num_blocks - good)
     num_bytes = block_bytes * num_blocks
@@ -100,7 +100,7 @@ def tokens_per_s(found: Measured, token_bytes: int) -> float:
     return found.read_bytes_per_s / token_bytes
 
 
-def least_tokens(found: Measured, token_bytes: int, prefill: int) -> float | None:
+def min_tokens(found: Measured, token_bytes: int, prefill: int) -> float | None:
     """From how many tokens on loading is faster than computing so many a second; None: never."""
     gained_s = 1 / prefill - token_bytes / found.read_bytes_per_s
     return found.ask_s * 2 / gained_s if gained_s > 0 else None  # a question, and the first block
@@ -112,9 +112,9 @@ def _num_good(records: SealedRemote, blobs: Sequence[Blob], block_bytes: int) ->
     return sum(each == blob.digest for each, blob in zip(found, blobs, strict=True))
 
 
-def _parts(blobs: Sequence[Blob], most: int) -> Iterator[Sequence[Blob]]:
-    for start in range(0, len(blobs), most):
-        yield blobs[start : start + most]
+def _parts(blobs: Sequence[Blob], limit: int) -> Iterator[Sequence[Blob]]:
+    for start in range(0, len(blobs), limit):
+        yield blobs[start : start + limit]
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -138,8 +138,8 @@ def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> N
     console.print(table)
     if prefill is not None:
         for name, token_bytes in models.items():
-            least = least_tokens(found, token_bytes, prefill)
-            verdict = "never pays" if least is None else f"pays for prefixes of {math.ceil(least):,} tokens or more"
+            minimum = min_tokens(found, token_bytes, prefill)
+            verdict = "never pays" if minimum is None else f"pays for prefixes of {math.ceil(minimum):,} tokens or more"
             console.print(f"{name}, where {prefill:,} tokens a second are computed: {verdict}")
 
 

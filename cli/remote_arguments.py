@@ -20,7 +20,7 @@ It puts random blocks under a name of its own, reads them back as an engine does
 
 exit status: 0, or 1 if a block did not come back as it was put; 2 the store could not be used
 """
-_MOST_BLOCKS = 100_000
+_MAX_BLOCKS = 100_000
 FORGET_EXAMPLES = """examples:
   kvtier forget-remote redis://cache:6379 --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8
   kvtier forget-remote s3://kv-cache/llama --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8 --yes
@@ -84,8 +84,8 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _MOST_BLOCKS):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST_BLOCKS}")
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _MAX_BLOCKS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MAX_BLOCKS}")
     return int(text)
 
 

@@ -27,7 +27,7 @@ signals: SIGTERM and Ctrl-C let running answers end; a second one ends the route
 
 exit status: 0 it was told to end, or --check-config found nothing wrong; 2 it could not route
 """
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 
 
 def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
@@ -97,6 +97,6 @@ def _at(endpoints: list[str], i: int, name: str) -> dict[str, str]:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
+    if not text.isdecimal() or int(text) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MAX_PORT}")
     return int(text)

@@ -39,8 +39,8 @@ ends it at once. SIGHUP reads the file of API keys again.
 
 exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
 """
-_MOST_PORT = 65535
-_MOST_BLOCK_SIZE = 1024  # as the configuration has it
+_MAX_PORT = 65535
+_MAX_BLOCK_SIZE = 1024  # as the configuration has it
 _OF_SERVER = (
     "host",
     "port",
@@ -234,9 +234,9 @@ def _memory(text: str) -> int:
 
 
 def _block_size(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_BLOCK_SIZE:
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_BLOCK_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens from 1 to {_MOST_BLOCK_SIZE}; most use 16 or 32"
+            f"{text!r} is no number of tokens from 1 to {_MAX_BLOCK_SIZE}; most use 16 or 32"
         )
     return int(text)
 
@@ -252,8 +252,8 @@ def _fraction(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
+    if not text.isdecimal() or int(text) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MAX_PORT}")
     return int(text)
 
 

@@ -21,8 +21,8 @@ from kvtier.cli.given_text import token_of
 from kvtier.engine.config import is_loopback, size_text
 
 _ANSWER_S = 5.0
-_MOST_BYTES = 16 << 20  # of an answer
-_MOST_ROWS = 16  # of clients, and of leases
+_MAX_BYTES = 16 << 20  # of an answer
+_MAX_ROWS = 16  # of clients, and of leases
 _OTHER_WIDTH = 110  # characters of a line where there is no terminal
 
 _Object = Mapping[str, Any]
@@ -108,7 +108,7 @@ def _answer(url: str, token: str | None) -> Any:
     opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_own else []))
     try:
         with opener.open(request, timeout=_ANSWER_S) as reply:
-            return json.loads(reply.read(_MOST_BYTES))
+            return json.loads(reply.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise NoAnswer(f"{url}: it asks for a token; give --token-file FILE") from None
@@ -121,7 +121,7 @@ def _answer(url: str, token: str | None) -> Any:
 
 def _message(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.loads(error.read(_MOST_BYTES))["error"]["message"])
+        return str(json.loads(error.read(_MAX_BYTES))["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"
 
@@ -143,7 +143,7 @@ def _head(stats: _Object) -> Text:
     )
     pins = stats["pins"]
     if pins["num_pins"]:
-        pinned = f"{size_text(pins['num_bytes'])} of {size_text(pins['most_bytes'])}"
+        pinned = f"{size_text(pins['num_bytes'])} of {size_text(pins['max_bytes'])}"
         head.append(f"   {pins['num_pins']:,} pins: {pinned}")
     store = stats["store"]
     if store is not None and store["not_open"] is not None:
@@ -228,7 +228,7 @@ def _layouts(stats: _Object) -> Table:
 
 def _clients(clients: Sequence[_Object]) -> Table:
     table = _table(f"client ({len(clients)})", "attached", "model", "leased")
-    for client in clients[:_MOST_ROWS]:
+    for client in clients[:_MAX_ROWS]:
         layout = client["layout"]
         model = "" if layout is None else _plain(layout["model"])
         table.add_row(_plain(client["name"]), _age(client["attached_s"]), model, f"{client['leased_chunks']:,}")
@@ -237,7 +237,7 @@ def _clients(clients: Sequence[_Object]) -> Table:
 
 def _leases(leases: Sequence[_Object]) -> Table:
     table = _table(f"lease ({len(leases)})", "client", "group", "chunks", "held")
-    for lease in leases[:_MOST_ROWS]:
+    for lease in leases[:_MAX_ROWS]:
         table.add_row(
             lease["use"],
             _plain(lease["client"]),

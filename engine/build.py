@@ -60,9 +60,9 @@ INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 INDEX_LOOK_S = 0.05
 TELLING_LOOK_S = 0.002  # a sidecar tells of a few hundred blocks at a time
 ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once, and memory is mapped in much less
-MOST_NAME_CHARACTERS = 256
+MAX_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
-MOST_SCORED_LOGITS = 1 << 25  # of prompts in a step, 128 MiB in float32; the whole of a long prompt's are gigabytes
+MAX_SCORED_LOGITS = 1 << 25  # of prompts in a step, 128 MiB in float32; the whole of a long prompt's are gigabytes
 NUM_READERS = 4  # reads from disk at a time
 NUM_WRITERS = 2  # writes to disk at a time: one at work and one that gathers behind it
 
@@ -140,7 +140,7 @@ def build_core(
             planner,
             look_ahead=look_ahead,
             trails=trails,
-            most_scored=max(1, MOST_SCORED_LOGITS // runner.vocab_size),
+            max_scored=max(1, MAX_SCORED_LOGITS // runner.vocab_size),
         )
         request_log = open_request_log(config.request_log)
         if request_log is not None:
@@ -268,7 +268,7 @@ def _attach(
 def _name_of(model: PreTrainedModel) -> str:
     """What people read in the sidecar's list of those that are attached."""
     name = Path(model.config.name_or_path or "").name or type(model).__name__
-    return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]
+    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]
 
 
 def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None) -> TransferEngine:
@@ -315,7 +315,7 @@ def _cache(
             partial_blocks=config.device.partial_blocks,
             by_layers=config.scheduler.by_layers,
             # A copy started after one step is taken in after the next, and both steps take slots of clean blocks.
-            least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
+            min_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
             copies_all_down=config.sidecar is not None or config.remote is not None,
         ),
         events=events,

@@ -25,7 +25,7 @@ _GONE = {
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
-_MOST_BYTES = 1024**6
+_MAX_BYTES = 1024**6
 
 
 class ConfigError(ValueError):
@@ -53,13 +53,13 @@ def parse_bytes(size: int | str) -> ByteSize:
         raise ValueError(f'bad size {size!r}; write bytes as an integer, or a string such as "8GiB" or "512MiB"')
     number, unit = match[1], _UNITS[match[2]]
     num_bytes = round(float(number) * unit) if "." in number else int(number) * unit
-    if num_bytes > _MOST_BYTES:
+    if num_bytes > _MAX_BYTES:
         raise ValueError(f"size {size!r} is more than any memory or disk has; 1048576TiB at most")
     return ByteSize(num_bytes)
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-_LEAST_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with a prompt of a few words
+_MIN_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with a prompt of a few words
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 HOST_NAME = r"^(\*|(\*\.)?[^*/:\s]+)$"
 HostName = Annotated[str, msgspec.Meta(pattern=HOST_NAME, examples=["kv.example"])]
@@ -353,8 +353,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, size in (("max_header", self.max_header), ("max_body", self.max_body)):
-            if size < _LEAST_REQUEST_BYTES:
-                raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
+            if size < _MIN_REQUEST_BYTES:
+                raise ValueError(f"{name} {size}: no request is so small; use {_MIN_REQUEST_BYTES} or more")
 
 
 class OperatorsConfig(Table, frozen=True, kw_only=True):
@@ -416,7 +416,7 @@ class DashboardConfig(FileTable, frozen=True, kw_only=True):
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk", "remote": "remote tier"}
-_MOST_SOCKET_BYTES = 107  # of a Unix socket's path, as Linux has it
+_MAX_SOCKET_BYTES = 107  # of a Unix socket's path, as Linux has it
 
 
 class Config(Table, frozen=True, kw_only=True):
@@ -496,10 +496,8 @@ def _check_socket(address: str) -> None:
     path = address.removeprefix(_SOCKET)
     if not address.startswith(f"{_SOCKET}/") or "\0" in path:
         raise ValueError(f"sidecar {address!r}: write it as unix:///run/kvtier.sock, the whole path of its socket")
-    if len(path.encode()) > _MOST_SOCKET_BYTES:
-        raise ValueError(
-            f"sidecar: {path} is longer than the {_MOST_SOCKET_BYTES} bytes of a socket's path; shorten it"
-        )
+    if len(path.encode()) > _MAX_SOCKET_BYTES:
+        raise ValueError(f"sidecar: {path} is longer than the {_MAX_SOCKET_BYTES} bytes of a socket's path; shorten it")
 
 
 def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:

@@ -31,7 +31,7 @@ END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint with one of these is bound; others are connected to
 REPLAY_EVERY_S = 0.05  # how often an idle publisher looks for requests of subscribers that missed something
 # In one batch, whose encoding keeps every other thread from running: 8 million names on disk are 8,000 events.
-MOST_EVENTS = 64
+MAX_EVENTS = 64
 CLOSE_TIMEOUT_S = 2.0
 LINGER_S = 1.0  # for messages that subscribers have not taken when all are sent
 
@@ -228,9 +228,9 @@ class ZmqPublisher:
         return self._num_refused + self._num_failed
 
     def publish(self, events: list[Event]) -> None:
-        """Queue the events to be sent, as batches of `MOST_EVENTS` at most. The publisher keeps the list."""
-        for start in range(0, max(1, len(events)), MOST_EVENTS):
-            self._publish_batch(events[start : start + MOST_EVENTS])
+        """Queue the events to be sent, as batches of `MAX_EVENTS` at most. The publisher keeps the list."""
+        for start in range(0, max(1, len(events)), MAX_EVENTS):
+            self._publish_batch(events[start : start + MAX_EVENTS])
 
     def _publish_batch(self, events: list[Event]) -> None:
         seq = self.next_seq

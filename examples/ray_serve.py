@@ -1,6 +1,6 @@
 """Runs kvtier as an application of Ray Serve on this machine, with as many replicas as there are questions for.
 
-    python examples/ray_serve.py --model smollm2 --most 2
+    python examples/ray_serve.py --model smollm2 --max-replicas 2
     python examples/ask_document.py report.pdf "Who wrote it?"
 
 It needs `pip install '.[ray]'`, and ends with Ctrl-C. configs/ray/serve.yaml is the same for a cluster.
@@ -18,19 +18,19 @@ def main() -> None:
     """Deploy the application, and wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder, a GGUF file, or a hub id")
-    parser.add_argument("--most", type=int, default=2, help="replicas at most (default: 2)")
+    parser.add_argument("--max-replicas", type=int, default=2, help="replicas at most (default: 2)")
     parser.add_argument("--device", default="1GiB", help="KV memory of each replica (default: 1GiB)")
     parser.add_argument("--host", default="4GiB", help="host memory of the node's sidecar (default: 4GiB)")
     parser.add_argument("--disk", metavar="PATH", help="a folder for the node's sidecar (default: no disk)")
     parser.add_argument("--port", type=int, default=8000, help="of HTTP on this machine (default: 8000)")
     options = parser.parse_args()
-    if options.most < 1:
-        parser.error("--most: give 1 replica or more")
+    if options.max_replicas < 1:
+        parser.error("--max-replicas: give 1 replica or more")
 
     sidecar: dict[str, object] = {"host": {"capacity": options.host}}
     if options.disk is not None:
         sidecar["disk"] = {"path": options.disk, "capacity": "64GiB"}
-    autoscaling = {"min_replicas": 1, "max_replicas": options.most, "target_ongoing_requests": 4}
+    autoscaling = {"min_replicas": 1, "max_replicas": options.max_replicas, "target_ongoing_requests": 4}
     args = {
         "model": options.model,
         "engine": {"device": {"capacity": options.device}},

@@ -75,8 +75,8 @@ class RoutingPolicy:
         if not any(each.matched.total for each in open_ones):
             best = _first_with_room(open_ones, self._config.hash_slack)
             return Choice(best.name, Reason.HASH, costs[best.name])
-        most = max(self._saved(each.matched) for each in open_ones)
-        reason = Reason.LOAD if self._saved(best.matched) < most else Reason.PREFIX
+        limit = max(self._saved(each.matched) for each in open_ones)
+        reason = Reason.LOAD if self._saved(best.matched) < limit else Reason.PREFIX
         return Choice(best.name, reason, costs[best.name])
 
     def _cost(self, num_tokens: int, candidate: Candidate) -> float:
@@ -93,5 +93,5 @@ class RoutingPolicy:
 def _first_with_room(candidates: Sequence[Candidate], slack: float) -> Candidate:
     """Consistent hashing with bounded loads: the first that would not have *slack* times as many requests as all have
     on average."""
-    most = ceil(slack * (1 + sum(each.load.num_requests for each in candidates)) / len(candidates))
-    return next(each for each in candidates if each.load.num_requests < most)
+    limit = ceil(slack * (1 + sum(each.load.num_requests for each in candidates)) / len(candidates))
+    return next(each for each in candidates if each.load.num_requests < limit)

@@ -13,11 +13,11 @@ from kvtier.routing.fingerprints import Fingerprint, Fingerprints, Prefixes
 from kvtier.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, Event, Name
 from kvtier.tiers.naming.tier import Tier
 
-MOST_SIZES = 3  # of blocks: an engine's own, and those of one or two caches below it
+MAX_SIZES = 3  # of blocks: an engine's own, and those of one or two caches below it
 _MAX_SIZES = 64  # that are counted, whatever a replica tells
 _MAX_LORAS = 4096  # names that are kept, likewise
 SWEPT = 1000  # prefixes that are looked at with each event, if a replica was forgotten: 0.2 ms
-MOST_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
+MAX_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
 
 
 class Standing(IntEnum):
@@ -75,12 +75,12 @@ class PrefixIndex:
     It is approximate: between two blocks that a replica has, up to one in 512 of a long prompt apart, all count as had.
     """
 
-    def __init__(self, fingerprints: Fingerprints, most_blocks: int) -> None:
-        """*most_blocks*: names to know, and as many prefixes that were sent and not told of."""
+    def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:
+        """*max_blocks*: names to know, and as many prefixes that were sent and not told of."""
         self.fingerprints = fingerprints
         self.loras: OrderedDict[str, None] = OrderedDict()  # those told of last
         self.num_orphans = 0  # blocks that cannot be placed: the parent was told before the router listened
-        self._most_blocks = most_blocks
+        self._max_blocks = max_blocks
         self._sizes: Counter[int] = Counter()  # of blocks told of, by their sizes
         self._shifts: dict[str, int] = {}  # where a replica's four bits are
         self._told_of: set[str] = set()  # replicas that something is known of
@@ -93,7 +93,7 @@ class PrefixIndex:
     @property
     def block_sizes(self) -> list[int]:
         """The most frequent sizes of blocks that are told of: the last chunk of a prompt in LMCache may have any."""
-        return [size for size, _ in self._sizes.most_common(MOST_SIZES)]
+        return [size for size, _ in self._sizes.most_common(MAX_SIZES)]
 
     @property
     def num_prefixes(self) -> int:
@@ -145,7 +145,7 @@ class PrefixIndex:
             if held >> shift & _ALL in (0, Standing.EXPECTED):
                 self._expected[prefix] = None
                 self._expected.move_to_end(prefix)
-        while len(self._expected) > self._most_blocks:
+        while len(self._expected) > self._max_blocks:
             oldest, _ = self._expected.popitem(last=False)
             self._drop(oldest, self._every(Standing.EXPECTED))
 
@@ -163,7 +163,7 @@ class PrefixIndex:
 
     def _runs(self, prefixes: Sequence[Fingerprint]) -> list["_Run"]:
         """Who holds what of the prompt, up to the first block that nobody holds."""
-        stride = 1 + len(prefixes) // MOST_LOOKED_UP
+        stride = 1 + len(prefixes) // MAX_LOOKED_UP
         lasts = [*range(stride - 1, len(prefixes), stride)]
         if prefixes and (not lasts or lasts[-1] < len(prefixes) - 1):
             lasts.append(len(prefixes) - 1)
@@ -271,7 +271,7 @@ class PrefixIndex:
         for name, prefix in zip(names, prefixes, strict=True):
             self._names[name] = prefix
             self._names.move_to_end(name)
-        while len(self._names) > self._most_blocks:
+        while len(self._names) > self._max_blocks:
             _, forgotten = self._names.popitem(last=False)
             self._holders.pop(forgotten, None)
 

@@ -18,7 +18,7 @@ _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
 MAX_READ_BYTES = 8 << 20
 MAX_VALUES = 1 << 18  # numbers, texts and objects; each but the first has a comma before it
 _MAX_MESSAGES = 4096  # of an Anthropic request whose tokens are asked for
-_MOST_SESSION = 1024  # characters of a session's name that count
+_MAX_SESSION = 1024  # characters of a session's name that count
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -156,5 +156,5 @@ def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes 
     name = next((each for each in (header, *of_body) if isinstance(each, str) and each), None)
     if name is None:
         return None
-    text = f"{len(who)} {who}{name[:_MOST_SESSION]}"
+    text = f"{len(who)} {who}{name[:_MAX_SESSION]}"
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

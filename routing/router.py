@@ -19,16 +19,16 @@ from kvtier.routing.token_cache import TokenArray
 
 _POINTS = 64  # of each replica: their shares then differ by an eighth or so
 TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
-MOST_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
+MAX_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
 MAX_TOKENS = 1 << 17  # tokens that are looked at: prompts of that length that differ behind are alike
 BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
 
 
 class Sessions:
-    """The replicas of the conversations that were asked for last, *most* of them."""
+    """The replicas of the conversations that were asked for last, *limit* of them."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._replicas: OrderedDict[Hashable, str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Sessions:
         """Note who has it now."""
         self._replicas[session] = replica
         self._replicas.move_to_end(session)
-        if len(self._replicas) > self._most:
+        if len(self._replicas) > self._limit:
             self._replicas.popitem(last=False)
 
     def forget(self, replica: str) -> None:
@@ -145,7 +145,7 @@ class Router:
     def _by_text(self, question: Question, num_tokens: int | None, who: str) -> RoutedPrompt:
         fingerprints = self.index.fingerprints
         root = fingerprints.root("text", question.model, question.salt, who)
-        text = np.frombuffer(question.text[:MOST_TEXT], dtype=np.uint8)
+        text = np.frombuffer(question.text[:MAX_TEXT], dtype=np.uint8)
         prefixes = fingerprints.chain(root, text, TEXT_STEP)
         first = question.text[: int(self._first_tokens * BYTES_PER_TOKEN)]
         length = int(len(question.text) / BYTES_PER_TOKEN) if num_tokens is None else num_tokens

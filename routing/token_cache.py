@@ -24,10 +24,10 @@ def tokens_in(answer: bytes) -> TokenArray:
 
 
 class TokenCache:
-    """Keeps the newest answers, of *most* tokens in all. Owned by one thread."""
+    """Keeps the newest answers, of *limit* tokens in all. Owned by one thread."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
         self._num_kept = 0  # tokens of all that is kept
 
@@ -47,7 +47,7 @@ class TokenCache:
         if key not in self._kept:
             self._kept[key] = tokens
             self._num_kept += len(tokens)
-        while self._num_kept > self._most:
+        while self._num_kept > self._limit:
             _, oldest = self._kept.popitem(last=False)
             self._num_kept -= len(oldest)
 

@@ -22,7 +22,7 @@ from kvtier.web.browser_check import is_same_origin
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-MOST_WHOLE = 64 << 20  # bytes of an answer that says its length: it is read to its end before a byte is sent on
+MAX_WHOLE = 64 << 20  # bytes of an answer that says its length: it is read to its end before a byte is sent on
 
 _HOP_BY_HOP = frozenset(
     {
@@ -94,7 +94,7 @@ async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncItera
     """
     with closing(await _response(session, url, asked)) as response:
         async with aclosing(_pieces(response)) as pieces:
-            is_whole = response.content_length is not None and response.content_length <= MOST_WHOLE
+            is_whole = response.content_length is not None and response.content_length <= MAX_WHOLE
             try:
                 first = b"".join([piece async for piece in pieces]) if is_whole else await anext(pieces, b"")
             except Broken as error:

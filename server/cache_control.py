@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MOST_BREAKPOINTS = 4  # Anthropic's
+MAX_BREAKPOINTS = 4  # Anthropic's
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -27,7 +27,7 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_breakpoints(controls: Sequence[CacheControl]) -> None:
     """ValueError for more breakpoints than a prompt may have, or one of 1h behind one of 5m."""
-    if len(controls) > MOST_BREAKPOINTS:
-        raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MOST_BREAKPOINTS} at most")
+    if len(controls) > MAX_BREAKPOINTS:
+        raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MAX_BREAKPOINTS} at most")
     if [each.ttl for each in controls] != sorted((each.ttl for each in controls), key=TTL_S.__getitem__, reverse=True):
         raise ValueError("cache_control: a ttl of 1h comes after one of 5m; the longer ones have to come first")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
-from kvtier.server.generation_request import MOST_LOGPROBS, StreamOptions
+from kvtier.server.generation_request import MAX_LOGPROBS, StreamOptions
 from kvtier.server.prompt_logprobs import prompt_logprobs
 from kvtier.server.reply import Answer, CountedTokens, chunk_fields, envelope
 from kvtier.server.token_text import TokenText, finite
@@ -70,8 +70,8 @@ class ChatReply:
 
     def _scores(self, done: Completion) -> dict[str, object]:
         """What is told of the prompt's tokens, if that was asked for: then a completion has it."""
-        scores, most = done.prompt_logprobs, MOST_LOGPROBS  # as many as were asked for were taken
-        return {"prompt_logprobs": prompt_logprobs(scores, most, self._text)} if scores else {}
+        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # as many as were asked for were taken
+        return {"prompt_logprobs": prompt_logprobs(scores, limit, self._text)} if scores else {}
 
     def _used(self) -> dict[str, object]:
         return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}

@@ -15,7 +15,7 @@ from kvtier.engine.text.chat_template import (
     TemplateValue,
     chat_text,
 )
-from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
@@ -24,7 +24,7 @@ from kvtier.server.documents.kept_prefixes import Breakpoint
 from kvtier.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.server.prompt import Prompt
 from kvtier.server.tool_calls.past_call import PastCall, template_id
-from kvtier.server.tool_calls.tool import MOST_TOOLS, Function, Tool, ToolChoice, check_tools
+from kvtier.server.tool_calls.tool import MAX_TOOLS, Function, Tool, ToolChoice, check_tools
 from kvtier.web.api_error import ApiError
 
 CHAT_NEUTRAL = NEUTRAL | {
@@ -33,7 +33,7 @@ CHAT_NEUTRAL = NEUTRAL | {
     "documents": ([],),
     "echo": (False,),
 }
-MOST_MESSAGES = 10_000  # a template handles each message in Python
+MAX_MESSAGES = 10_000  # a template handles each message in Python
 _HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 
 
@@ -182,8 +182,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     that the prompts of one conversation begin alike.
     """
 
-    messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = msgspec.field(default_factory=list)
+    messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)

@@ -8,8 +8,8 @@ import msgspec
 
 from kvtier.server.chat_request import Message
 
-MOST_CONVERSATIONS = 4096
-MOST_ALIKE = 8  # requests that are named for one, the newest
+MAX_CONVERSATIONS = 4096
+MAX_ALIKE = 8  # requests that are named for one, the newest
 _DIGEST_BYTES = 16
 
 
@@ -27,8 +27,8 @@ class Conversations:
         digests = _digests(tenant, messages)
         self._requests[request_id] = digests
         for digest in digests:
-            self._alike.setdefault(digest, deque(maxlen=MOST_ALIKE)).append(request_id)
-        if len(self._requests) > MOST_CONVERSATIONS:
+            self._alike.setdefault(digest, deque(maxlen=MAX_ALIKE)).append(request_id)
+        if len(self._requests) > MAX_CONVERSATIONS:
             self._drop(next(iter(self._requests)))
 
     def alike(self, request_id: str) -> list[str]:

@@ -54,8 +54,8 @@ def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:
 
 
 def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKeys | None) -> Iterator[str]:
-    most_queued = scheduler.max_waiting - scheduler.max_running
-    if most_queued < server.max_queued != ServerConfig().max_queued:
+    max_queued = scheduler.max_waiting - scheduler.max_running
+    if max_queued < server.max_queued != ServerConfig().max_queued:
         yield f"server.max_queued: no more than scheduler.max_waiting, {scheduler.max_waiting}, run and wait together"
     if keys is not None and server.allowed_hosts:
         yield "server.allowed_hosts: with api_keys clients may use any host name"

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.server.document_object import damaged_object, document_object
-from kvtier.server.documents.document import MOST_PINNED_S, Document, Form
+from kvtier.server.documents.document import MAX_PINNED_S, Document, Form
 from kvtier.server.documents.documents import Documents, TooManyDocuments
 from kvtier.server.documents.draft import Draft
 from kvtier.server.documents.pins import NoRoomToPin
@@ -46,7 +46,7 @@ class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST …/pin`."""
 
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
 
 
 def routes() -> Iterator[Route]:
@@ -177,7 +177,7 @@ def _api_errors(service: Service) -> Iterator[None]:
         message = f"the model's chat template does not take this document: {error}"
         raise ApiError(400, message, param="text", code="invalid_value") from None
     except TooManyTokens as error:
-        message = f"document of {error.num_least} tokens or more; 1 to {error.most} can be taken here with a question"
+        message = f"document of {error.num_least} tokens or more; 1 to {error.limit} can be taken here with a question"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None

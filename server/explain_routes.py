@@ -15,14 +15,14 @@ from kvtier.engine.observability.explain.explanation import Departure, Explanati
 from kvtier.engine.observability.explain.explanation_object import explanation_object
 from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.engine.text.chat_template import TemplateValue
-from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.server.chat_request import MOST_MESSAGES, ChatRequest, Message
+from kvtier.engine.text.min_tokens import TooManyTokens
+from kvtier.server.chat_request import MAX_MESSAGES, ChatRequest, Message
 from kvtier.server.completion_request import CompletionRequest
 from kvtier.server.context_limit import ContextLimit
 from kvtier.server.generation_request import Text
 from kvtier.server.named_documents import with_document_texts
 from kvtier.server.service import Service
-from kvtier.server.tool_calls.tool import MOST_TOOLS, Tool
+from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.facts import facts_of
@@ -39,8 +39,8 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     model: str | None = None
     prompt: Text | Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []  # of the chat
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] = []  # of the chat
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     cache_salt: Text | None = None
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None

@@ -17,7 +17,7 @@ from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
-from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.server.chat_reply import ChatReply
 from kvtier.server.chat_request import CHAT_NEUTRAL, ChatRequest, unknown_fields
 from kvtier.server.choices import Choice, ChoicePiece, generate
@@ -45,14 +45,14 @@ from kvtier.web.request_body import fit, json_object, parse, read_body
 from kvtier.web.tenancy import effective_salt
 
 HEADER = "x-kvtier-left-out"
-_MOST_CHARACTERS = 1024  # proxies take headers of a few KiB
+_MAX_CHARACTERS = 1024  # proxies take headers of a few KiB
 _AS_THEY_ARE = "./[]$"
 Asked: TypeAlias = CompletionRequest | ChatRequest
 ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
 
 _T = TypeVar("_T")
 
-MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
+MAX_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
 
 
 class PromptKeeper:
@@ -101,8 +101,8 @@ def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
     It names the first ones, as far as they fit. The answer's object `kvtier` names all of them.
     """
     named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
-    if len(named) > _MOST_CHARACTERS:
-        named = named[:_MOST_CHARACTERS].rpartition(",")[0] + ", and more"
+    if len(named) > _MAX_CHARACTERS:
+        named = named[:_MAX_CHARACTERS].rpartition(",")[0] + ", and more"
     return {HEADER: named} if left_out else {}
 
 
@@ -148,8 +148,8 @@ class Generation:
         llm = service.llm
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
-            most = service.room.capacity
-            message = f"the request asks for {num_completions} completions, the server takes {most}; ask for fewer"
+            limit = service.room.capacity
+            message = f"the request asks for {num_completions} completions, the server takes {limit}; ask for fewer"
             raise ApiError(400, message, code="too_many_completions")
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:
@@ -193,23 +193,23 @@ class Generation:
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
         """The prompts. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
-        most = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
-        num_kept = self._asked.num_kept_of(most)
+        max_prompt = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
+        num_kept = self._asked.num_kept_of(max_prompt)
         try:
-            most_given = most if num_kept is None else MOST_TIMES_TOO_LONG * most
-            within = llm.tokenizers.limit(max(0, most_given - len(self._document)))
+            max_given = max_prompt if num_kept is None else MAX_TIMES_TOO_LONG * max_prompt
+            within = llm.tokenizers.limit(max(0, max_given - len(self._document)))
             prompts = self._asked.prompts(tokenizer, within, self._document)
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
-            num_new, num_least = self._max_new_tokens(0), error.num_least + len(self._document)
+            num_new, min_num_tokens = self._max_new_tokens(0), error.min_num_tokens + len(self._document)
             if limit is not None and limit <= longest - num_new:
                 message = (
-                    f"the prompt has {num_least} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
+                    f"the prompt has {min_num_tokens} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
                 )
             else:
                 message = (
-                    f"{ContextLimit.of(llm)}, and the prompt may have {most} of them besides {num_new} in the "
-                    f"completion. It has {num_least} or more. Please shorten one of them."
+                    f"{ContextLimit.of(llm)}, and the prompt may have {max_prompt} of them besides {num_new} in the "
+                    f"completion. It has {min_num_tokens} or more. Please shorten one of them."
                 )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
@@ -230,8 +230,8 @@ class Generation:
 
     def _max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; the model's settings may say less than the request."""
-        asked, most = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
-        return asked if most is None else min(asked, most)
+        asked, limit = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
+        return asked if limit is None else min(asked, limit)
 
     def _check_length(self, num_prompt: int, num_new: int, longest: ContextLimit) -> None:
         code = "context_length_exceeded"

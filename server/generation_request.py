@@ -16,12 +16,12 @@ from kvtier.server.response_format import (
     as_structured_outputs,
 )
 
-MOST_CHOICES = 128
-MOST_LOGPROBS = 20
-MOST_TTL_S = 30 * 86400.0
-MOST_BIASES = 1024
-MOST_BAD_WORDS = 128
-MOST_BAD_WORD_CHARACTERS = 256
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_TTL_S = 30 * 86400.0
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
 # OpenAI's parameters, and vLLM's, that say nothing about the answer: any value is let pass …
@@ -73,8 +73,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 _Number = TypeVar("_Number", int, float)
 TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
-BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_BAD_WORD_CHARACTERS)]
-LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     document: str | None = None  # its tokens come before the prompt's; for completions only
     pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)] | None = None
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.pin:
@@ -120,11 +120,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MOST_BIASES)] = {}
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MAX_BIASES)] = {}
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MOST_BAD_WORDS)] = []
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] = []
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -160,10 +160,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         raise NotImplementedError
 
-    def num_kept_of(self, most: int) -> int | None:
-        """How many of a prompt's last tokens are taken, if it may have *most*; None: it is not to be cut."""
+    def num_kept_of(self, limit: int) -> int | None:
+        """How many of a prompt's last tokens are taken, if it may have *limit*; None: it is not to be cut."""
         asked = self.truncate_prompt_tokens
-        return most if asked == -1 else asked or None
+        return limit if asked == -1 else asked or None
 
     @property
     def num_prompt_logprobs(self) -> int | None:

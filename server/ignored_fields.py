@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Iterable
 
-MOST_NAMES = 100  # of a process: clients may make up any number of them
-MOST_CHARACTERS = 40
+MAX_NAMES = 100  # of a process: clients may make up any number of them
+MAX_CHARACTERS = 40
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -12,6 +12,6 @@ _told: set[str] = set()
 
 def tell_ignored(names: Iterable[str]) -> None:
     """Tell of those *names* that are new to this process."""
-    for name in sorted(set(names) - _told)[: MOST_NAMES - len(_told)]:
+    for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
         _told.add(name)
-        log.info("messages: the field %r is not known here and ignored", name[:MOST_CHARACTERS])
+        log.info("messages: the field %r is not known here and ignored", name[:MAX_CHARACTERS])

@@ -21,7 +21,7 @@ from kvtier.web.tenancy import effective_salt
 
 LOOK_S = 0.02  # how often it is looked whether something has been copied or read
 COMING_S = 10.0  # that an answer waits for what a pin brings to host memory
-MOST_PINS = 256
+MAX_PINS = 256
 OWNER = "operators"  # of their pins
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ class OperatedEngine:
         tier = Tier(asked.tier)
         if tier not in (await self._ask(lambda core: core.cache.statistics())).tiers:
             raise ApiError(409, f"there is no {tier} tier here; /metrics has those that there are", code="no_tier")
-        order = PurgeOrder(frozenset({tier}), most_bytes=asked.num_bytes, most_blocks=asked.blocks)
+        order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
@@ -83,11 +83,11 @@ class OperatedEngine:
         def begin(core: EngineCore) -> CachePin | None:
             self._forget_ended(core)
             before, _ = self._pins.get(asked.pin_id, (None, 0.0))
-            if before is None and len(self._pins) >= MOST_PINS:
-                raise ApiError(507, f"there are {MOST_PINS} pins already; end one", code="pins")
+            if before is None and len(self._pins) >= MAX_PINS:
+                raise ApiError(507, f"there are {MAX_PINS} pins already; end one", code="pins")
             until = core.pins.now() + asked.seconds
-            most_bytes = core.cache.free_to_pin + core.pins.num_bytes(OWNER)
-            pin = core.pins.pin(OWNER, chain, len(token_ids), most_bytes, until=until, instead_of=before)
+            max_bytes = core.cache.free_to_pin + core.pins.num_bytes(OWNER)
+            pin = core.pins.pin(OWNER, chain, len(token_ids), max_bytes, until=until, instead_of=before)
             if pin is not None:
                 self._pins[asked.pin_id] = pin, until
             return pin

@@ -18,12 +18,12 @@ from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.longest_request import longest_request
-from kvtier.engine.stores.disk_store import LEAST_BLOCKS
+from kvtier.engine.stores.disk_store import MIN_BLOCKS
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra
 from kvtier.server.dead_settings import dead_settings
 from kvtier.server.documents.documents import documents_path, how_to_keep
-from kvtier.store.lmdb.data_file import capacity_within, most_bytes
+from kvtier.store.lmdb.data_file import capacity_within, max_bytes
 from kvtier.web.api_keys import ApiKeys
 
 
@@ -161,14 +161,14 @@ def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Ite
 
 
 def _refusals(config: Config, tiers: list[TierSize], block_bytes: int) -> Iterator[str]:
-    least = {"device": 2, "host": 1, "disk": LEAST_BLOCKS}
+    minimum = {"device": 2, "host": 1, "disk": MIN_BLOCKS}
     needed = {
         "device": 2 * block_bytes,
         "host": block_bytes,
-        "disk": most_bytes(LEAST_BLOCKS * block_bytes),
+        "disk": max_bytes(MIN_BLOCKS * block_bytes),
     }
     for tier in tiers:
-        if tier.num_blocks < least[tier.name]:
+        if tier.num_blocks < minimum[tier.name]:
             yield f"{tier.name}.capacity: holds {tier.num_blocks} blocks; use {needed[tier.name]} bytes or more"
 
 

@@ -7,7 +7,7 @@ import msgspec
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
-MOST_CHOICES_OF_TEXT = 1024
+MAX_CHOICES_OF_TEXT = 1024
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -35,7 +35,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
 JsonSchema: TypeAlias = str | dict[str, Any]
-Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_CHOICES_OF_TEXT)]
+Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES_OF_TEXT)]
 
 
 class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.server.prompt import Prompt
 
-LEAST_LOGPROB = -9999.0  # OpenAI's number for minus infinity
+MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity
 _PART_OF_A_CHARACTER = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # as tokenizers with byte fallback write one
 
@@ -68,4 +68,4 @@ def _byte_of() -> dict[str, int]:
 
 def finite(logprob: float) -> float:
     """*logprob*, or -9999.0 for minus infinity, which JSON does not have."""
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

@@ -9,14 +9,14 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import TemplateValue
-from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
-from kvtier.server.chat_request import CHAT_NEUTRAL, MOST_MESSAGES, ChatRequest, Message, unknown_fields
-from kvtier.server.generation import MOST_TIMES_TOO_LONG
+from kvtier.server.chat_request import CHAT_NEUTRAL, MAX_MESSAGES, ChatRequest, Message, unknown_fields
+from kvtier.server.generation import MAX_TIMES_TOO_LONG
 from kvtier.server.generation_request import Text
 from kvtier.server.ignored_fields import tell_ignored
 from kvtier.server.service import Service
-from kvtier.server.tool_calls.tool import MOST_TOOLS, Tool
+from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.request_text import check_text
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.facts import facts_of
@@ -44,9 +44,9 @@ class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /tokenize` for a conversation, which the chat template makes a prompt of."""
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] = []
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -85,15 +85,15 @@ async def tokenize(request: Request) -> Response:
     longest = service.llm.longest_request
 
     def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], object]:
-        within = service.llm.tokenizers.limit(MOST_TIMES_TOO_LONG * longest)
+        within = service.llm.tokenizers.limit(MAX_TIMES_TOO_LONG * longest)
         token_ids = list(asked.token_ids(tokenizer, within))
         return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if asked.return_token_strs else None
 
     try:
         token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
     except TooManyTokens as error:
-        most = MOST_TIMES_TOO_LONG * longest
-        message = f"the prompt has {error.num_least} tokens or more; {most} can be tokenized at once"
+        limit = MAX_TIMES_TOO_LONG * longest
+        message = f"the prompt has {error.num_least} tokens or more; {limit} can be tokenized at once"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value", param="prompt") from None

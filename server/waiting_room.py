@@ -155,7 +155,7 @@ class WaitingRoom:
 
     def _give_turns(self) -> None:
         """Give the next visits their turns as long as there are turns. A large visit that is next is not passed by."""
-        most = self.capacity if self.share.num_tenants <= 1 else self._num_turns
+        limit = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
             for visit in self._visits:
@@ -164,7 +164,7 @@ class WaitingRoom:
             if not waiting:
                 return
             visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # of equals the oldest
-            if taken.total() and taken.total() + visit.num_completions > most:
+            if taken.total() and taken.total() + visit.num_completions > limit:
                 return
             visit.give_turn()
 

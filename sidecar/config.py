@@ -29,7 +29,7 @@ from kvtier.engine.config import (
 
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
 _PAGE_BYTES = 4096
-_MOST_PATH_BYTES = 107  # of a Unix socket, on Linux
+_MAX_PATH_BYTES = 107  # of a Unix socket, on Linux
 
 
 class LmcacheConfig(Table, frozen=True, kw_only=True):
@@ -57,8 +57,8 @@ class SocketConfig(Table, frozen=True, kw_only=True):
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if len(os.fsencode(self.path)) > _MOST_PATH_BYTES:
-            raise ValueError(f"path {self.path}: a Unix socket's path has at most {_MOST_PATH_BYTES} bytes")
+        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+            raise ValueError(f"path {self.path}: a Unix socket's path has at most {_MAX_PATH_BYTES} bytes")
 
 
 def default_socket(environment: Mapping[str, str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Self
 log = logging.getLogger(__name__)
 
 FIRST = 3  # the first descriptor that is passed
-MOST = 64
+MAX = 64
 LMCACHE, ENGINE, HTTP, SEGMENT = (
     "lmcache",
     "engine",
@@ -31,7 +31,7 @@ class Inherited:
         if pid != str(os.getpid()) or not number.isdecimal():
             return
         named = names.split(":") if names else []
-        for place in range(min(int(number), MOST)):
+        for place in range(min(int(number), MAX)):
             os.set_inheritable(first + place, False)
             name = named[place] if place < len(named) else "unknown"
             self._files.setdefault(name, []).append(first + place)

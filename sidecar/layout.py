@@ -8,7 +8,7 @@ from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.segment import Segment
 
-MOST_SLOTS = 1 << 22  # of all groups of a layout: each costs some fifty bytes beside the segment
+MAX_SLOTS = 1 << 22  # of all groups of a layout: each costs some fifty bytes beside the segment
 
 
 class LayoutRefused(ValueError):

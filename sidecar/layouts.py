@@ -32,7 +32,7 @@ from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
-MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
+MAX_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
 EXTENT_BYTES = 64 << 20
 READ_TIMEOUT_S = 10.0
@@ -95,8 +95,8 @@ class Layouts:
         known = self._layouts.get(layout)
         if known is not None:
             return known
-        if len(self._layouts) == MOST_LAYOUTS:
-            raise LayoutRefused(f"{MOST_LAYOUTS} layouts are there already; restart the sidecar to forget them")
+        if len(self._layouts) == MAX_LAYOUTS:
+            raise LayoutRefused(f"{MAX_LAYOUTS} layouts are there already; restart the sidecar to forget them")
         memories = layout.memories(self.segment, self.extents.extent_bytes)
         view = None if self._store is None else self._store.view(layout.digest)
         disk = None
@@ -157,7 +157,7 @@ class Layouts:
             layout_tiers.clear()
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """An eviction that an operator asks for; see `TieredCache.purge`. With *order.most_bytes* or *most_blocks* of
+        """An eviction that an operator asks for; see `TieredCache.purge`. With *order.max_bytes* or *max_blocks* of
         host memory each layout loses a part, as much of it as it has of host memory. The disk is one for all."""
         meant = [
             tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)

@@ -17,11 +17,11 @@ from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
 PART = 0.25  # of host memory, for all pins together: engines need the rest
-MOST_PINS = 256
+MAX_PINS = 256
 
 
 class TooManyPins(ValueError):
-    """There are `MOST_PINS` already."""
+    """There are `MAX_PINS` already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PinStatistics:
 
     num_pins: int
     num_bytes: int  # of the segment, with what is still read for them
-    most_bytes: int
+    max_bytes: int
 
 
 class PinnedChunks:
@@ -119,8 +119,8 @@ class Pins:
     def pin(self, pin_id: str, wanted: Sequence[tuple[LayoutTiers, NamedBlocks]], seconds: float) -> None:
         """Keep what there is of these prefixes in host memory for so long, in place of the pin of this name; `view`
         tells how much that is. `TooManyPins` if it is one too many."""
-        if pin_id not in self._pins and len(self._pins) >= MOST_PINS:
-            raise TooManyPins(f"there are {MOST_PINS} pins already; end one, or wait until one has had its time")
+        if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
+            raise TooManyPins(f"there are {MAX_PINS} pins already; end one, or wait until one has had its time")
         now = self._clock()
         chunks = [PinnedChunks(tiers, blocks, self._share) for tiers, blocks in wanted if blocks.names]
         made = Pin(pin_id, now, now + seconds, chunks)

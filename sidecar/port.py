@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-MOST_CLIENTS = 512
-MOST_HELD_BYTES = 256 << 20  # of messages of all clients that are not complete
+MAX_CLIENTS = 512
+MAX_HELD_BYTES = 256 << 20  # of messages of all clients that are not complete
 PIECE_BYTES = 256 << 10  # read from one client at a time …
-MOST_MESSAGES = 16  # … and so many messages of it given at a time: then the others'
-MOST_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
-MOST_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
+MAX_MESSAGES = 16  # … and so many messages of it given at a time: then the others'
+MAX_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
+MAX_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
 STUCK_S = 60.0  # so is one that has something to read and reads none of it for so long
 ACCEPT_PAUSE_S = 1.0  # for which nothing is accepted after the process or the machine had no descriptor left
 
@@ -38,8 +38,8 @@ class Framing(Protocol[_M_co]):
     def has_more(self) -> bool:
         """Whether there are complete messages that `receive` has not given yet."""
 
-    def receive(self, data: bytes, most: int) -> Sequence[_M_co]:
-        """The next messages that are complete with *data*, at *most* so many. ValueError ends the connection."""
+    def receive(self, data: bytes, limit: int) -> Sequence[_M_co]:
+        """The next messages that are complete with *data*, at *limit* so many. ValueError ends the connection."""
 
 
 class Client(Generic[_M]):
@@ -58,7 +58,7 @@ class Client(Generic[_M]):
     @property
     def is_reading(self) -> bool:
         """Whether it has read enough of its answers to be answered more."""
-        return len(self.unread) <= MOST_UNREAD_BYTES
+        return len(self.unread) <= MAX_UNREAD_BYTES
 
     @property
     def has_more(self) -> bool:
@@ -134,7 +134,7 @@ class Port(Generic[_M]):
             elif key.data.is_open:
                 self._move(key.data, events)
         for client in list(self._clients):
-            for _ in range(MOST_MESSAGES):
+            for _ in range(MAX_MESSAGES):
                 if not client.messages or not client.is_reading:
                     break
                 yield Message(client, client.messages.popleft())
@@ -151,7 +151,7 @@ class Port(Generic[_M]):
             assert not client.unread, "a descriptor would go with other bytes"
             client.file = file
         self._queue(client, data)
-        if len(client.unread) > MOST_QUEUED_BYTES:
+        if len(client.unread) > MAX_QUEUED_BYTES:
             self._refused("unread", f"a client has not read {len(client.unread)} bytes; its connection is closed")
             self._end(client)
 
@@ -204,8 +204,8 @@ class Port(Generic[_M]):
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._pause_accepting(error)
             return
-        if len(self._clients) >= MOST_CLIENTS:
-            self._turn_away(connection, "clients", f"{MOST_CLIENTS} clients are there already")
+        if len(self._clients) >= MAX_CLIENTS:
+            self._turn_away(connection, "clients", f"{MAX_CLIENTS} clients are there already")
         elif connection.family == socket.AF_UNIX and (uid := peer(connection).uid) not in self._allowed_uids:
             self._turn_away(connection, "uid", f"a client of the user {uid}, who is not allowed in")
         else:
@@ -248,10 +248,8 @@ class Port(Generic[_M]):
             return
         if not self._take_in(client, data):
             return
-        if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MOST_HELD_BYTES:
-            self._refused(
-                "held", f"messages that are not complete have {MOST_HELD_BYTES} bytes; a connection is closed"
-            )
+        if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MAX_HELD_BYTES:
+            self._refused("held", f"messages that are not complete have {MAX_HELD_BYTES} bytes; a connection is closed")
             self._end(client)
             return
         if client.framing.to_send:
@@ -262,7 +260,7 @@ class Port(Generic[_M]):
     def _take_in(self, client: Client[_M], data: bytes) -> bool:
         """Whether what has come can be understood; else the connection has ended."""
         try:
-            client.messages += client.framing.receive(data, MOST_MESSAGES)
+            client.messages += client.framing.receive(data, MAX_MESSAGES)
         except ValueError as error:
             self._refused("garbage", f"{error}; the connection is closed")
             self._end(client)
@@ -298,7 +296,7 @@ class Port(Generic[_M]):
         """Wait for what can happen next at the connection."""
         if not client.is_open:
             return
-        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES and not client.framing.has_more
+        is_read = client.is_reading and len(client.messages) < MAX_MESSAGES and not client.framing.has_more
         events = (selectors.EVENT_READ if is_read else 0) | (selectors.EVENT_WRITE if client.unread else 0)
         known = self._selector.get_map().get(client.connection)
         if known is None and events:

@@ -74,9 +74,9 @@ class StoreView:
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._store.delete(keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """See `Records.evict`: of all namespaces. The keys are this one's; the others are told to theirs."""
-        evicted = self._store.evict(num_bytes, most, tenant)
+        evicted = self._store.evict(num_bytes, limit, tenant)
         return Evicted(self._shared.without_foreign(self._namespace, evicted.keys), evicted.num_bytes)
 
     def keys(self) -> Iterator[bytes]:
@@ -89,8 +89,8 @@ class StoreView:
 class WholeStore(StoreView):
     """See `Records`: those of all namespaces. What leaves is told to the views that it was in."""
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
-        evicted = self._store.evict(num_bytes, most, tenant)
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
+        evicted = self._store.evict(num_bytes, limit, tenant)
         self._shared.tell_cleared(evicted.keys)
         return evicted
 

@@ -90,8 +90,8 @@ class Share:
         """How many of the first chunks the client may have leased beside what it has: in each of the memories. One that
         has fewer chunks than others has the first ones. What the client has leased already costs nothing; a client
         without anything may have one."""
-        most = max(len(each.places) for each in wanted)
-        own, of_all = np.zeros((2, most), np.int64)  # bytes that each chunk costs
+        limit = max(len(each.places) for each in wanted)
+        own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
         for each in wanted:
             are_new, num = self._are_new(each), len(each.places)
             own[:num] += are_new * each.memory.slot_bytes
@@ -102,7 +102,7 @@ class Share:
             int(np.searchsorted(np.cumsum(own + TIMES_FREE * of_all), max(0, of_free), "right")),
             int(np.searchsorted(np.cumsum(own), max(0, of_part), "right")),
         )
-        return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, most)
+        return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, limit)
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased, once more each."""

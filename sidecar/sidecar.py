@@ -27,7 +27,7 @@ _Answer = TypeVar("_Answer")
 
 TICK_S = 0.05  # while something is under way: deadlines are looked at so often at least
 IDLE_TICK_S = 0.5  # the disk's openings and breakers are looked at so often
-MOST_ASKED = 256  # questions of other threads that wait for the owner's: more only if that is stuck
+MAX_ASKED = 256  # questions of other threads that wait for the owner's: more only if that is stuck
 TAKING_IN_S = 0.001  # of a turn, for what the lanes have finished; the rest waits for the next turn
 
 
@@ -114,10 +114,10 @@ class Sidecar:
     def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
         """Have *question* answered by the thread that owns the tiers, between two of its deeds; from any thread.
 
-        The answer is `TooManyAsked` if that thread has `MOST_ASKED` questions before this one."""
+        The answer is `TooManyAsked` if that thread has `MAX_ASKED` questions before this one."""
         answer: Future[_Answer] = Future()
-        if self.num_asked >= MOST_ASKED:
-            answer.set_exception(TooManyAsked(f"{MOST_ASKED} questions wait for the sidecar's thread already"))
+        if self.num_asked >= MAX_ASKED:
+            answer.set_exception(TooManyAsked(f"{MAX_ASKED} questions wait for the sidecar's thread already"))
             return answer
         self._asked.put((question, answer))
         self._finished.wake()

@@ -10,7 +10,7 @@ from typing import Self
 
 log = logging.getLogger(__name__)
 
-LEAST_WATCHDOG_S = 2.0  # the owner's thread looks up twice a second
+MIN_WATCHDOG_S = 2.0  # the owner's thread looks up twice a second
 
 
 class Systemd:
@@ -90,6 +90,6 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
     if not text or environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     seconds = int(text) / 1e6 if text.isdecimal() else 0.0
-    if seconds < LEAST_WATCHDOG_S:
-        raise ValueError(f"WATCHDOG_USEC {text}: use WatchdogSec={LEAST_WATCHDOG_S:g} or more")
+    if seconds < MIN_WATCHDOG_S:
+        raise ValueError(f"WATCHDOG_USEC {text}: use WatchdogSec={MIN_WATCHDOG_S:g} or more")
     return seconds

@@ -99,10 +99,10 @@ class Records(Protocol):
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete the records of *keys* and return how many there were. Records that continue them stay."""
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """Evict records in the order in which they leave, of *tenant* or of all, until *num_bytes* less are stored.
 
-        At most *most* records: ask again for the rest. None only if there are none left. They do not count as evicted.
+        At most *limit* records: ask again for the rest. None only if there are none left. They do not count as evicted.
         """
 
     def keys(self) -> Iterator[bytes]:

@@ -80,14 +80,14 @@ class MemoryStore:
         with self._locked():
             return sum(self._forget(key) for key in keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         with self._locked():
 
             def stored_bytes() -> int:
                 return self._tenants[tenant] if tenant else self._stored_bytes
 
             before = stored_bytes()
-            gone = self._turn(stored_bytes, before - num_bytes, tenant or None, most)
+            gone = self._turn(stored_bytes, before - num_bytes, tenant or None, limit)
             return Evicted(gone, before - stored_bytes())
 
     def keys(self) -> Iterator[bytes]:
@@ -190,12 +190,12 @@ class MemoryStore:
         return evicted
 
     def _turn(
-        self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, most: int | None = None
+        self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, limit: int | None = None
     ) -> list[bytes]:
         """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*;
-        *most* records at most."""
+        *limit* records at most."""
         evicted: list[bytes] = []
-        while stored_bytes() > max(0, limit_bytes) and (most is None or len(evicted) < most):
+        while stored_bytes() > max(0, limit_bytes) and (limit is None or len(evicted) < limit):
             key, row = next((key, row) for key, row in self.rows.items() if tenant in (None, row.tenant))
             if key in self._marked:
                 self._marked.discard(key)

@@ -18,8 +18,8 @@ class PrivateFile:
     exposure: str | None
 
 
-def read_private(path: Path, most_bytes: int = -1) -> PrivateFile:
-    """Read *most_bytes* of the file at *path* at most, -1: all of it. OSError if it cannot be read.
+def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
+    """Read *max_bytes* of the file at *path* at most, -1: all of it. OSError if it cannot be read.
 
     The permissions are those of the file that was opened, whatever is at *path* by then.
     """
@@ -29,7 +29,7 @@ def read_private(path: Path, most_bytes: int = -1) -> PrivateFile:
         if not is_private(found, os.geteuid(), {os.getegid(), *os.getgroups()}):
             mode = stat.S_IMODE(found.st_mode)
             exposure = f"other users may use it (mode {mode:04o}); run: chmod 600 {shlex.quote(str(path))}"
-        return PrivateFile(file.read(most_bytes), exposure)
+        return PrivateFile(file.read(max_bytes), exposure)
 
 
 def is_private(found: os.stat_result, user: int, groups: Collection[int]) -> bool:

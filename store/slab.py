@@ -15,12 +15,12 @@ import numpy as np
 from kvtier.store.folder import open_own, sync_folder
 
 PAGE_BYTES = 4096
-_MOST_BUFFERS = 512  # of one system call; Linux allows 1024
+_MAX_BUFFERS = 512  # of one system call; Linux allows 1024
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PADDING = memoryview(bytes(PAGE_BYTES))
 _NOTHING = memoryview(b"")
 _PREFIX = "slab-"
-_MOST_FILE_BYTES = 1 << 62
+_MAX_FILE_BYTES = 1 << 62
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -121,8 +121,8 @@ class Slabs:
             enumerate(pairs), lambda place: (place[1][0].num_bytes, place[1][0].number - place[0])
         ):
             found = [pair for _, pair in run]
-            for start in range(0, len(found), _MOST_BUFFERS // 2):
-                part = found[start : start + _MOST_BUFFERS // 2]
+            for start in range(0, len(found), _MAX_BUFFERS // 2):
+                part = found[start : start + _MAX_BUFFERS // 2]
                 yield self._slab(num_bytes), part[0][0].number, [buffer for _, buffer in part]
 
     def _slab(self, num_bytes: int) -> "SlabFile":
@@ -149,7 +149,7 @@ class SlabFile:
             buffers.append(value)
             if value.nbytes < self._num_bytes:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
-        if (first + len(values)) * self._num_bytes > _MOST_FILE_BYTES:
+        if (first + len(values)) * self._num_bytes > _MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"no slab has a slot {first}")
         left, _ = _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
         if left:

@@ -15,7 +15,7 @@ import pytest
 from mounts import Mount, mounting
 from open_files import open_files
 
-MOST_LEFT = 16  # descriptors that a module leaves: what its last test is still given, and what a process opens once
+MAX_LEFT = 16  # descriptors that a module leaves: what its last test is still given, and what a process opens once
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,10 +24,10 @@ def files_as_found() -> Iterator[None]:
     two objects have one number, the first to be garbage closes what is the other's."""
     before = open_files()
     yield
-    if open_files().total() > before.total() + MOST_LEFT:
+    if open_files().total() > before.total() + MAX_LEFT:
         gc.collect()
         left = open_files() - before
-        assert left.total() <= MOST_LEFT, f"the tests of this module leave open: {left.most_common(5)}"
+        assert left.total() <= MAX_LEFT, f"the tests of this module leave open: {left.most_common(5)}"
 
 
 @pytest.fixture(autouse=True)

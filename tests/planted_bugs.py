@@ -74,7 +74,7 @@ BUGS = [
     Bug(
         "a segment may have any size",
         "store/remote/objects/segment_names.py",
-        "        if highest >= begun or num_bytes > MOST_BYTES:",
+        "        if highest >= begun or num_bytes > MAX_BYTES:",
         "        if highest >= begun:",
         "tests/store/remote/test_segment_names.py",
     ),
@@ -193,7 +193,7 @@ BUGS = [
     Bug(
         "what is known of segments has no bound",
         "store/remote/objects/known_segments.py",
-        "            while self._num_entries > self._most_keys:",
+        "            while self._num_entries > self._max_keys:",
         "            while False:",
         "tests/store/remote/test_known_segments.py",
     ),
@@ -410,8 +410,8 @@ BUGS = [
     Bug(
         "an integer beyond 2**53 is rounded",
         "engine/model/structured/schema_keywords.py",
-        "            return abs(value) > MOST_EXACT",
-        "            return abs(value) > MOST_EXACT**3",
+        "            return abs(value) > MAX_EXACT",
+        "            return abs(value) > MAX_EXACT**3",
         "tests/engine/model/structured/test_notation.py",
     ),
     Bug(
@@ -809,8 +809,8 @@ BUGS = [
     Bug(
         "a change on a full disk passes over more records than it has pages for",
         "store/lmdb/change.py",
-        "min(most, _MOST_SECOND_CHANCES)",
-        "_MOST_SECOND_CHANCES",
+        "min(most, _MAX_SECOND_CHANCES)",
+        "_MAX_SECOND_CHANCES",
         "tests/store/lmdb/test_lmdb_store.py",
     ),
     Bug(
@@ -894,8 +894,8 @@ BUGS = [
     Bug(
         "a request waits for room as long as a disk is slow",
         "engine/scheduling/loading.py",
-        "ROOM_SHARE * self._around.most_s",
-        "self._around.most_s",
+        "ROOM_SHARE * self._around.max_s",
+        "self._around.max_s",
         "tests/engine/scheduling/test_liveness.py",
     ),
     Bug(
@@ -1744,8 +1744,8 @@ BUGS = [
     Bug(
         "of what others share the newest goes first",
         "tiers/down/host_spill.py",
-        "self.copy_down(group, group.slots.uncopied(MOST_STARTED))",
-        "self.copy_down(group, group.slots.uncopied(2 * MOST_STARTED)[::-1])",
+        "self.copy_down(group, group.slots.uncopied(MAX_STARTED))",
+        "self.copy_down(group, group.slots.uncopied(2 * MAX_STARTED)[::-1])",
         "tests/tiers/test_copies_for_others.py",
     ),
     Bug(
@@ -1919,7 +1919,7 @@ BUGS = [
     Bug(
         "ends of pins that ended before their time pile up",
         "engine/scheduling/timed_pins.py",
-        "if len(self._by_end) >= 2 * len(self._owners) + _MOST_STALE:",
+        "if len(self._by_end) >= 2 * len(self._owners) + _MAX_STALE:",
         "if False:",
         "tests/engine/scheduling/test_timed_pins.py",
     ),
@@ -2416,15 +2416,15 @@ BUGS = [
     Bug(
         "what a message's header promises is waited for",
         "sidecar/lmcache/zmtp.py",
-        "        if self._num_frame_bytes + num_bytes > MOST_MESSAGE_BYTES:",
-        "        if self._num_frame_bytes > MOST_MESSAGE_BYTES:",
+        "        if self._num_frame_bytes + num_bytes > MAX_MESSAGE_BYTES:",
+        "        if self._num_frame_bytes > MAX_MESSAGE_BYTES:",
         "tests/sidecar/lmcache/test_port.py",
     ),
     Bug(
         "a client that reads nothing is answered on",
         "sidecar/port.py",
-        "        return len(self.unread) <= MOST_UNREAD_BYTES",
-        "        return len(self.unread) <= 1000 * MOST_UNREAD_BYTES",
+        "        return len(self.unread) <= MAX_UNREAD_BYTES",
+        "        return len(self.unread) <= 1000 * MAX_UNREAD_BYTES",
         "tests/sidecar/lmcache/test_port.py",
     ),
     Bug(
@@ -2654,7 +2654,7 @@ BUGS = [
     Bug(
         "an engine is told pages that it does not read",
         "sidecar/own/feed.py",
-        "return client.is_open and len(client.unread) < MOST_UNREAD_BYTES",
+        "return client.is_open and len(client.unread) < MAX_UNREAD_BYTES",
         "return client.is_open",
         "tests/sidecar/own/test_feed.py",
     ),
@@ -2731,8 +2731,8 @@ BUGS = [
     Bug(
         "a client that has too much to read is kept",
         "sidecar/port.py",
-        "        if len(client.unread) > MOST_QUEUED_BYTES:",
-        "        if len(client.unread) > 1000 * MOST_QUEUED_BYTES:",
+        "        if len(client.unread) > MAX_QUEUED_BYTES:",
+        "        if len(client.unread) > 1000 * MAX_QUEUED_BYTES:",
         "tests/sidecar/own/test_feed.py",
     ),
     Bug(
@@ -2857,8 +2857,8 @@ BUGS = [
     Bug(
         "questions to a stuck owner pile up",
         "sidecar/sidecar.py",
-        "if self.num_asked >= MOST_ASKED:",
-        "if not MOST_ASKED:",
+        "if self.num_asked >= MAX_ASKED:",
+        "if not MAX_ASKED:",
         "tests/sidecar/test_sidecar_http.py",
     ),
     Bug(
@@ -2941,7 +2941,7 @@ BUGS = [
     Bug(
         "all messages of a flood are taken apart at once",
         "sidecar/port.py",
-        "client.framing.receive(data, MOST_MESSAGES)",
+        "client.framing.receive(data, MAX_MESSAGES)",
         "client.framing.receive(data)",
         "tests/sidecar/lmcache/test_port.py",
     ),
@@ -2955,8 +2955,8 @@ BUGS = [
     Bug(
         "a lookup waits longer for a read than a read may take",
         "sidecar/lmcache/promises.py",
-        "now + min(most_s, tiers.read_timeout_s)",
-        "now + most_s",
+        "now + min(max_s, tiers.read_timeout_s)",
+        "now + max_s",
         "tests/sidecar/lmcache/test_door_random.py",
     ),
     Bug(
@@ -3116,7 +3116,7 @@ BUGS = [
     Bug(
         "an engine that was stopped takes its sidecar to be silent",
         "engine/attached/sidecar_tiers.py",
-        "min(now - self._looked_at, MOST_STEP_S), now",
+        "min(now - self._looked_at, MAX_STEP_S), now",
         "now - self._looked_at, now",
         "tests/engine/attached/test_silence.py",
     ),
@@ -3172,7 +3172,7 @@ BUGS = [
     Bug(
         "a frame may be of any length",
         "engine/attached/wire.py",
-        "        if length > self._most_bytes:\n",
+        "        if length > self._max_bytes:\n",
         "        if length > 1 << 40:\n",
         "tests/engine/attached/test_wire.py",
     ),
@@ -3263,7 +3263,7 @@ BUGS = [
     Bug(
         "books of chunks are made however small the chunks are",
         "sidecar/lmcache/chunk_part.py",
-        "    if num_slots > MOST_SLOTS:",
+        "    if num_slots > MAX_SLOTS:",
         "    if num_slots < 0:",
         "tests/sidecar/test_layouts.py",
     ),
@@ -3501,7 +3501,7 @@ BUGS = [
     Bug(
         "a block that two traced requests have is the newest's alone",
         "engine/observability/tracing/spill_traces.py",
-        "(*self._owners[name][1 - MOST_OWNERS :], request)",
+        "(*self._owners[name][1 - MAX_OWNERS :], request)",
         "(request,)",
         "tests/engine/observability/tracing/test_traced_blocks.py",
     ),

@@ -16,7 +16,7 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, AllOf, Inquiry
-from kvtier.tiers.lower.local_purge import most_of_each
+from kvtier.tiers.lower.local_purge import limit_per_group
 from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.spill_log import SpillLog
@@ -49,7 +49,7 @@ class CacheOptions:
     by_layers: bool = False  # whether host blocks may come layer by layer (`Promotion.gate`)
     # Blocks at the eviction end that are kept copied below at the least: as many as are allocated while a copy takes.
     # The default is one prefill chunk's worth, before anything has been measured.
-    least_clean_ahead: int = 32
+    min_clean_ahead: int = 32
     # Whether every block is copied below soon after it was computed, and not only when its slot is about to be needed:
     # for others that share the tiers below.
     copies_all_down: bool = False
@@ -94,8 +94,8 @@ class TieredCache:
         self._planner = planner
         self._retention = Retention(self.groups, options.retention_tokens)
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
-        most = max(1, min(memory.num_device_slots for memory in memories) // 4)
-        self._window = CleanAhead(options.least_clean_ahead, most, clock)
+        limit = max(1, min(memory.num_device_slots for memory in memories) // 4)
+        self._window = CleanAhead(options.min_clean_ahead, limit, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
         self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
         self._hits = self._promoter.hits
@@ -321,10 +321,10 @@ class TieredCache:
         everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = below.num_done + below.num_left + self._host_spill.num_dirty
-        num_least, moved_at = stop_at, began_at
+        min_num_tokens, moved_at = stop_at, began_at
         while (num_left := below.num_left + self._host_spill.num_dirty) and below.num_done < stop_at:
-            if num_left < num_least or self._host_spill.copies.batches or below.is_busy:
-                num_least, moved_at = min(num_left, num_least), self._clock()
+            if num_left < min_num_tokens or self._host_spill.copies.batches or below.is_busy:
+                min_num_tokens, moved_at = min(num_left, min_num_tokens), self._clock()
             if self._clock() >= deadline or not below.is_possible or self._hangs_since(began_at, below):
                 break
             if self._clock() - moved_at > HUNG_S:
@@ -402,10 +402,10 @@ class TieredCache:
 
     def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
         """As much of the hit as can be had by loading at most *num_tokens* tokens from colder tiers."""
-        most = self._hits.on_device(hit).num_tokens + num_tokens
-        if hit.num_tokens <= most:
+        limit = self._hits.on_device(hit).num_tokens + num_tokens
+        if hit.num_tokens <= limit:
             return hit
-        return replace(self._hits.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
+        return replace(self._hits.shorter(hit, limit), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
     def at_most(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
         """As much of the hit as is within the first *num_tokens*; what else was found is computed for this *reason*."""
@@ -431,16 +431,16 @@ class TieredCache:
         """For each group, how many blocks of the promotion have no device slot yet; slots are reserved for them."""
         return self._promoter.num_to_come(promotion)
 
-    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None, start: int = 0) -> Pin | None:
+    def pin(self, chain: BlockChain, num_tokens: int, max_bytes: int | None = None, start: int = 0) -> Pin | None:
         """Keep the blocks that a prompt needs to go on after these tokens in host memory, until `unpin`; without those
         before token *start*, which another pin of the caller's keeps.
 
         Blocks that are there are leased now; blocks on disk or on the device only are copied there as soon as nothing
-        more urgent is copied. None if all of them are more than *most_bytes*, by default `free_to_pin`. A caller that
+        more urgent is copied. None if all of them are more than *max_bytes*, by default `free_to_pin`. A caller that
         gives a number of its own answers for the sum of its pins.
         """
         whole = self.whole_tokens(chain, num_tokens)
-        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes, start)
+        return self._pins.begin(chain, whole, self.free_to_pin if max_bytes is None else max_bytes, start)
 
     def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
         """How many of the first *num_tokens* are in blocks of all groups that have a name, and so can be kept."""
@@ -483,9 +483,9 @@ class TieredCache:
         device: list[SlotPurge] = []
         block_bytes = [group.memory.block_bytes for group in self._group_tiers]
         if Tier.DEVICE in order.tiers:
-            most = most_of_each(order.most_bytes, order.most_blocks, block_bytes)
+            limit = limit_per_group(order.max_bytes, order.max_blocks, block_bytes)
             device = [
-                SlotPurge(group.slots, most, None if order.tenant is None else partial(group.are_of, order.tenant))
+                SlotPurge(group.slots, limit, None if order.tenant is None else partial(group.are_of, order.tenant))
                 for group in self._group_tiers
             ]
         return CachePurge(order, device, block_bytes, [self.lower.purge(order)], self._clock)
@@ -601,8 +601,8 @@ class TieredCache:
             self.lower.spill()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
-        most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
-        return most // self.alignment * self.alignment
+        limit = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
+        return limit // self.alignment * self.alignment
 
     def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
         """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""

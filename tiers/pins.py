@@ -18,7 +18,7 @@ from kvtier.tiers.residency import Residency
 
 RETRY_S = 0.02  # between two looks for blocks that have not come to host memory
 PART = 48  # blocks looked at in one go
-MOST_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what a reader is given at once
+MAX_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what a reader is given at once
 
 
 class Leases:
@@ -41,9 +41,9 @@ class Leases:
         """Number of blocks on their way."""
         return int(np.count_nonzero(self.is_coming))
 
-    def missing(self, start: int, most: int) -> npt.NDArray[np.int64]:
-        """Up to *most* blocks from *start* on that are not leased."""
-        return start + np.flatnonzero(~self.is_here[start:])[:most]
+    def missing(self, start: int, limit: int) -> npt.NDArray[np.int64]:
+        """Up to *limit* blocks from *start* on that are not leased."""
+        return start + np.flatnonzero(~self.is_here[start:])[:limit]
 
     def release(self) -> None:
         """End all leases and reads."""
@@ -101,11 +101,11 @@ class Pins:
         """Bytes of host memory that all pins take when they are whole."""
         return self._num_bytes
 
-    def begin(self, chain: BlockChain, num_tokens: int, most_bytes: int, start: int = 0) -> Pin | None:
+    def begin(self, chain: BlockChain, num_tokens: int, max_bytes: int, start: int = 0) -> Pin | None:
         """Pin the blocks that a request needs to go on after *num_tokens* tokens, without those before token *start*;
-        None if they have more than *most_bytes*."""
+        None if they have more than *max_bytes*."""
         pin = Pin(chain, [Leases(group, group.needed(num_tokens, start)) for group in self._groups])
-        if pin.num_bytes > most_bytes:
+        if pin.num_bytes > max_bytes:
             return None
         self._pins[pin] = None
         self._num_bytes += pin.num_bytes
@@ -160,13 +160,13 @@ class Pins:
         if pin.num_absent:
             self._absent[pin] = None
 
-    def _look(self, pin: Pin, most: int) -> int:
-        """Look for up to *most* absent blocks of a pin; how many they were. After the last one the pin rests."""
+    def _look(self, pin: Pin, limit: int) -> int:
+        """Look for up to *limit* absent blocks of a pin; how many they were. After the last one the pin rests."""
         number, start = pin.look_from
-        absent = pin.leases[number].missing(start, most)
+        absent = pin.leases[number].missing(start, limit)
         if len(absent):
             self._seek(pin, pin.leases[number], absent)
-        if len(absent) == most:
+        if len(absent) == limit:
             pin.look_from = number, int(absent[-1]) + 1
         elif number + 1 < len(pin.leases):
             pin.look_from = number + 1, 0
@@ -182,7 +182,7 @@ class Pins:
         names = group.names_of(pin.chain, leases.blocks.start + places)
         found = self._lower.find(group.id, names)
         is_read = found != NOWHERE
-        is_read &= (found >= 0) | (np.cumsum(found < 0) <= MOST_UNDER_WAY - leases.num_coming)
+        is_read &= (found >= 0) | (np.cumsum(found < 0) <= MAX_UNDER_WAY - leases.num_coming)
         if is_read.any():
             self._fetch(pin, leases, places[is_read])
         nowhere = np.flatnonzero(found == NOWHERE).tolist()

@@ -3,7 +3,7 @@
 from kvtier.transfer.lane import Transfer
 
 _MEMORY_S = 0.5  # of copying, after which a measurement counts half
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 
 
 class LaneSpeed:
@@ -27,7 +27,7 @@ class LaneSpeed:
     @property
     def bytes_per_s(self) -> float | None:
         """The speed of late, in which newer transfers count more; None before the first."""
-        return self._num_bytes / max(self._seconds, _LEAST_S) if self._num_bytes else None
+        return self._num_bytes / max(self._seconds, _MIN_S) if self._num_bytes else None
 
     def learn_from(self, transfer: Transfer) -> None:
         """Take one finished transfer into the speed."""

@@ -13,7 +13,7 @@ from kvtier.store.private_file import read_private
 log = logging.getLogger(__name__)
 
 _DIGEST = "sha256:"  # before the digest of a key, in a file that does not hold the key
-_LEAST_LENGTH = 8
+_MIN_LENGTH = 8
 
 
 class ApiKeys:
@@ -85,8 +85,8 @@ def _digest_of(key: str) -> bytes:
         if len(digest) != hashlib.sha256().digest_size:
             raise ValueError('a "sha256:" is not followed by 64 hexadecimal digits; printf %s KEY | sha256sum')
         return digest
-    if len(key) < _LEAST_LENGTH or not key.isprintable() or " " in key:
+    if len(key) < _MIN_LENGTH or not key.isprintable() or " " in key:
         raise ValueError(
-            f"a key is shorter than {_LEAST_LENGTH} characters or has blanks; openssl rand -hex 32 makes one"
+            f"a key is shorter than {_MIN_LENGTH} characters or has blanks; openssl rand -hex 32 makes one"
         )
     return hashlib.sha256(key.encode()).digest()

@@ -72,11 +72,11 @@ class Client:
         """The bytes that a block of that name has."""
         return np.resize(np.frombuffer(name, np.uint8), self.memory.block_bytes)
 
-    def write(self, document: int, num_blocks: int, most_s: float = ATTACH_S) -> int:
+    def write(self, document: int, num_blocks: int, max_s: float = ATTACH_S) -> int:
         """Copy a document's blocks down; how many found room."""
         names: Sequence[BlockName] = self.chain(document, num_blocks).names[::-1]
         slots: list[int] = []
-        give_up_at = time.monotonic() + most_s
+        give_up_at = time.monotonic() + max_s
         while len(slots) < num_blocks and time.monotonic() < give_up_at:
             slots += self.tiers.reserve(0, num_blocks - len(slots))
             if len(slots) < num_blocks:

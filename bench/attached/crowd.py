@@ -28,14 +28,14 @@ def crowd_rows(effort: Effort, folder: Path) -> list[Row]:
         alone += _run(sidecar.socket, 1, seconds, longest_chain)
     one = statistics.mean(seen["bytes_per_s"] for seen in alone)
     speeds = [seen["bytes_per_s"] for seen in together]
-    ratio, least = sum(speeds) / one, min(speeds) / (sum(speeds) / NUM_CLIENTS)
+    ratio, minimum = sum(speeds) / one, min(speeds) / (sum(speeds) / NUM_CLIENTS)
     lookups = [took for seen in together for took in seen["lookups_s"]]
     answers = [took for seen in together for took in seen["answers_s"]]
     lookup_p99 = statistics.quantiles(lookups, n=100)[-1]
     return [
         at_least("8 clients: bytes a second of one client's", ratio, 0.9),
         at_most(f"8 clients: look-up of {longest_chain:,} names, p99", 1e3 * lookup_p99, "ms", 20),
-        at_least("8 clients: slowest client of the mean", least, 0.5),
+        at_least("8 clients: slowest client of the mean", minimum, 0.5),
         Row("8 clients: a document's leases, p50", 1e3 * statistics.median(answers), "ms"),
         Row("8 clients: a document's leases, p99", 1e3 * statistics.quantiles(answers, n=100)[-1], "ms"),
         Row("one client: bytes", one / 1e9, "GB/s"),
@@ -67,15 +67,15 @@ def _run(socket: Path, num_clients: int, seconds: float, longest_chain: int) -> 
     return seen
 
 
-def main(socket: Path, number: int, most_s: float, longest_chain: int) -> None:
-    """Be one client for *most_s* seconds: it begins when its input ends."""
+def main(socket: Path, number: int, max_s: float, longest_chain: int) -> None:
+    """Be one client for *max_s* seconds: it begins when its input ends."""
     client = Client(socket, BLOCK_BYTES)
     chain = client.chain(1, longest_chain)
     print("ready", flush=True)
     sys.stdin.read()
     lookups, answers, num_bytes, written = [], [], 0, 0
     began_at = time.perf_counter()
-    while time.perf_counter() < began_at + most_s:
+    while time.perf_counter() < began_at + max_s:
         num_bytes += client.write(1000 * number + written % 20, NUM_BLOCKS) * BLOCK_BYTES
         written += 1
         for other in (number, (number + 1) % NUM_CLIENTS, (number + 3) % NUM_CLIENTS):

@@ -17,8 +17,8 @@ from kvtier.engine.attached.wire import VERSION, Abandon, GroupShape, Hello, Pin
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 16
 MIB = 1 << 20
-MOST_GROWN_MIB = 96  # what one connection may have unread is 64 MiB
-MOST_SENT = 10_000  # thousands of pings of a client that reads no answer
+MAX_GROWN_MIB = 96  # what one connection may have unread is 64 MiB
+MAX_SENT = 10_000  # thousands of pings of a client that reads no answer
 UNREAD_S = 2.0  # a client that cannot send anything for so long is not read any more
 ENDS_WITHIN_S = 20.0
 
@@ -39,7 +39,7 @@ def foul_client_rows(effort: Effort, folder: Path) -> list[Row]:
                 num_wrong += other.read(0, NUM_BLOCKS) != NUM_BLOCKS
             rows += [
                 Row(f"{name}: its connection ends, or is not read any more", is_ended, "", "1", is_ended),
-                at_most(f"{name}: memory grown", grown / MIB, "MiB", MOST_GROWN_MIB, varies=False),
+                at_most(f"{name}: memory grown", grown / MIB, "MiB", MAX_GROWN_MIB, varies=False),
                 never(f"{name}: another one's loads that failed", num_wrong),
             ]
         rows.append(Row("another one was attached anew", other.tiers.num_attached - 1, "times", "0"))
@@ -62,7 +62,7 @@ def _stop_reading(sidecar: SidecarProcess) -> bool:
         connection.connect(str(sidecar.socket))
         connection.sendall(frame_of(_hello()))
         try:
-            for _ in range(MOST_SENT):
+            for _ in range(MAX_SENT):
                 connection.sendall(frame_of(Ping()) * 1000)
         except (TimeoutError, ConnectionError):
             return True

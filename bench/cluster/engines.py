@@ -23,7 +23,7 @@ def engine_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     ]
 
 
-def length_rows(folder: Path, num_documents: int, num_tokens: int, most_of_cold: float | None = None) -> list[Row]:
+def length_rows(folder: Path, num_documents: int, num_tokens: int, max_of_cold: float | None = None) -> list[Row]:
     """Two servers without a disk, which share a Redis only. The second is asked about each document once. None: the
     TTFT is no promise."""
     replicas = Replicas(folder, device_documents=2.2, host_documents=num_documents + 2, document_tokens=num_tokens)
@@ -44,6 +44,6 @@ def length_rows(folder: Path, num_documents: int, num_tokens: int, most_of_cold:
         Row(f"{name}: bytes that the second has read", num_read / 2**20, "MiB"),
         at_least(f"{name}: tokens of the second from remote, of all", from_remote, 0.95),
         Row(f"{name}: cold TTFT, median", 1e3 * median_ttft(cold), "ms"),
-        Row(ttft, of_cold, "") if most_of_cold is None else at_most(ttft, of_cold, "", most_of_cold),
+        Row(ttft, of_cold, "") if max_of_cold is None else at_most(ttft, of_cold, "", max_of_cold),
         Row(f"{name}: right answers", right, "", "1", right),
     ]

@@ -38,7 +38,7 @@ class Load:
 SERVED = Load("smol", 514, 4, 16, num_starts=3, num_rounds=3)  # the shape of the smallest model that people serve
 TINY = Load("llama", 1026, 8, 32, num_starts=3, num_rounds=6)  # steps of 15 ms, in which little is computed
 
-MOST_TOKENS = 4096  # of a request: the larger model's have to fit into `KV_BYTES`
+MAX_TOKENS = 4096  # of a request: the larger model's have to fit into `KV_BYTES`
 
 Started = Callable[[ExitStack, Path, str], Mapping[str, Vllm]]
 """Engines by name, one of them `without`, for the model in that folder; the stack ends them; the text: which start."""
@@ -53,10 +53,10 @@ def cost_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
         stack.enter_context(sidecar)
         return {
             "without": stack.enter_context(
-                started_vllm(python, model, None, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+                started_vllm(python, model, None, max_model_len=MAX_TOKENS, kv_cache_memory_bytes=KV_BYTES)
             ),
             "connector": stack.enter_context(
-                started_vllm(python, model, socket, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+                started_vllm(python, model, socket, max_model_len=MAX_TOKENS, kv_cache_memory_bytes=KV_BYTES)
             ),
         }
 

@@ -21,19 +21,19 @@ def tier_capacity_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     churn = effort.of(20, quick=2)  # times the capacity
     model, rows = make_model(python, folder), []
     for name, kind in (("kvtier", "KVTier"), ("fs", "fs")):
-        store, prompts, most, written = folder / f"churned-{name}", Prompts(PROMPT_TOKENS), 0, 0.0
+        store, prompts, limit, written = folder / f"churned-{name}", Prompts(PROMPT_TOKENS), 0, 0.0
         tier = kvtier_tier(store, str(CAPACITY_BYTES)) if name == "kvtier" else fs_tier(store)
         with offloading_vllm(python, model, [tier]) as engine:
             while written < churn * CAPACITY_BYTES:
                 engine.generate([prompts.next() for _ in range(PROMPTS_AT_ONCE)], 1)
                 engine.settle()
-                most = max(most, taken_bytes(store))
+                limit = max(limit, taken_bytes(store))
                 written = engine.offloading().get(f"{WRITTEN}{kind}", 0.0)
         of_capacity = f"churn, {name}: taken at most, of the capacity"
         rows += [
             at_least(f"churn, {name}: written, of the capacity", written / CAPACITY_BYTES, churn, varies=False),
-            at_most(of_capacity, most / CAPACITY_BYTES, "", 1, varies=False)
+            at_most(of_capacity, limit / CAPACITY_BYTES, "", 1, varies=False)
             if name == "kvtier"
-            else Row(of_capacity, most / CAPACITY_BYTES, ""),
+            else Row(of_capacity, limit / CAPACITY_BYTES, ""),
         ]
     return rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from foreign.running import Vllm, make_model
 
 from bench.connectors.connector_bed import started_vllm
-from bench.connectors.connector_cost import MOST_TOKENS, SERVED, TINY, median_ratio, speeds_of
+from bench.connectors.connector_cost import MAX_TOKENS, SERVED, TINY, median_ratio, speeds_of
 from bench.connectors.tier_bed import KV_BYTES, started
 from bench.report import Effort, Row
 from bench.rounds import at_least
@@ -21,10 +21,10 @@ def tier_cost_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
         (place := folder / start).mkdir()
         return {
             "without": stack.enter_context(
-                started_vllm(python, model, None, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+                started_vllm(python, model, None, max_model_len=MAX_TOKENS, kv_cache_memory_bytes=KV_BYTES)
             ),
-            "kvtier": stack.enter_context(started(python, model, "kvtier", place, max_model_len=MOST_TOKENS)),
-            "fs": stack.enter_context(started(python, model, "fs", place, max_model_len=MOST_TOKENS)),
+            "kvtier": stack.enter_context(started(python, model, "kvtier", place, max_model_len=MAX_TOKENS)),
+            "fs": stack.enter_context(started(python, model, "fs", place, max_model_len=MAX_TOKENS)),
         }
 
     rows = []

@@ -22,7 +22,7 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 NO_SPILL, CLEAN_AHEAD, ON_EVICT = "no spill", "clean-ahead", "spill-on-evict"
-LEAST = 0.97  # promised share of the speed without spilling
+MIN = 0.97  # promised share of the speed without spilling
 ENOUGH = 4  # measurements for a spread
 
 
@@ -153,9 +153,9 @@ def decoding_rows(speeds: dict[str, list[float]], spilled: dict[str, tuple[Spill
         Row(f"decode, {name}", statistics.median(speeds[name]), "tokens/s")
         for name in (NO_SPILL, CLEAN_AHEAD, ON_EVICT)
     ]
-    for name, least in ((CLEAN_AHEAD, LEAST), (ON_EVICT, None)):
+    for name, minimum in ((CLEAN_AHEAD, MIN), (ON_EVICT, None)):
         ratios = [ours / plain for ours, plain in zip(speeds[name], speeds[NO_SPILL], strict=True)]
-        rows.append(at_least(f"decode, {name} / {NO_SPILL}", statistics.median(ratios), least))
+        rows.append(at_least(f"decode, {name} / {NO_SPILL}", statistics.median(ratios), minimum))
         if len(ratios) >= ENOUGH:
             rows.append(Row("  spread of that", spread(ratios), "%"))
     for name in (CLEAN_AHEAD, ON_EVICT):

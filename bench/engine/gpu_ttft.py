@@ -28,8 +28,8 @@ COLD = "cold"
 TIERS = (COLD, Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value)
 # Ways to load a hit: all of it before the question is computed, or, from host memory, layer by layer meanwhile.
 WHOLE, LAYER_WISE = "whole", "layer-wise"
-LEAST_FASTER = 12.0  # promised: cold TTFT / TTFT of a host hit
-MOST_COPY = 1.15  # promised: time of a host hit besides computing the question / time of a plain copy
+MIN_FASTER = 12.0  # promised: cold TTFT / TTFT of a host hit
+MAX_COPY = 1.15  # promised: time of a host hit besides computing the question / time of a plain copy
 REPETITIONS = {COLD: 5, Tier.DEVICE.value: 5, Tier.HOST.value: 5, Tier.DISK.value: 3}
 FEWER = {COLD: {16: 3, 32: 2, 64: 1}, Tier.HOST.value: {64: 3}, Tier.DISK.value: {32: 2, 64: 2}}  # by 1024 tokens
 SAFETY = 1.3  # the next length takes longer than its tokens say: attention is quadratic
@@ -292,8 +292,8 @@ def ttft_rows(found: Sequence[Ttft], roof: Roof | None, promised: int, token_byt
             rows.append(Row("  slowest / fastest", max(ttft.seconds) / min(ttft.seconds), ""))
         if ttft.tier == COLD:
             continue
-        least = LEAST_FASTER if ttft.tier == Tier.HOST and is_promised else None
-        rows.append(at_least(f"cold / {ttft.label}", cold_s[ttft.num_tokens] / ttft.median_s, least))
+        minimum = MIN_FASTER if ttft.tier == Tier.HOST and is_promised else None
+        rows.append(at_least(f"cold / {ttft.label}", cold_s[ttft.num_tokens] / ttft.median_s, minimum))
         if ttft.tier == Tier.DISK and is_promised:
             load_s = max(1e-9, ttft.median_s - question_s[promised])
             rows.append(Row(f"  {ttft.label}: loaded at", promised * token_bytes / load_s / 1e9, "GB/s"))
@@ -305,7 +305,7 @@ def ttft_rows(found: Sequence[Ttft], roof: Roof | None, promised: int, token_byt
     for ttft in found:
         if ttft.tier == Tier.HOST and ttft.num_tokens == promised:
             ratio = (ttft.median_s - question_s[promised]) / roof.seconds
-            rows.append(at_most(f"({ttft.label} - question) / plain pinned copy", ratio, "", MOST_COPY))
+            rows.append(at_most(f"({ttft.label} - question) / plain pinned copy", ratio, "", MAX_COPY))
     return rows
 
 

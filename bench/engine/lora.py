@@ -23,7 +23,7 @@ BLOCK_SIZE = 32
 NUM_REQUESTS = 8
 NUM_ADAPTERS = 4
 DEPTH = 256  # tokens of each request before those of the step
-MOST_BLOCKS = 12  # slots of a request
+MAX_BLOCKS = 12  # slots of a request
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, init_lora_weights=False)
 CAPACITY = 128 << 20
@@ -52,7 +52,7 @@ def chunks_of(num_tokens: int, num_chunks: int, keys: Sequence[Lora | None]) -> 
 
 def tables_of(request_id: int) -> range:
     """The slots of a request."""
-    return range(request_id * MOST_BLOCKS, (request_id + 1) * MOST_BLOCKS)
+    return range(request_id * MAX_BLOCKS, (request_id + 1) * MAX_BLOCKS)
 
 
 def begin(runner: ModelRunner) -> ModelRunner:

@@ -20,7 +20,7 @@ NUM_ROWS = 32
 VOCAB = 152_064  # Qwen's
 QUICK_VOCAB = 2_000
 MODULE = "engine/model/sampling.py"  # where the sampler of one row was
-MOST = 0.2  # of the time before
+MAX = 0.2  # of the time before
 # Spread of random logits: of flat ones top-p 0.95 keeps 30,000 tokens, of peaked ones 80, as of a trained model's.
 SPREADS = {"flat": 2.5, "peaked": 6.0}
 
@@ -106,7 +106,7 @@ def rows_of(case: Case, before: types.ModuleType, num_rounds: int, vocab_size: i
     if case.has_baseline:
         ratio = ratio_of(times["one pass"], times["before"])
         name = f"{case.name}: one pass / before"
-        rows.append(at_most(name, ratio, "", MOST) if case.is_promised else Row(name, ratio, ""))
+        rows.append(at_most(name, ratio, "", MAX) if case.is_promised else Row(name, ratio, ""))
     return rows
 
 

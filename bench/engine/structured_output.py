@@ -30,8 +30,8 @@ from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 ROWS = (1, 8)
 BLOCK_SIZE = 32
-MOST_SHARE = 0.05  # of a step
-MOST_FIRST_MS = 200.0
+MAX_SHARE = 0.05  # of a step
+MAX_FIRST_MS = 200.0
 LONGEST_TOKEN = 16  # bytes
 
 
@@ -190,7 +190,7 @@ def rows_of_tokens(
         Row(f"{name}: a step of one token each", 1000 * statistics.median(times["step"]), "ms"),
         Row(f"{name}: drawing without a schema", 1000 * statistics.median(times["without"]) / len(token_ids), "ms"),
         Row(f"{name}: a schema adds, per token and row", 1000 * statistics.median(added) / num_rows, "ms"),
-        at_most(f"{name}: a schema adds, of a step", statistics.median(shares), "", MOST_SHARE),
+        at_most(f"{name}: a schema adds, of a step", statistics.median(shares), "", MAX_SHARE),
     ]
 
 
@@ -201,7 +201,7 @@ def rows_of_first_use(grammars: Grammars, num_rounds: int) -> list[Row]:
     first = [seconds(partial(grammars.compile, each)) for each in asked]
     again = [seconds(partial(grammars.compile, each)) for each in asked]
     return [
-        at_most("first use of a schema", 1000 * statistics.median(first), "ms", MOST_FIRST_MS),
+        at_most("first use of a schema", 1000 * statistics.median(first), "ms", MAX_FIRST_MS),
         Row("  the slowest", 1000 * max(first), "ms"),
         Row("its next use", 1000 * statistics.median(again), "ms"),
     ]

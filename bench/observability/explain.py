@@ -39,8 +39,8 @@ from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 
-LEAST_REQUESTS = 200
-LEAST_KINDS = 12
+MIN_REQUESTS = 200
+MIN_KINDS = 12
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of the small model
 NUM_BLOCKS = 8  # of a prompt
@@ -54,7 +54,7 @@ SLOW_READ_S = 0.3  # a read of a few blocks, which are computed in a tenth of th
 QUOTA_BLOCKS = NUM_BLOCKS
 SETTLE_S = 30.0
 NUM_MEASURED = 3  # reads: the speed of the disk is not known before
-MOST_COPIES = 10  # that are waited for, one after the other
+MAX_COPIES = 10  # that are waited for, one after the other
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -126,7 +126,7 @@ class Bed:
         are copied down again and again, so there is an end to it."""
         core, until = self.llm.core, time.monotonic() + SETTLE_S
         core.idle()
-        for _ in range(MOST_COPIES):
+        for _ in range(MAX_COPIES):
             if not core.cache.num_under_way:
                 break
             core.cache.wait(0.01)
@@ -181,8 +181,8 @@ def explain_rows(effort: Effort, folder: Path) -> list[Figure]:
     rows = [Figure(f"requests: {kind}", number, "") for kind, number in sorted(kinds.items())]
     return [
         *rows,
-        Figure("kinds of causes", len(kinds), "", f">= {LEAST_KINDS}", len(kinds) >= LEAST_KINDS),
-        Figure("requests", num_requests, "", f">= {LEAST_REQUESTS}", num_requests >= LEAST_REQUESTS, varies=True),
+        Figure("kinds of causes", len(kinds), "", f">= {MIN_KINDS}", len(kinds) >= MIN_KINDS),
+        Figure("requests", num_requests, "", f">= {MIN_REQUESTS}", num_requests >= MIN_REQUESTS, varies=True),
         Figure("requests whose planted cause is not named", num_wrong, "", "0", num_wrong == 0),
     ]
 

@@ -36,8 +36,8 @@ NUM_VIEWERS = 50
 REQUEST_EVERY_S = 60
 NUM_PROMPTS = 200
 PROMPT_TOKENS = 160
-MOST_GROWN_MIB = 8.0
-MOST_PERCENT = 2.0
+MAX_GROWN_MIB = 8.0
+MAX_PERCENT = 2.0
 MIB = 1 << 20
 START_S = 120.0  # that a server may take
 
@@ -66,14 +66,14 @@ def page_rows(effort: Effort, folder: Path) -> list[Row]:
     hours, settled_hours = size.day_s // 3600, size.settled_s // 3600
     return [
         Row(f"page: memory of engine and page after {settled_hours} simulated hours", settled_mib, "MiB"),
-        at_most(f"page: grown from there to {hours} hours", grown_mib, "MiB", MOST_GROWN_MIB),
+        at_most(f"page: grown from there to {hours} hours", grown_mib, "MiB", MAX_GROWN_MIB),
         Row("page: its history on disk", file_mib, "MiB"),
         Row("page: a second's sample, nobody watches", sample_ms, "ms"),
         Row(f"page: a second's sample, {NUM_VIEWERS} watch in the process", watched_ms, "ms"),
         Row("page: the idle server, nobody watches", statistics.median(idle), "% of a core"),
         Row(f"page: the idle server, {NUM_VIEWERS} watch over HTTP", statistics.median(watched), "% of a core"),
         Row("page: seconds told to the viewer that got fewest", ticks, "of 1"),
-        at_most("page: what it costs in all", page_percent, "% of a core", MOST_PERCENT),
+        at_most("page: what it costs in all", page_percent, "% of a core", MAX_PERCENT),
     ]
 
 

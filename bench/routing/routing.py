@@ -37,8 +37,8 @@ NUM_REPLICAS = 4
 TOKENS_PER_S = 10_000.0  # that a replica computes of prompts
 SECONDS_PER_TOKEN = 0.02  # of an answer
 EVENTS_S = 0.05  # from what happens in a replica until the router knows
-LEAST_OF_BIG, LEAST_OF_ROUND_ROBIN = 0.95, 1.5
-MOST_CHOOSING_MS = 2.0
+MIN_OF_BIG, MIN_OF_ROUND_ROBIN = 0.95, 1.5
+MAX_CHOOSING_MS = 2.0
 PROMPT_BLOCKS = (200, 400, 800, 1600, 3200, 8000)  # of 16 tokens
 QUICK_PROMPT_BLOCKS = (20, 40, 80, 160, 320, 800)
 
@@ -270,13 +270,13 @@ def trace_rows(workload: str, prompts: Sequence[Asked], num_blocks: int) -> list
     of_big, of_turns = routed.num_hit / big.num_hit, routed.num_hit / turns.num_hit
     return [
         Row(f"{title} one big cache's hits", 100 * big.num_hit / num_tokens, "%"),
-        Row(f"{title} routed / one big cache", of_big, "", f">= {LEAST_OF_BIG}", of_big >= LEAST_OF_BIG, varies=True),
+        Row(f"{title} routed / one big cache", of_big, "", f">= {MIN_OF_BIG}", of_big >= MIN_OF_BIG, varies=True),
         Row(
             f"{title} routed / round-robin",
             of_turns,
             "",
-            f">= {LEAST_OF_ROUND_ROBIN}",
-            of_turns >= LEAST_OF_ROUND_ROBIN,
+            f">= {MIN_OF_ROUND_ROBIN}",
+            of_turns >= MIN_OF_ROUND_ROBIN,
             varies=True,
         ),
         Row(f"{title} hashing alone / one big cache", hashed.num_hit / big.num_hit, ""),
@@ -315,7 +315,7 @@ def choosing_rows(num_indexed: int, prompt_blocks: Sequence[int]) -> list[Row]:
         rows.append(Row(f"choosing, a prompt of {num_blocks:,} blocks of 16: p99", _p99(taken_ms), "ms"))
     worst = _p99(all_ms)
     rows.append(Row("choosing, all these: median", median(all_ms), "ms"))
-    rows.append(at_most(f"choosing, all these: p99 at {num_indexed:,} blocks", worst, "ms", MOST_CHOOSING_MS))
+    rows.append(at_most(f"choosing, all these: p99 at {num_indexed:,} blocks", worst, "ms", MAX_CHOOSING_MS))
     return rows
 
 

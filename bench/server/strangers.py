@@ -21,7 +21,7 @@ from bench.server.serving_bed import BLOCK_SIZE, kvtier_server, save_model, vllm
 CONTEXT_TOKENS = 2000
 POOL_CONTEXTS = 3.3  # that the device holds, with what stands around them
 HOST_CONTEXTS = 10  # the others are on disk
-MOST_TOKENS = 4096  # of a request: a chat grows with each round. vLLM wants its pool to hold one of so many
+MAX_TOKENS = 4096  # of a request: a chat grows with each round. vLLM wants its pool to hold one of so many
 DISK_BYTES = 1 << 30
 OUTPUT_TOKENS = 8
 NUM_CLIENTS = 2
@@ -73,7 +73,7 @@ class Bed:
             with kvtier_server(self.model, self._folder, self._tables(name, question.name)) as url:
                 found[name] = _asked(question, name, url)
         if with_vllm:
-            with vllm_server(self._python, self.model, self._folder, self._pool, MOST_TOKENS) as url:
+            with vllm_server(self._python, self.model, self._folder, self._pool, MAX_TOKENS) as url:
                 found[VLLM] = _asked(question, VLLM, url)
         return found
 
@@ -136,8 +136,8 @@ def rows_of(question: Question, found: Mapping[str, Found]) -> list[Row]:
     rows = [Row(f"{question.name}: mean TTFT, {name}", each.ttft_ms, "ms") for name, each in found.items()]
     for other, faster in ((DEVICE_ONLY, WITH_TIERS), (DEVICE_ONLY, RESTARTED), (VLLM, WITH_TIERS)):
         if other in found:
-            factor, least = found[other].ttft_ms / found[faster].ttft_ms, question.promised.get(other)
-            target, ok = ("", None) if least is None else (f">= {least}", factor >= least)
+            factor, minimum = found[other].ttft_ms / found[faster].ttft_ms, question.promised.get(other)
+            target, ok = ("", None) if minimum is None else (f">= {minimum}", factor >= minimum)
             rows.append(Row(f"{question.name}: {other} / {faster}", factor, "x", target, ok, varies=True))
     failed = sum(each.num_failed for each in found.values())
     answered = sum(each.num_requests for each in found.values())

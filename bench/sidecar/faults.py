@@ -49,7 +49,7 @@ class Fault:
 class Documented:
     """What docs/sidecar.md says of one moment, with `mq_timeout` 5 and `heartbeat_interval` 2."""
 
-    most_s: float  # that the request takes, a prompt's computation included
+    max_s: float  # that the request takes, a prompt's computation included
     lives: bool = True  # the engine, whatever the policy; else LMCache's client or vLLM may end it
 
 
@@ -134,12 +134,12 @@ def documented(fault: Fault) -> Documented:
     worker's own heartbeat was late before; what is due at a load is waited for once or twice."""
     operation = MOMENTS[fault.moment]
     if operation is None:
-        return Documented(most_s=1.0)
+        return Documented(max_s=1.0)
     if operation in LOADS:
-        return Documented(most_s=12.0 if operation == 18 else 7.0, lives=fault.policy == "recompute")
+        return Documented(max_s=12.0 if operation == 18 else 7.0, lives=fault.policy == "recompute")
     if operation in STORES:
-        return Documented(most_s=7.0, lives=operation == 17)
-    return Documented(most_s=12.0, lives=False)
+        return Documented(max_s=7.0, lives=operation == 17)
+    return Documented(max_s=12.0, lives=False)
 
 
 def rows_of(fault: Fault, outcome: Outcome) -> Iterator[Row]:
@@ -149,7 +149,7 @@ def rows_of(fault: Fault, outcome: Outcome) -> Iterator[Row]:
         is_whole = outcome.num_computed == PROMPT_TOKENS
         yield Row(f"{name}: outputs equal", outcome.is_equal, "", "1", outcome.is_equal)
         yield Row(f"{name}: tokens computed", outcome.num_computed or 0, "tokens", f"{PROMPT_TOKENS}", is_whole)
-    yield at_most(f"{name}: took", outcome.took_s, "s", known.most_s)
+    yield at_most(f"{name}: took", outcome.took_s, "s", known.max_s)
     target, ok = ("1", outcome.lives) if known.lives else ("may end: see docs", None)
     yield Row(f"{name}: the engine lives", outcome.lives, "", target, ok)
     if outcome.attaches_again is not None:

@@ -25,13 +25,13 @@ from kvtier.sidecar.lmcache.zmtp import message_bytes
 
 BYSTANDER = 0
 ALONE_S = 4.0
-LEAST_S = 2.0  # that the other one is served beside each foul one, or just after it
+MIN_S = 2.0  # that the other one is served beside each foul one, or just after it
 LOOKS_S = 0.01  # between two looks at the sidecar's memory
 MIB, GIB = 1 << 20, 1 << 30
-MOST_GROWTH_MIB = 64  # a bystander's requests and freed pages of the allocator among it
+MAX_GROWTH_MIB = 64  # a bystander's requests and freed pages of the allocator among it
 NUM_GARBAGE, NUM_LARGE, NUM_UNFINISHED = 200, 20, 12
 UNFINISHED_BYTES = 31 * MIB  # of each message that never ends; 256 MiB of all of them are kept
-MOST_UNFINISHED_MIB = 256
+MAX_UNFINISHED_MIB = 256
 DEAF_S = 180.0  # one that reads nothing is let go a minute after all buffers are full
 
 # An operation that is not known is said again in the answer, so that few requests fill what the kernel buffers.
@@ -52,17 +52,17 @@ def foul_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
         clients.start(BYSTANDER)
         clients.ask(BYSTANDER, "mixed", ALONE_S)
         alone = clients.ask(BYSTANDER, "mixed", ALONE_S)
-        for name, (most_mib, deed) in effort.of(FOUL, quick=QUICK_FOUL).items():
+        for name, (max_mib, deed) in effort.of(FOUL, quick=QUICK_FOUL).items():
             clients.tell(BYSTANDER, "mixed_until_told")
             with Memory.watched(sidecar.process.pid) as memory:
                 num_ended, num_all = deed(address)
-                time.sleep(LEAST_S)
+                time.sleep(MIN_S)
             clients.tell(BYSTANDER, "stop")
             beside = clients.answer(BYSTANDER)
             num_bad = sum(beside[what] for what in ("num_wrong", "num_refused", "num_missed"))
             rows += [
                 Row(f"{name}: connections ended", num_ended, "", f"{num_all}", num_ended == num_all),
-                at_most(f"{name}: the sidecar's memory grows by", memory.growth_mib, "MiB", most_mib, varies=False),
+                at_most(f"{name}: the sidecar's memory grows by", memory.growth_mib, "MiB", max_mib, varies=False),
                 never(f"{name}: another's loads or stores that went wrong", num_bad),
                 Row(f"{name}: another's speed of that alone", speed(beside) / speed(alone), ""),
                 Row(f"{name}: another's lookups, p99", 1e3 * percentile(beside["lookup_s"], 99), "ms"),
@@ -76,12 +76,12 @@ class Memory:
     """What the process has of its own, beside shared memory and files."""
 
     before_mib: float
-    most_mib: float
+    max_mib: float
 
     @property
     def growth_mib(self) -> float:
         """By how much it has grown at most."""
-        return self.most_mib - self.before_mib
+        return self.max_mib - self.before_mib
 
     @staticmethod
     @contextmanager
@@ -92,7 +92,7 @@ class Memory:
 
         def watch() -> None:
             while not is_over.wait(LOOKS_S):
-                memory.most_mib = max(memory.most_mib, own_mib(pid))
+                memory.max_mib = max(memory.max_mib, own_mib(pid))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -154,15 +154,15 @@ def ends_nothing(address: Address) -> tuple[int, int]:
     num_ended = sum(has_ended(connection) for connection in connections)
     for connection in connections:
         connection.close()
-    most = MOST_UNFINISHED_MIB * MIB // UNFINISHED_BYTES
-    return num_ended, NUM_UNFINISHED - most
+    limit = MAX_UNFINISHED_MIB * MIB // UNFINISHED_BYTES
+    return num_ended, NUM_UNFINISHED - limit
 
 
 FOUL: Mapping[str, tuple[int, Callable[[Address], tuple[int, int]]]] = {
-    "a client that reads nothing": (MOST_GROWTH_MIB, reads_nothing),
-    "clients that send garbage": (MOST_GROWTH_MIB, sends_garbage),
-    "clients with frames of 1 GiB": (MOST_GROWTH_MIB, sends_large),
-    "clients with messages that never end": (MOST_GROWTH_MIB + MOST_UNFINISHED_MIB, ends_nothing),
+    "a client that reads nothing": (MAX_GROWTH_MIB, reads_nothing),
+    "clients that send garbage": (MAX_GROWTH_MIB, sends_garbage),
+    "clients with frames of 1 GiB": (MAX_GROWTH_MIB, sends_large),
+    "clients with messages that never end": (MAX_GROWTH_MIB + MAX_UNFINISHED_MIB, ends_nothing),
 }
 
 

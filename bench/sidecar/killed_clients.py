@@ -51,11 +51,11 @@ def killed_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
         again = clients.ask(BYSTANDER, "read_all")
         killed_in_store = [number for number in range(1, num_killed + 1) if HOW[number % len(HOW)] == "stop_in_store"]
         num_found = sum(clients.ask(BYSTANDER, "find", number, 0) for number in killed_in_store)
-    least = DOCUMENT_CHUNKS * sum(HOW[number % len(HOW)] != "go_on_forever" for number in range(1, num_killed + 1))
+    minimum = DOCUMENT_CHUNKS * sum(HOW[number % len(HOW)] != "go_on_forever" for number in range(1, num_killed + 1))
     num_bad = sum(beside[what] + alone[what] for what in ("num_wrong", "num_refused"))
     name = f"{num_killed} engines killed"
     return [
-        Row(f"{name}: chunks that they had leased", num_leased, "", f">= {least}", num_leased >= least),
+        Row(f"{name}: chunks that they had leased", num_leased, "", f">= {minimum}", num_leased >= minimum),
         at_most(f"{name}: until their leases are gone, longest", max(freed_s), "s", 1),
         Row(f"{name}: until their leases are gone, median", 1e3 * statistics.median(freed_s), "ms"),
         never(f"{name}: leases left", left),

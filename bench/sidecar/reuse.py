@@ -27,20 +27,22 @@ class Seen:
     def rows(self, name: str) -> list[Row]:
         """What is stored is loaded, and the first token comes sooner."""
         ratio = statistics.median(a / c for a, c in zip(self.again_s, self.cold_s, strict=True))
-        most = CHUNK_TOKENS + PROMPT_TOKENS % CHUNK_TOKENS
+        limit = CHUNK_TOKENS + PROMPT_TOKENS % CHUNK_TOKENS
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
-            Row(f"{name}: tokens scheduled", max(self.scheduled), "tokens", f"<= {most}", max(self.scheduled) <= most),
+            Row(
+                f"{name}: tokens scheduled", max(self.scheduled), "tokens", f"<= {limit}", max(self.scheduled) <= limit
+            ),
             Row(f"{name}: TTFT of cold", ratio, "", "<= 0.25", ratio <= 0.25, varies=True),
             Row(f"{name}: TTFT", 1e3 * statistics.median(self.again_s), "ms"),
         ]
 
     def damaged_rows(self, name: str) -> list[Row]:
         """What is damaged is computed again."""
-        least = min(self.scheduled)
+        minimum = min(self.scheduled)
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
-            Row(f"{name}: tokens scheduled", least, "tokens", f"{PROMPT_TOKENS}", least == PROMPT_TOKENS),
+            Row(f"{name}: tokens scheduled", minimum, "tokens", f"{PROMPT_TOKENS}", minimum == PROMPT_TOKENS),
         ]
 
 

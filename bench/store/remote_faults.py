@@ -24,7 +24,7 @@ from kvtier.store.remote.redis_remote import RedisRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 
 TIMEOUT_S = 0.5
-MOST_TIMEOUTS = 4  # that a call may take: two for its bytes, one to connect, one that a thread comes late
+MAX_TIMEOUTS = 4  # that a call may take: two for its bytes, one to connect, one that a thread comes late
 BACK_WITHIN_S = 5.0
 NUM_BLOCKS = 60
 BLOCK_BYTES = 64 * KIB
@@ -95,7 +95,7 @@ def fault_rows(effort: Effort, cluster: ClusterOfSix) -> list[Row]:
                 back_after_s = do(cluster, cluster.owner_of(_name(blobs[0].key)), load)
         rows += [
             at_most(f"{name}: back to hits after", back_after_s, "s", BACK_WITHIN_S),
-            at_most(f"{name}: longest call", load.longest_s, "s", MOST_TIMEOUTS * TIMEOUT_S),
+            at_most(f"{name}: longest call", load.longest_s, "s", MAX_TIMEOUTS * TIMEOUT_S),
             never(f"{name}: wrong results, and errors that are none of a store", len(load.wrong)),
             Row(f"{name}: calls that found nobody, of {load.num_calls}", load.num_unavailable, ""),
         ]

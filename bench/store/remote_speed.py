@@ -38,8 +38,8 @@ BLOCK_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 REQUEST_BYTES = 16 * MIB  # that one thread asks for in one call
 AT_ONCE = (1, 4)  # threads that ask
 ASKED_AT_ONCE = 32  # keys
-LEAST_OF_RAW = 0.7
-LEAST_OF_LMCACHE = 1.5
+MIN_OF_RAW = 0.7
+MIN_OF_LMCACHE = 1.5
 LMCACHE_KEYS = 32  # of 1 MiB, as tests/support/foreign/lmcache_l2_measure.py stores and loads them
 
 
@@ -149,8 +149,8 @@ def read_rows(remote: RedisRemote, client: Redis, scale: Scale) -> list[Row]:
                 times = alternate(sides, scale.rounds)
                 put = alternate([bed.putting("put", sealed, threads)], scale.rounds)["put"]
             size = f"{in_words(block_bytes)}, {at_once} thread{'s' * (at_once > 1)}"
-            raw, least = ("raw GET", times["raw GET"]), LEAST_OF_RAW if block_bytes == MIB else None
-            rows += compared(f"read, {size}", times["kvtier"], raw, bed.num_bytes, least)
+            raw, minimum = ("raw GET", times["raw GET"]), MIN_OF_RAW if block_bytes == MIB else None
+            rows += compared(f"read, {size}", times["kvtier"], raw, bed.num_bytes, minimum)
             rows.append(Row(f"read, {size}: redis-py by itself", gb_per_s(bed.num_bytes, times["redis-py"]), "GB/s"))
             rows.append(Row(f"put, {size}", gb_per_s(bed.num_bytes, put), "GB/s"))
         rows.append(_asking(bed, scale))
@@ -206,7 +206,7 @@ def lmcache_rows(python: str, settings: RedisSettings, remote: RedisRemote, scal
     for what, took in pairs.items():
         ours, theirs = zip(*took, strict=True)
         name = f"{what}, {LMCACHE_KEYS} of 1 MiB"
-        rows += compared(name, ours, ("LMCache resp", theirs), bed.num_bytes, LEAST_OF_LMCACHE)
+        rows += compared(name, ours, ("LMCache resp", theirs), bed.num_bytes, MIN_OF_LMCACHE)
     return rows
 
 

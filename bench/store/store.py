@@ -41,7 +41,7 @@ def write_commit(bed: Bed, kind: Kind, name: str) -> list[Row]:
     return _writes(bed, kind, Durability.COMMIT, name, 0.55)
 
 
-def _writes(bed: Bed, kind: Kind, level: Durability, name: str, least: float) -> list[Row]:
+def _writes(bed: Bed, kind: Kind, level: Durability, name: str, minimum: float) -> list[Row]:
     durable = level is Durability.COMMIT
     bed.turn_over(kind, level)
     # Two threads put, as in the engine: while one batch is written, the next one's digests are computed.
@@ -53,7 +53,7 @@ def _writes(bed: Bed, kind: Kind, level: Durability, name: str, least: float) ->
     num_bytes = bed.scale.batches * BATCH_BYTES
     times = alternate(sides, bed.scale.rounds)
     label = "pwritev, fdatasync" if durable else "pwritev"
-    rows = compared(name, times["kvtier"], (label, times["raw"]), num_bytes, least)
+    rows = compared(name, times["kvtier"], (label, times["raw"]), num_bytes, minimum)
     if durable:
         num_put = num_bytes * (bed.scale.rounds + 1)
         rows.append(Row(f"{name}: bytes to the device / bytes put", bed.meter.written_bytes / num_put, ""))
@@ -159,11 +159,11 @@ def busy_cold_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
 def _busy(bed: Bed, side: Side, kind: Kind | None, num_bytes: int, name: str) -> list[Row]:
     """Speed of *side* beside a thread that computes in Python, over its speed alone. Promised for a child only."""
     times = alternate([Side("quiet", side.prepare, side.after), bed.beside(side, "busy")], bed.scale.rounds)
-    least = 0.5 if kind is Kind.CHILD else None
+    minimum = 0.5 if kind is Kind.CHILD else None
     return [
         Row(f"{name}: alone", gb_per_s(num_bytes, times["quiet"]), "GB/s"),
         Row(f"{name}: beside a computing thread", gb_per_s(num_bytes, times["busy"]), "GB/s"),
-        at_least(f"{name}: beside it / alone", ratio_of(times["quiet"], times["busy"]), least),
+        at_least(f"{name}: beside it / alone", ratio_of(times["quiet"], times["busy"]), minimum),
     ]
 
 

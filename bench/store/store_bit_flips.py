@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from flipped_store import MOST_RESTARTS, Table, flip_all, templates
+from flipped_store import MAX_RESTARTS, Table, flip_all, templates
 
 from bench.report import Row, arguments, publish
 
@@ -29,13 +29,13 @@ def rows_of(tables: dict[str, Table]) -> list[Row]:
             Row(f"{kind}: flips that cost the store", table.num_emptied, ""),
             *(
                 Row(f"{kind}: works again after {restarts} restarts", count, "flips")
-                for restarts, count in sorted({**dict.fromkeys(range(MOST_RESTARTS + 1), 0), **table.restarts}.items())
+                for restarts, count in sorted({**dict.fromkeys(range(MAX_RESTARTS + 1), 0), **table.restarts}.items())
             ),
         ]
     for name, num in (
         ("wrong bytes or keys", sum(table.num_wrong for table in tables.values())),
         ("hangs", sum(table.num_hangs for table in tables.values())),
-        (f"flips not survived with {MOST_RESTARTS} restarts", sum(table.num_lost for table in tables.values())),
+        (f"flips not survived with {MAX_RESTARTS} restarts", sum(table.num_lost for table in tables.values())),
     ):
         rows.append(Row(f"all: {name}", num, "", "0", num == 0))
     return rows

@@ -141,11 +141,11 @@ class Match:
 
         return Side(name, self._bed.cold(prepare).prepare)
 
-    def _rows(self, name: str, times: dict[str, list[float]], num_bytes: int, least: float) -> list[Row]:
+    def _rows(self, name: str, times: dict[str, list[float]], num_bytes: int, minimum: float) -> list[Row]:
         rows: list[Row] = []
         for label, baseline in times.items():
             if label != "kvtier":
-                target = least if label == FILES else None
+                target = minimum if label == FILES else None
                 rows += compared(name, times["kvtier"], (label, baseline), num_bytes, target)
         return rows
 

@@ -25,7 +25,7 @@ from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import SharedPrefill
-from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.slot_demand import SlotDemand, max_blocks
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.server.documents.document import Document, Form
@@ -165,7 +165,7 @@ class Bed:
             [memory],
             transfers,
             self.lower,
-            options=CacheOptions(least_clean_ahead=2 * CHUNK_BLOCKS),
+            options=CacheOptions(min_clean_ahead=2 * CHUNK_BLOCKS),
             events=self.events,
         )
         self._numbers = count()
@@ -335,7 +335,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         long = request(bed.chain())
         hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
-        calls.time("SlotDemand, a window", partial(most_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
+        calls.time("SlotDemand, a window", partial(max_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
         calls.time("SharedPrefill.has_to_wait", partial(shared.has_to_wait, long, others))
         calls.time("LookAhead.look", partial(look_ahead.look, queue))
         calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))

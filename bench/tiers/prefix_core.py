@@ -177,14 +177,14 @@ def small_calls(num_slots: int, num_times: int) -> Work:
 class Comparison:
     """One operation, of kvtier (*ours*) and of vLLM.
 
-    *least_factor* is how much faster kvtier's was promised to be, None without a promise. *earlier* is vLLM's time as
+    *min_factor* is how much faster kvtier's was promised to be, None without a promise. *earlier* is vLLM's time as
     measured before, for machines without it.
     """
 
     name: str
     unit: str
     per_second: float  # how many of *unit* a second is
-    least_factor: float | None
+    min_factor: float | None
     earlier: float
     ours: Prepare
     vllm: Prepare | None
@@ -346,8 +346,8 @@ def compare(all_of_them: Sequence[Comparison], num_rounds: int, version: str | N
         other = theirs[it.name] or [it.earlier] * num_rounds
         factors = [theirs_ / ours_ for theirs_, ours_ in zip(other, ours[it.name], strict=True)]
         factor = statistics.median(factors)
-        target = "" if it.least_factor is None else f">= {it.least_factor:g}"
-        kept = None if it.least_factor is None or it.vllm is None else factor >= it.least_factor
+        target = "" if it.min_factor is None else f">= {it.min_factor:g}"
+        kept = None if it.min_factor is None or it.vllm is None else factor >= it.min_factor
         rows += [
             Row(f"{it.name}: {SOURCE if version is None else f'vLLM {version}'}", statistics.median(other), it.unit),
             Row(f"{it.name}: kvtier", statistics.median(ours[it.name]), it.unit),

@@ -38,7 +38,7 @@ BLOCK_SIZE = 4  # tokens
 BLOCK_BYTES = 64
 DOCUMENT = 1024  # blocks
 PAUSE_S = 0.002  # between two calls, as the servers have it
-MOST_S = 0.005  # that a call may take: a thirtieth of a step of a small model on a CPU
+MAX_S = 0.005  # that a call may take: a thirtieth of a step of a small model on a CPU
 
 
 class Filled:
@@ -113,7 +113,7 @@ def rows_of(what: str, calls: Calls) -> list[Row]:
         Row(f"{what}: blocks that left", calls.num_blocks, "blocks"),
         Row(f"{what}: a call, median", 1e3 * float(np.median(calls.seconds)), "ms"),
         Row(f"{what}: a call, 99th percentile", 1e3 * float(np.percentile(calls.seconds, 99)), "ms"),
-        at_most(f"{what}: the longest call", 1e3 * float(calls.seconds.max()), "ms", 1e3 * MOST_S),
+        at_most(f"{what}: the longest call", 1e3 * float(calls.seconds.max()), "ms", 1e3 * MAX_S),
         Row(f"{what}: counting what is leased", 1e3 * calls.counted_s, "ms"),
         Row(f"{what}: in all", calls.total_s, "s"),
     ]
@@ -128,7 +128,7 @@ def main() -> None:
     num_on_disk = options.disk_blocks or options.effort.of(1 << 16, quick=512)
     with tempfile.TemporaryDirectory() as folder, Garbage():
         filled = Filled(Path(folder), num_blocks // 2, num_blocks, num_on_disk)
-        purged(filled, PurgeOrder(tenant=tenant_of("a"), most_blocks=512))  # numpy imports a part of itself late
+        purged(filled, PurgeOrder(tenant=tenant_of("a"), max_blocks=512))  # numpy imports a part of itself late
         rows = rows_of("a tenant", purged(filled, PurgeOrder(tenant=tenant_of("a"))))
         memory = frozenset({Tier.DEVICE, Tier.HOST})
         rows += rows_of("the rest of memory", purged(filled, PurgeOrder(memory)))

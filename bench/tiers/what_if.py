@@ -23,7 +23,7 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import SIZES, WhatIf
 
 BLOCK_BYTES = 1 << 20
-MOST_ERROR = 0.02
+MAX_ERROR = 0.02
 EXACT_BLOCKS = (1000, 4000, 16_000)
 TIERS = {Tier.DEVICE: 2000, Tier.HOST: 6000, Tier.DISK: 20_000}
 STRETCH = 5.0  # of a trace's times: the simulated device computes five times slower than what served it
@@ -61,8 +61,8 @@ def exact_rows(workload: str, prompts: Sequence[Sequence[BlockName]]) -> list[Ro
                 f"{workload}, {num_blocks:,} blocks: worst error at half, twice, four times (exact: {between})",
                 worst,
                 "",
-                f"<= {MOST_ERROR}",
-                worst <= MOST_ERROR,
+                f"<= {MAX_ERROR}",
+                worst <= MAX_ERROR,
                 varies=True,
             )
         )
@@ -83,7 +83,7 @@ def real_rows(workload: str, prompts: Sequence[Arriving]) -> list[Row]:
             found = sum(getattr(tokens, each) for each in Tier if each.depth <= resized.depth) / tokens.num_tokens
             title = f"{workload}, real tiers, {resized} x {size:g} ({found:.3f}): error"
             error = abs(estimated[resized][size] - found)
-            rows.append(Row(title, error, "", f"<= {MOST_ERROR}", error <= MOST_ERROR))
+            rows.append(Row(title, error, "", f"<= {MAX_ERROR}", error <= MAX_ERROR))
     return rows
 
 

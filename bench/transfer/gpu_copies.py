@@ -23,7 +23,7 @@ from kvtier.transfer.cuda.copy_choice import COPIES
 from kvtier.transfer.cuda.memory import CudaMemory
 
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
-LEAST_PROMISED = 512 * KIB  # the promises are about blocks of this size and larger ones
+MIN_PROMISED = 512 * KIB  # the promises are about blocks of this size and larger ones
 ONE_WAY, BOTH_WAYS = 0.92, 0.85
 BATCH_BYTES = 64 * MIB
 AT_ONCE = 10  # batches each way, when both ways run at once
@@ -98,8 +98,8 @@ def one_way(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]:
         rows.append(Row(f"{name}: plain pinned copy", gb_per_s(BATCH_BYTES, times["plain"]), "GB/s"))
         rows.append(Row(f"{name}: chosen, scattered", gb_per_s(BATCH_BYTES, times["chosen, scattered"]), "GB/s"))
         for side in list(works)[1:]:
-            least = ONE_WAY if promised and side == "chosen, scattered" else None
-            rows.append(at_least(f"{name}: {side} / plain", ratio_of(times["plain"], times[side]), least))
+            minimum = ONE_WAY if promised and side == "chosen, scattered" else None
+            rows.append(at_least(f"{name}: {side} / plain", ratio_of(times["plain"], times[side]), minimum))
     return rows
 
 
@@ -149,7 +149,7 @@ def at_once(works: Sequence[Work]) -> Work:
 
 def copies(gpu: torch.device, block_bytes: int, num_rounds: int) -> list[Row]:
     """Rows of copying blocks of one size."""
-    size, promised = in_words(block_bytes), block_bytes >= LEAST_PROMISED
+    size, promised = in_words(block_bytes), block_bytes >= MIN_PROMISED
     with closing(Bed.of(block_bytes, gpu)) as bed:
         print(f"{size}: {bed.memories['chosen'].choice}", flush=True)
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -27,7 +27,7 @@ NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
 NUM_THREADS = (1, 2, 4, 8)
 BATCH_BYTES = (4 * MIB, 16 * MIB)
 PROMISED = (4, 16 * MIB, "released")  # threads, batch and lock of the engine's lanes
-LEAST = 0.92
+MIN = 0.92
 DEADLINE_S = 60.0
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
         promised = f"{PROMISED[0]} threads, {PROMISED[1] // MIB} MiB, lock {PROMISED[2]}"
         for name in list(times)[1:]:
             ratio = ratio_of(times["plain"], times[name])
-            least = LEAST if name == promised else None
-            rows.append(at_least(f"{direction} with digests: {name} / plain", ratio, least))
+            minimum = MIN if name == promised else None
+            rows.append(at_least(f"{direction} with digests: {name} / plain", ratio, minimum))
         for lane in opened:
             lane.close()
     memory.close()

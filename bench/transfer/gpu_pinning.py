@@ -14,7 +14,7 @@ from kvtier.transfer.cuda.memory import CudaMemory, cuda_pin
 from kvtier.transfer.host_slab import PIECE_BYTES, Pin
 
 BLOCK_BYTES = 512 * KIB
-MOST_MS = 50.0
+MAX_MS = 50.0
 QUIET_S = 1.0
 PINNING_S = 90.0
 
@@ -43,13 +43,13 @@ def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
         Row(f"{size}: a piece, longest", 1000 * max(pieces), "ms"),
         Row(f"{size}: a small CUDA call before, longest", 1000 * max(quiet), "ms"),
         Row(f"{size}: a small CUDA call meanwhile, median", 1000 * statistics.median(stalls), "ms"),
-        at_most(f"{size}: a small CUDA call meanwhile, longest", 1000 * max(stalls), "ms", MOST_MS),
+        at_most(f"{size}: a small CUDA call meanwhile, longest", 1000 * max(stalls), "ms", MAX_MS),
     ]
 
 
-def _small_calls(tensor: torch.Tensor, is_over: Callable[[], bool], most_s: float) -> list[float]:
+def _small_calls(tensor: torch.Tensor, is_over: Callable[[], bool], max_s: float) -> list[float]:
     """Seconds of each of many small CUDA calls: a launch, a copy and a wait."""
-    times, give_up_at = [], time.perf_counter() + most_s
+    times, give_up_at = [], time.perf_counter() + max_s
     host = torch.zeros(tensor.shape, pin_memory=True)
     while not is_over() and time.perf_counter() < give_up_at:
         started = time.perf_counter()

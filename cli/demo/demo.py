@@ -22,7 +22,7 @@ from kvtier.engine.llm import LLM, encode, load_model, torch_device
 from kvtier.engine.model.layers import bytes_per_block
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion
-from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.data_file import max_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.tiers.lower.name_set import GROUP_BYTES, NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
@@ -89,10 +89,10 @@ class Stage:
     def of(cls, plan: Plan) -> "Stage":
         """Load or build the model, the document and the configuration that *plan* names."""
         model, tokenizer = _model(plan)
-        most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if plan.document is None and most is not None and plan.num_tokens > most - QUESTION_TOKENS:
-            advice = f"give {most - QUESTION_TOKENS} or fewer, or another --model"
-            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {most:,} with a question; {advice}")
+        limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if plan.document is None and limit is not None and plan.num_tokens > limit - QUESTION_TOKENS:
+            advice = f"give {limit - QUESTION_TOKENS} or fewer, or another --model"
+            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {limit:,} with a question; {advice}")
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
@@ -105,7 +105,7 @@ class Stage:
             {
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
-                "disk": {"path": plan.store, "capacity": most_bytes(int(DISK_DOCUMENTS * blocks))},
+                "disk": {"path": plan.store, "capacity": max_bytes(int(DISK_DOCUMENTS * blocks))},
                 # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-LEAST = -10.0  # what is less likely counts as this likely: rounding moves the logarithm of next to nothing the most
+MIN = -10.0  # what is less likely counts as this likely: rounding moves the logarithm of next to nothing the most
 UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # several tokens that are no whole character have this text
 
 
@@ -52,13 +52,13 @@ def distance(one: Answer, other: Answer) -> float | None:
 
 def _differences(mine: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[float]:
     for one, other in ((mine, theirs), (theirs, mine)):
-        most = max(LEAST, min(other.values(), default=LEAST))  # of a token that is not in the list
+        limit = max(MIN, min(other.values(), default=MIN))  # of a token that is not in the list
         for token, logprob in one.items():
             if UNCERTAIN in token:
                 continue
             if math.isnan(logprob):
                 yield math.inf
             elif token in other:
-                yield abs(max(LEAST, logprob) - max(LEAST, other[token]))
+                yield abs(max(MIN, logprob) - max(MIN, other[token]))
             else:
-                yield max(0.0, logprob - most)
+                yield max(0.0, logprob - limit)

@@ -18,7 +18,7 @@ from kvtier.cli.prove.proof import Order, Proof, prove
 from kvtier.cli.prove.push_out import PushOut
 
 _OTHER_WIDTH = 120  # characters of a line where there is no terminal
-_MOST_FINDINGS = 12  # that are printed; --json has all
+_MAX_FINDINGS = 12  # that are printed; --json has all
 _STATUS = {Verdict.PROVEN: 0, Verdict.WRONG: 1, Verdict.UNPROVEN: 2}
 _STYLE = {Verdict.PROVEN: "green", Verdict.WRONG: "bold red", Verdict.UNPROVEN: "yellow"}
 
@@ -74,10 +74,10 @@ def _print(console: Console, proof: Proof) -> None:
             f"differ by {noise}, and more than {measures.bound:.2g} is wrong. TTFT: time to the first token."
         )
     )
-    for finding in judgement.findings[:_MOST_FINDINGS]:
+    for finding in judgement.findings[:_MAX_FINDINGS]:
         console.print(Text(f"WRONG {_place(finding)}: {finding.what}", style=_STYLE[Verdict.WRONG]))
-    if len(judgement.findings) > _MOST_FINDINGS:
-        console.print(Text(f"… and {len(judgement.findings) - _MOST_FINDINGS} more, with --json"))
+    if len(judgement.findings) > _MAX_FINDINGS:
+        console.print(Text(f"… and {len(judgement.findings) - _MAX_FINDINGS} more, with --json"))
     if proof.doubts:
         console.print(Text("\nWhat this run cannot tell:"))
         for doubt in proof.doubts:

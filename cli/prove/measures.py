@@ -12,9 +12,9 @@ from kvtier.cli.prove.evidence import Asked, Evidence
 from kvtier.cli.prove.families import Pieces, shared
 
 FACTOR = 3.0  # of the noise: further away is wrong
-LEAST_BOUND = 0.001  # of a log probability: float32 rounds to a hundredth of it, and no answer hangs on less
+MIN_BOUND = 0.001  # of a log probability: float32 rounds to a hundredth of it, and no answer hangs on less
 UNMEASURED_BOUND = 0.3  # where other shapes of computation could not be tried: FACTOR times what bfloat16 did to vLLM
-_LEAST_UNSTEADY = 0.5  # five times what bfloat16 did
+_MIN_UNSTEADY = 0.5  # five times what bfloat16 did
 _OF_ALL_PROMPTS = 8  # tokens that a server may put before each prompt, and have cached
 
 
@@ -47,7 +47,7 @@ class Measures:
     @cached_property
     def bound(self) -> float:
         """An answer that is further from each reference is wrong."""
-        return max(LEAST_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
+        return max(MIN_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
 
     @cached_property
     def _repeats(self) -> list[tuple[Asked, Asked, float]]:
@@ -83,16 +83,16 @@ class Measures:
         beginning. 0 where a piece is no token."""
         if not self.evidence.is_exact:
             return 0
-        request, most = one.request, 0
+        request, limit = one.request, 0
         if request.is_read:
             before = [
                 other.request.pieces
                 for other in self._by_salt[request.salt]
                 if other is not one and other.batch <= one.batch and other.request.asker in self._kin[request.asker]
             ]
-            most = max((shared(request.pieces, pieces) for pieces in before), default=0)
+            limit = max((shared(request.pieces, pieces) for pieces in before), default=0)
         num_before = max(0, (one.answer.prompt_tokens or 0) - len(request.pieces))  # that the server puts there
-        return max(0, (one.answer.cached_tokens or 0) - num_before - most)
+        return max(0, (one.answer.cached_tokens or 0) - num_before - limit)
 
     def computed_alone(self, length: int) -> list[Asked]:
         """Prompts of that length that were computed as a whole while no other was asked."""
@@ -123,7 +123,7 @@ class Measures:
     def _unsteady_from(self) -> float:
         """A distance that is no rounding: half of that to prompts with other beginnings."""
         found = [each for found in self._controls.values() for each in found]
-        return max(_LEAST_UNSTEADY, median(found) / 2) if found else math.inf
+        return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
     @cached_property
     def alike(self) -> frozenset[frozenset[Asker]]:

@@ -21,10 +21,10 @@ from kvtier.cli.prove.setting import Salts, Setting
 from kvtier.cli.prove.writing import WORDS, TokenIds, Words, Writing
 
 _FEW = 40  # words, which fit any model
-_LEAST_IDS = 64  # with fewer different tokens prompts would begin alike by chance
+_MIN_IDS = 64  # with fewer different tokens prompts would begin alike by chance
 LENGTHS = (200, 1000, 4000)  # tokens; no block ends there
-LEAST_LENGTH = 64
-_MOST_LISTED = 4  # adapters that are asked without being named
+MIN_LENGTH = 64
+_MAX_LISTED = 4  # adapters that are asked without being named
 _NUM_PROBES = 3  # prompts by which it is seen how the server is asked cold
 _EXTRA_TOKENS = 32  # that a server may put around a prompt, and an answer
 
@@ -35,8 +35,8 @@ def choose_writing(asker: Asker) -> tuple[Writing, Words]:
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
     ids = _ids_of_words(asker.endpoint, asker.model)
-    writing = TokenIds(ids) if len(ids) >= _LEAST_IDS else TokenIds()
-    prompt = writing.write(range(_LEAST_IDS))
+    writing = TokenIds(ids) if len(ids) >= _MIN_IDS else TokenIds()
+    prompt = writing.write(range(_MIN_IDS))
     taken = unless_refused(asker.ask, prompt)
     if taken is None or taken.prompt_tokens not in (None, len(prompt), len(prompt) + 1):  # one that it begins with
         return words, words
@@ -132,7 +132,7 @@ def _askers(order: Order) -> tuple[list[Asker], int | None]:
         model = ListedModel(order.model, None, None)
     adapters = order.adapters
     if adapters is None:
-        adapters = [each.name for each in listed if each.parent == model.name][:_MOST_LISTED]
+        adapters = [each.name for each in listed if each.parent == model.name][:_MAX_LISTED]
     dialect = learn(order.endpoint, model.name)
     askers = [Asker(order.endpoint, model.name, "the model", dialect)]
     askers += [Asker(order.endpoint, name, name, dialect) for name in adapters]
@@ -145,11 +145,11 @@ def _lengths(asked: Sequence[int] | None, longest: int | None) -> list[int]:
     """The lengths of prompts, the shortest first."""
     if longest is None:
         return sorted(asked or LENGTHS)
-    most = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one goes on for an eighth
-    if most < LEAST_LENGTH:
+    limit = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one goes on for an eighth
+    if limit < MIN_LENGTH:
         raise ValueError(f"the model takes {longest:,} tokens, too few to see anything")
     if asked is None:
-        return [length for length in LENGTHS if length <= most] or [most]
-    if max(asked) > most:
-        raise ValueError(f"--lengths {max(asked)}: the model takes {longest:,} tokens; give {most} or less")
+        return [length for length in LENGTHS if length <= limit] or [limit]
+    if max(asked) > limit:
+        raise ValueError(f"--lengths {max(asked)}: the model takes {longest:,} tokens; give {limit} or less")
     return sorted(asked)

@@ -17,7 +17,7 @@ from kvtier.cli.prove.setting import Setting
 from kvtier.cli.prove.writing import Writing
 
 NUM_HALF = NUM_TOKENS // 2
-_NUM_SHAPES, _MOST_SHAPE_TRIES = 3, 6  # prompts of each length
+_NUM_SHAPES, _MAX_SHAPE_TRIES = 3, 6  # prompts of each length
 _NUM_AGAIN = 2  # times that a suspect's prompt is computed as a whole again, alone, and as often among others
 
 
@@ -92,7 +92,7 @@ class Prover:
         for number, length in enumerate(lengths):
             self._note("computing answers in other shapes", number, len(lengths))
             found: list[float] = []
-            for _ in range(_MOST_SHAPE_TRIES):
+            for _ in range(_MAX_SHAPE_TRIES):
                 apart = shapes_apart(self._continuable(asker, length), partial(self._computed, cold, asker))
                 found += [] if apart is None else [apart]
                 if len(found) == _NUM_SHAPES:

@@ -67,7 +67,7 @@ class DiskBelow:
         disk: DiskTier,
         make_lanes: MakeLanes,
         num_readers: int,
-        most_queued_bytes: int,
+        max_queued_bytes: int,
         row_bytes: Callable[[int], int],
         end_store: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -84,7 +84,7 @@ class DiskBelow:
         self._index_load = IndexLoad(self._index, self._transfers, clock)
         self._probe = ReadProbe(ReadableDisk(self._index), row_bytes, self._transfers, clock)
         self._loads = Loads(self._index, self._transfers, num_readers)
-        self._writes = Writes(self._index, self._transfers, most_queued_bytes)
+        self._writes = Writes(self._index, self._transfers, max_queued_bytes)
         self._jobs: set[Job] = set()  # that have not ended
         self._is_closing = False
         with self._lock:

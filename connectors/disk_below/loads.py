@@ -11,8 +11,8 @@ from kvtier.tiers.lower.breaker import Attempt
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_PART_BYTES = 32 << 20  # the store reads such a part with several threads by itself
-MOST_PART_ROWS = 512
+MAX_PART_BYTES = 32 << 20  # the store reads such a part with several threads by itself
+MAX_PART_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -119,17 +119,17 @@ class Loads:
         """The rows at *places*, cut for the readers."""
         return [
             Part(job, part, sum(job.rows[place].memory.nbytes for place in part))
-            for part in cut(places, job.rows, MOST_PART_BYTES, MOST_PART_ROWS)
+            for part in cut(places, job.rows, MAX_PART_BYTES, MAX_PART_ROWS)
         ]
 
 
-def cut(places: Sequence[int], rows: Sequence[Row], most_bytes: int, most_rows: int) -> list[list[int]]:
+def cut(places: Sequence[int], rows: Sequence[Row], max_bytes: int, max_rows: int) -> list[list[int]]:
     """The places in parts, in order; each has one row, or no more than so many bytes and rows."""
     parts: list[list[int]] = []
     num_bytes = 0
     for place in places:
         size = rows[place].memory.nbytes
-        if not parts or num_bytes + size > most_bytes or len(parts[-1]) == most_rows:
+        if not parts or num_bytes + size > max_bytes or len(parts[-1]) == max_rows:
             parts.append([])
             num_bytes = 0
         parts[-1].append(place)

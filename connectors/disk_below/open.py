@@ -16,7 +16,7 @@ from kvtier.transfer.transfer_engine import Route
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
-MOST_QUEUED_BYTES = 256 << 20  # to be written: so much of an engine's host memory is kept in place by writes
+MAX_QUEUED_BYTES = 256 << 20  # to be written: so much of an engine's host memory is kept in place by writes
 OPENING_WAIT_S = 5.0  # at the start; a store that takes longer joins later
 
 
@@ -55,4 +55,4 @@ def open_disk_below(
     if not store.wait_opened(OPENING_WAIT_S):
         log.warning("disk %s: %s; nothing is cached there until it opens", config.path, store.standing().why)
     disk = DiskTier(store, namespace, written_bytes_per_day=config.max_written_bytes_per_day, opening=store.opening)
-    return DiskBelow(disk, make_lanes, NUM_READERS, MOST_QUEUED_BYTES, row_bytes, end_store)
+    return DiskBelow(disk, make_lanes, NUM_READERS, MAX_QUEUED_BYTES, row_bytes, end_store)

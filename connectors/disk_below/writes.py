@@ -16,9 +16,9 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_BATCH_BYTES = 16 << 20
-MOST_BATCH_ROWS = 64
-MOST_UNDER_WAY = 2  # batches: one is written and one waits for the writer
+MAX_BATCH_BYTES = 16 << 20
+MAX_BATCH_ROWS = 64
+MAX_UNDER_WAY = 2  # batches: one is written and one waits for the writer
 
 
 class Refusal(StrEnum):
@@ -42,18 +42,18 @@ class Batch:
 class Writes:
     """Writes jobs in the order in which they came, each job's last rows first, so that a prefix leaves from its end.
 
-    At most *most_queued_bytes* wait: a job's rows beyond that are refused, except that one row is always taken when
+    At most *max_queued_bytes* wait: a job's rows beyond that are refused, except that one row is always taken when
     none waits. A row that is on disk is not written again, but counts as used. The caller holds the lock of
     `DiskBelow`.
     """
 
-    def __init__(self, index: RowIndex, transfers: TransferEngine, most_queued_bytes: int) -> None:
+    def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
         self.num_stored = 0  # rows
         self.refused: Counter[Refusal] = Counter()  # rows
         self.queued_bytes = 0  # that have not been written yet
         self._index = index
         self._transfers = transfers
-        self._most_queued_bytes = most_queued_bytes
+        self._max_queued_bytes = max_queued_bytes
         self._queued: deque[Batch] = deque()
         self._num_under_way = 0
 
@@ -72,7 +72,7 @@ class Writes:
                 continue
             self.queued_bytes += row.memory.nbytes
             taken.append(place)
-        for places in cut(taken[::-1], job.rows, MOST_BATCH_BYTES, MOST_BATCH_ROWS):
+        for places in cut(taken[::-1], job.rows, MAX_BATCH_BYTES, MAX_BATCH_ROWS):
             self._queued.append(Batch(job, places, sum(job.rows[place].memory.nbytes for place in places)))
         self.pump()
 
@@ -84,7 +84,7 @@ class Writes:
 
     def pump(self) -> None:
         """Hand batches to the writer."""
-        while self._queued and self._num_under_way < MOST_UNDER_WAY:
+        while self._queued and self._num_under_way < MAX_UNDER_WAY:
             disk = self._index.disk
             attempt = disk.writing.begin() if disk.is_open else None
             batch = self._queued[0]
@@ -107,7 +107,7 @@ class Writes:
         disk = self._index.disk
         if not disk.may_write() or num_bytes > disk.latest.capacity_bytes:
             return Refusal.DISK
-        if self.queued_bytes and self.queued_bytes + num_bytes > self._most_queued_bytes:
+        if self.queued_bytes and self.queued_bytes + num_bytes > self._max_queued_bytes:
             return Refusal.BUSY
         return None if disk.budget.allows(self.queued_bytes + num_bytes) else Refusal.BUDGET
 

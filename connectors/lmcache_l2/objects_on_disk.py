@@ -13,7 +13,7 @@ from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, Layout, ObjectKey, layout_of, name_of
 from kvtier.tiers.naming.block_hash import BlockName
 
-MOST_OBJECT_BYTES = 1 << 32  # an object's size is its group's number
+MAX_OBJECT_BYTES = 1 << 32  # an object's size is its group's number
 NO_MEMORY = memoryview(b"")
 
 
@@ -99,8 +99,8 @@ class ObjectsOnDisk:
     def _row(self, key: ObjectKey, memory: ObjectMemory) -> Row:
         # numpy's view is of bytes; LMCache's is of C's unsigned chars, which cannot be cast
         raw = np.frombuffer(memory.byte_array, np.uint8).data
-        if not 0 < raw.nbytes < MOST_OBJECT_BYTES:
-            raise ValueError(f"an object of {raw.nbytes} bytes; 1 to {MOST_OBJECT_BYTES - 1} can be stored")
+        if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
+            raise ValueError(f"an object of {raw.nbytes} bytes; 1 to {MAX_OBJECT_BYTES - 1} can be stored")
         tensors = memory.metadata
         shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
         layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)

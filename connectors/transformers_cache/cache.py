@@ -121,7 +121,7 @@ class KVTierCache:
         chain.extend(prompt_ids)
         past = PromptCache(self._model.config)
         if not torch.is_autocast_enabled(self._model.device.type):
-            self._load(past, chain, most_tokens=len(prompt_ids) - 1)  # what computes nothing has no logits
+            self._load(past, chain, max_tokens=len(prompt_ids) - 1)  # what computes nothing has no logits
         with WatchedPasses(self._model, past, prompt_ids, self._layout.shapes) as passes:
             yield past
         num_stored, num_unstored = self._store_named(past, chain, passes.token_ids())
@@ -167,10 +167,10 @@ class KVTierCache:
     ) -> None:
         self.close()
 
-    def _load(self, past: PromptCache, chain: BlockChain, most_tokens: int) -> None:
+    def _load(self, past: PromptCache, chain: BlockChain, max_tokens: int) -> None:
         """Load the longest prefix that is on disk into *past*."""
         size = self._layout.block_size
-        names = chain.names[: max(0, most_tokens) // size]
+        names = chain.names[: max(0, max_tokens) // size]
         names = names[: self._disk.num_held(names)]
         if not names:
             return

@@ -30,7 +30,7 @@ def checked_layout(model: PreTrainedModel, block_size: int) -> RowLayout:
     if model.training:
         raise UnsupportedModel(f"{type(model).__name__}: is in training mode; call its eval() first")
     _check_miniature(model)
-    num_tokens = min(2 * block_size + 2, _most_tokens(model))
+    num_tokens = min(2 * block_size + 2, _max_tokens(model))
     token_ids = [3 + i % 13 for i in range(num_tokens)]
     cache, logits = _computed(model, token_ids)
     layout = RowLayout(_shapes(cache), block_size)
@@ -49,7 +49,7 @@ def _check_miniature(model: PreTrainedModel) -> None:
             f"{type(model).__name__}: no small copy can be made to compare its long prompts with ({error})"
         ) from error
     rng = random.Random(7)
-    token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _most_tokens(small)))]
+    token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _max_tokens(small)))]
     splits = [split for split in SPLITS if split < len(token_ids)]
     # Before the long one: some rotary embeddings stay as the longest prompt so far has left them.
     prefixes = [_computed(small, token_ids[:split])[0] for split in splits]
@@ -106,7 +106,7 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
         )
 
 
-def _most_tokens(model: PreTrainedModel) -> int:
+def _max_tokens(model: PreTrainedModel) -> int:
     """How many positions the model has: learned ones end somewhere, and are not cut to `LIMIT` in a miniature."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return NUM_TOKENS if most is None or most <= LIMIT else most
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return NUM_TOKENS if limit is None or limit <= LIMIT else limit

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once
 TOLD_WAIT_S = 10.0  # it tells of a million blocks in about eight seconds; the rest is told beside the first requests
-MOST_NAME_CHARACTERS = 256
+MAX_NAME_CHARACTERS = 256
 
 
 def build_scheduler_half(
@@ -105,4 +105,4 @@ def _version(package: str) -> str:
 
 def _printable(name: str) -> str:
     """What people read in the sidecar's list of those that are attached."""
-    return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]
+    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]

@@ -25,9 +25,9 @@ class Digests:
 
     def take(self, memory: HostMemory, slots: Sequence[int], on_taken: OnTaken) -> None:
         """Have the digests of these slots taken; *on_taken* is called once for each part of them."""
-        most = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
-        for start in range(0, len(slots), most):
-            places = range(start, min(start + most, len(slots)))
+        limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
+        for start in range(0, len(slots), limit):
+            places = range(start, min(start + limit, len(slots)))
             self.num_pending += 1
             taken = self._threads.submit(_digests, memory, slots[places.start : places.stop])
             taken.add_done_callback(lambda done, places=places: self._on_done(done, places, on_taken))  # type: ignore[misc]

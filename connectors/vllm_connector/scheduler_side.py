@@ -21,7 +21,7 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.host_memory import HostMemory
 
-MOST_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
+MAX_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
 OFFER_PAUSE_S = 0.02  # before a request that found too few slots is offered again
 
 
@@ -322,7 +322,7 @@ class SchedulerSide:
             tracked.is_settled = True
             self.counts.late_loads += end > num_computed
             return 0
-        if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MOST_LOADS:
+        if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MAX_LOADS:
             tracked.asked_at = self._clock()  # others' deadlines end this wait
         elif self.is_mapped:
             tracked.load = Load(self._where, tracked.names, tracked.offer.tenant, num_computed, end)
@@ -351,7 +351,7 @@ class SchedulerSide:
             tracked.inquiry = AllOf(inquiries)
         return tracked.inquiry.is_done
 
-    def _num_found(self, names: RequestNames, num_computed: int, most: int) -> int:
+    def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
         """After how many tokens the request could go on with what is known to be below."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -361,8 +361,8 @@ class SchedulerSide:
                 return end
             return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
 
-        most = min([most, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
-        return longest_hit(most // self._unit * self._unit, self._groups, first_hole) if most > num_computed else 0
+        limit = min([limit, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
+        return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: Tracked, pages: Pages, start: int, end: int) -> None:
         """Have the workers copy tokens *start* to before *end*, which were promised, into these pages."""

@@ -10,8 +10,8 @@ from kvtier.connectors.vllm_offloading.request_chain import RequestChain, group_
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
 
-MOST_HOLES = 8192  # those that were noted first are forgotten
-MOST_AT_ONCE = 64
+MAX_HOLES = 8192  # those that were noted first are forgotten
+MAX_AT_ONCE = 64
 PAUSE_S = 1.0  # between two offers: a disk that has refused rests for a while
 TOUCHED_KEYS = 256  # at the end of a request, of each group: what the disk has of it is mostly among the last ones
 GAUGES_EVERY_S = 1.0
@@ -34,7 +34,7 @@ class Holes:
         if not self._parents:
             self._next_at = self._clock() + PAUSE_S
         self._parents[key] = parent
-        while len(self._parents) > MOST_HOLES:
+        while len(self._parents) > MAX_HOLES:
             self._parents.popitem(last=False)
 
     def clear(self) -> None:
@@ -46,7 +46,7 @@ class Holes:
         if not self._parents or self._clock() < self._next_at:
             return {}
         self._next_at = self._clock() + PAUSE_S
-        return dict(self._parents.popitem(last=False) for _ in range(min(MOST_AT_ONCE, len(self._parents))))
+        return dict(self._parents.popitem(last=False) for _ in range(min(MAX_AT_ONCE, len(self._parents))))
 
 
 class TierSide:

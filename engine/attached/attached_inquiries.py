@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvtier.engine.attached.wire import MOST_BLOCKS, FromEngine, Inquire, Inquired, joined, names_in
+from kvtier.engine.attached.wire import MAX_BLOCKS, FromEngine, Inquire, Inquired, joined, names_in
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.remote.presence import Presence
 from kvtier.tiers.naming.block_hash import BlockName
@@ -34,7 +34,7 @@ class AttachedInquiries:
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
         """See `LowerTiers.inquire`."""
-        names = names[self._presence.num_held(group_id, names) :][:MOST_BLOCKS]
+        names = names[self._presence.num_held(group_id, names) :][:MAX_BLOCKS]
         if not names:
             return NOTHING_TO_ASK
         number, self._next_number = self._next_number, self._next_number + 1

@@ -24,7 +24,7 @@ from kvtier.engine.attached.wire import (
 
 ANSWER_S = 5.0  # for which the answer to `Hello` is waited for: the sidecar's thread never waits itself
 PIECE_BYTES = 256 << 10
-MOST_PIECES = 16  # that are read in one call: the rest in the next
+MAX_PIECES = 16  # that are read in one call: the rest in the next
 MAX_HINT_BYTES = 1 << 20  # unsent; while there are more, a sidecar that does not read is sent no hints
 MAX_UNSENT_BYTES = 64 << 20  # a sidecar that reads so little is taken for gone
 
@@ -95,7 +95,7 @@ class Session:
     def receive(self) -> Sequence[FromSidecar]:
         """What has come since the last call; none, and `is_open` is false, once the sidecar has gone."""
         messages, self._come = self._come, []
-        for _ in range(MOST_PIECES if self.is_open else 0):
+        for _ in range(MAX_PIECES if self.is_open else 0):
             try:
                 data = self._connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT)
                 if not data:

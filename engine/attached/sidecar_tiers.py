@@ -67,7 +67,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 ASK_AFTER_S = 0.25  # without a word, while an answer is waited for: then it is asked whether it lives
 LOST_AFTER_S = 1.0  # it is left alone, until it says something
-MOST_STEP_S = 0.1  # between two looks that count: an engine that was busy or stopped itself has not listened
+MAX_STEP_S = 0.1  # between two looks that count: an engine that was busy or stopped itself has not listened
 log = logging.getLogger(__name__)
 
 TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
@@ -104,7 +104,7 @@ class Silence:
     def look(self, is_waited_for: bool) -> None:
         """Let time pass. *is_waited_for*: whether an answer is."""
         now = self._clock()
-        step, self._looked_at = min(now - self._looked_at, MOST_STEP_S), now
+        step, self._looked_at = min(now - self._looked_at, MAX_STEP_S), now
         if is_waited_for or self.is_lost:
             self._silent_s += step
         elif not self._is_asked:

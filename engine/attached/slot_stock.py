@@ -6,7 +6,7 @@ from kvtier.tiers.device.slot_ids import Ids
 
 IDLE_S = 0.5  # after which slots that were not used go back: others may need them
 RETRY_S = 0.5  # after which a sidecar without room is asked again
-MOST_PART = 16  # of all slots, the part of them that is kept ready beyond what was asked for
+MAX_PART = 16  # of all slots, the part of them that is kept ready beyond what was asked for
 
 
 class SlotStock:
@@ -24,8 +24,8 @@ class SlotStock:
         self.lent: set[int] = set()
         self.is_short = False  # who took last lacks some, for which the answer has still to come
         self.has_room = True  # the sidecar's last answer had all slots that were asked for
-        self._most_ahead = num_slots // MOST_PART
-        self._num_kept = min(num_kept, self._most_ahead)
+        self._max_ahead = num_slots // MAX_PART
+        self._num_kept = min(num_kept, self._max_ahead)
         self._answered_at = float("-inf")
         self._ask = ask
         self._clock = clock
@@ -43,7 +43,7 @@ class SlotStock:
         self._used_at = self._clock()
         taken, self._ready = self._ready[:num_slots], self._ready[num_slots:]
         self.lent.update(taken)
-        lacking, kept = num_slots - len(taken), max(self._num_kept, min(num_slots, self._most_ahead))
+        lacking, kept = num_slots - len(taken), max(self._num_kept, min(num_slots, self._max_ahead))
         self.is_short = lacking > 0
         if lacking or 2 * len(self._ready) <= kept:
             self._want(lacking + kept - len(self._ready))

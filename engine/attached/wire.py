@@ -35,9 +35,9 @@ from kvtier.tiers.naming.tier import Reason, Tier
 VERSION = 3
 LENGTH_BYTES = 4
 ENGINE_BYTES = 16
-MOST_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
-MOST_BLOCKS = 1 << 17  # in one message
-MOST_TRACED = 64  # requests that a message tells to be traced; an engine tells of half as many
+MAX_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
+MAX_BLOCKS = 1 << 17  # in one message
+MAX_TRACED = 64  # requests that a message tells to be traced; an engine tells of half as many
 
 
 class Malformed(ValueError):
@@ -355,10 +355,10 @@ def message_of_sidecar(payload: bytes | memoryview) -> FromSidecar:
 
 class Frames:
     """Takes the bytes of a connection as they come, and gives the frames that are complete. Memory is bounded by one
-    frame of *most_bytes* and a piece."""
+    frame of *max_bytes* and a piece."""
 
-    def __init__(self, most_bytes: int = MOST_FRAME_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._data = bytearray()
 
     @property
@@ -371,12 +371,12 @@ class Frames:
         """Whether a frame is complete that `receive` has not given yet."""
         return self._end_of_frame(0) is not None
 
-    def receive(self, data: bytes, most: int = MOST_BLOCKS) -> list[bytes]:
-        """The payloads of the next frames that are complete with *data*, at *most* so many. `Malformed` for a frame
+    def receive(self, data: bytes, limit: int = MAX_BLOCKS) -> list[bytes]:
+        """The payloads of the next frames that are complete with *data*, at *limit* so many. `Malformed` for a frame
         that is too large."""
         self._data += data
         payloads, at = list[bytes](), 0
-        while len(payloads) < most and (end := self._end_of_frame(at)) is not None:
+        while len(payloads) < limit and (end := self._end_of_frame(at)) is not None:
             payloads.append(bytes(memoryview(self._data)[at + LENGTH_BYTES : end]))
             at = end
         del self._data[:at]
@@ -387,8 +387,8 @@ class Frames:
         if len(self._data) < at + LENGTH_BYTES:
             return None
         length = int.from_bytes(self._data[at : at + LENGTH_BYTES], "little")
-        if length > self._most_bytes:
-            raise Malformed(f"a frame of {length} bytes; at most {self._most_bytes} are taken")
+        if length > self._max_bytes:
+            raise Malformed(f"a frame of {length} bytes; at most {self._max_bytes} are taken")
         end = at + LENGTH_BYTES + length
         return end if end <= len(self._data) else None
 
@@ -400,7 +400,7 @@ def joined(names: Sequence[BlockName]) -> bytes:
 
 def names_in(data: bytes) -> list[BlockName]:
     """The reverse of `joined`; `Malformed` if it is no row of names."""
-    if len(data) % NAME_BYTES or len(data) > NAME_BYTES * MOST_BLOCKS:
+    if len(data) % NAME_BYTES or len(data) > NAME_BYTES * MAX_BLOCKS:
         raise Malformed(f"{len(data)} bytes are no row of names")
     return cast(list[BlockName], np.frombuffer(data, f"V{NAME_BYTES}").tolist())
 
@@ -419,7 +419,7 @@ def packed(numbers: Ids | npt.NDArray[Any] | Sequence[int]) -> bytes:
 
 def numbers_in(data: bytes, limit: int) -> Ids:
     """The reverse of `packed`; `Malformed` for a number below 0 or from *limit* on."""
-    if len(data) % 4 or len(data) > 4 * MOST_BLOCKS:
+    if len(data) % 4 or len(data) > 4 * MAX_BLOCKS:
         raise Malformed(f"{len(data)} bytes are no row of numbers")
     numbers = np.frombuffer(data, "<i4").astype(np.intp)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:

@@ -97,10 +97,10 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
     """The *counts* of tokens, cut to the positions that the model has: learned positions are not cut to `LIMIT`."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
-    if most <= LIMIT:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
+    if limit <= LIMIT:
         return list(counts)
-    left = most - len(counts)
+    left = limit - len(counts)
     within = []
     for count in counts:
         within.append(1 + min(count - 1, left))

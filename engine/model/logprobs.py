@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-_MOST_AT_ONCE = 1 << 22  # logits that are looked at together: 32 MiB of float64, for which rows are copied
+_MAX_AT_ONCE = 1 << 22  # logits that are looked at together: 32 MiB of float64, for which rows are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def step_logprobs(
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]
-    for start in range(0, len(rows), at_once := max(1, _MOST_AT_ONCE // logits.shape[-1])):
+    for start in range(0, len(rows), at_once := max(1, _MAX_AT_ONCE // logits.shape[-1])):
         some = rows[start : start + at_once]
         row_ids = [row for row, _ in some]
         logprobs = logits[row_ids].double().log_softmax(dim=-1)

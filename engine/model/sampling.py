@@ -11,7 +11,7 @@ from kvtier.tiers.naming.request_text import check_text
 if TYPE_CHECKING:  # it raises WrongParameter
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
-MOST_BIAS = 100.0  # as at OpenAI and vLLM
+MAX_BIAS = 100.0  # as at OpenAI and vLLM
 
 
 class WrongParameter(ValueError):
@@ -115,7 +115,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             fine = _is_whole(token_id) and token_id >= 0 and not math.isnan(bias)
             _require(fine, "logit_bias", {token_id: bias}, "give token ids and numbers between -100 and 100")
-        within = {index(i): max(-MOST_BIAS, min(MOST_BIAS, bias)) for i, bias in self.logit_bias.items()}
+        within = {index(i): max(-MAX_BIAS, min(MAX_BIAS, bias)) for i, bias in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", within)
 
 

@@ -69,7 +69,7 @@ class Surroundings:
 
     cache: TieredCache
     clock: Callable[[], float]
-    most_s: float  # the longest time of a load: from asking for room until its request starts with what has come
+    max_s: float  # the longest time of a load: from asking for room until its request starts with what has come
     room: CircuitBreaker  # for waiting for room: copies that are too slow hold up the queue once, not for each request
     busy_s: Callable[["Request"], float]  # how long the device will compute for other requests than this one
 
@@ -241,7 +241,7 @@ class Loading:
         if self._attempt is None:
             return True
         self._is_room_made = True
-        if clock() < self._asked_at + ROOM_SHARE * self._around.most_s:
+        if clock() < self._asked_at + ROOM_SHARE * self._around.max_s:
             return False
         breaker.on_hung(self._attempt)
         self._attempt = None
@@ -277,7 +277,7 @@ class Loading:
             self._expect({State.PARKED, State.LATE})
             self._arrive()
 
-    def begin_early(self, most_tokens: int) -> int:
+    def begin_early(self, max_tokens: int) -> int:
         """Lease slots for a step that computes on the layers that have come; the number of its tokens.
 
         0 if there can be no such step. The promotion keeps its leases.
@@ -287,7 +287,7 @@ class Loading:
         if self.state is State.LATE or promotion.gate is None:
             return 0
         request, start = self._request, promotion.num_tokens + promotion.num_copied
-        num_tokens = min(len(request.token_ids) - start, most_tokens)
+        num_tokens = min(len(request.token_ids) - start, max_tokens)
         pairs = zip(self._cache.groups, promotion.tables, strict=True)
         slots = self._cache.allocate(
             [-(-(start + num_tokens) // group.block_size) - len(table) for group, table in pairs]
@@ -391,7 +391,7 @@ class Loading:
 
     def _left_s(self) -> float:
         """Seconds until the request starts with what has come."""
-        return max(0.0, self._asked_at + self._around.most_s - self._around.clock())
+        return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
         """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.engine.scheduling.slot_demand import most_blocks
+from kvtier.engine.scheduling.slot_demand import max_blocks
 from kvtier.tiers.naming.groups import AttentionGroup
 
 
@@ -15,15 +15,15 @@ def longest_request(
     """
 
     def fits(num_tokens: int) -> bool:
-        pairs = zip(most_blocks(groups, num_tokens, chunk), num_slots, strict=True)
+        pairs = zip(max_blocks(groups, num_tokens, chunk), num_slots, strict=True)
         return all(blocks <= slots for blocks, slots in pairs)
 
     pairs = zip(groups, num_slots, strict=True)
-    most = max(group.block_size * slots for group, slots in pairs) if model_limit is None else model_limit
-    if fits(most):
-        return most
-    least = 0  # fits
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    limit = max(group.block_size * slots for group, slots in pairs) if model_limit is None else model_limit
+    if fits(limit):
+        return limit
+    minimum = 0  # fits
+    while limit - minimum > 1:
+        middle = (minimum + limit) // 2
+        minimum, limit = (middle, limit) if fits(middle) else (minimum, middle)
+    return minimum

@@ -19,12 +19,12 @@ class LookAhead:
     the engine's thread.
     """
 
-    def __init__(self, cache: TieredCache, pins: TimedPins, most_bytes: Callable[[], int], lasts_s: float) -> None:
-        """*most_bytes*: the budget now. *lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may
+    def __init__(self, cache: TieredCache, pins: TimedPins, max_bytes: Callable[[], int], lasts_s: float) -> None:
+        """*max_bytes*: the budget now. *lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may
         be evicted as any others."""
         self._cache = cache
         self._timed = pins
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lasts_s = lasts_s
         self._pins: dict[Request, Pin | None] = {}  # None: it had nothing to pin
 
@@ -47,7 +47,7 @@ class LookAhead:
             self._timed.unpin(pin)
 
     def _begin(self, request: Request) -> None:
-        left = min(self._most_bytes() - self.num_bytes, self._cache.free_to_pin)
+        left = min(self._max_bytes() - self.num_bytes, self._cache.free_to_pin)
         if left <= 0:
             return
         pin = None

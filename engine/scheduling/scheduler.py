@@ -59,10 +59,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         look_ahead: LookAhead | None = None,
         trails: Trails | None = None,
-        most_scored: int = 1 << 30,
+        max_scored: int = 1 << 30,
     ) -> None:
         """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit.
-        *trails* gets the trail of each request, and its owner takes it out. *most_scored*: the tokens of prompts
+        *trails* gets the trail of each request, and its owner takes it out. *max_scored*: the tokens of prompts
         that a step may have the logits of."""
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -75,7 +75,7 @@ class Scheduler:
         self._planner = planner
         self._look_ahead = look_ahead
         self._trails = Trails() if trails is None else trails
-        self._most_scored = most_scored
+        self._max_scored = max_scored
         self._asking: Loading | None = None  # the loading that asked for room last, in this step or the one before
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
@@ -329,10 +329,10 @@ class Scheduler:
 
     def _begin_early(self, step: list[Work]) -> None:
         """Add work of a prompt whose prefix is arriving layer by layer, for a step that is empty otherwise."""
-        most_tokens = min(self._config.prefill_chunk, self._config.token_budget)
+        max_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
-            most = most_tokens if request.scores is None else min(most_tokens, self._most_scored)
-            if num_tokens := _loading_of(request).begin_early(most):
+            limit = max_tokens if request.scores is None else min(max_tokens, self._max_scored)
+            if num_tokens := _loading_of(request).begin_early(limit):
                 step.append(Work(request, num_tokens))
                 return
 
@@ -349,7 +349,7 @@ class Scheduler:
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
         """As many of the request's next tokens as the step can have the logits of, beside those of its other work."""
         scored = Work(request, num_tokens).scored
-        left = self._most_scored - sum(len(work.scored) for work in step)
+        left = self._max_scored - sum(len(work.scored) for work in step)
         return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
 
     def _lease_slots(self, request: Request, num_tokens: int, step: list[Work]) -> bool:
@@ -414,9 +414,9 @@ class SharedPrefill:
     when less than a chunk is to be computed, all of them compute.
     """
 
-    def __init__(self, least_tokens: int) -> None:
-        """No request waits for less than *least_tokens*, one chunk: it computes them within a step itself."""
-        self._least_tokens = least_tokens
+    def __init__(self, min_tokens: int) -> None:
+        """No request waits for less than *min_tokens*, one chunk: it computes them within a step itself."""
+        self._min_tokens = min_tokens
 
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
         """Whether one of the *prefilling* requests will soon have computed a beginning that this request needs too.
@@ -425,7 +425,7 @@ class SharedPrefill:
         this request may find at once what that one computes.
         """
         return request.reads_cache and any(
-            self._num_tokens_ahead(request, other) >= self._least_tokens
+            self._num_tokens_ahead(request, other) >= self._min_tokens
             for other in prefilling
             if other.reads_cache and other.options.takes_all_hits and other.options.priority <= request.options.priority
         )

@@ -22,7 +22,7 @@ class SlotDemand:
 
     def of(self, num_tokens: int) -> list[int]:
         """For each group, the most slots that a request of that many tokens leases at once."""
-        return most_blocks(self._cache.groups, num_tokens, self._chunk)
+        return max_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
         """Whether there are slots for all of the request, beside those that *active* requests have or will need for the
@@ -46,7 +46,7 @@ class SlotDemand:
         leased = [num_leased(table) for table in request.tables]
         if request.loading is not None:
             leased = [sum(pair) for pair in zip_longest(leased, request.loading.num_slots(), fillvalue=0)]
-        return [max(0, most - there) for most, there in zip_longest(self._of_all(request), leased, fillvalue=0)]
+        return [max(0, limit - there) for limit, there in zip_longest(self._of_all(request), leased, fillvalue=0)]
 
 
 def num_leased(table: Sequence[int]) -> int:
@@ -55,29 +55,29 @@ def num_leased(table: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def most_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
+def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
     """For each group, the most blocks that a request of *num_tokens* holds at once, computed in chunks.
 
     A hit, a preemption or a short budget lets a chunk start at any token.
     """
     return [
-        _most_of_window(group, num_tokens, chunk) if group.forgets else -(-num_tokens // group.block_size)
+        _max_of_window(group, num_tokens, chunk) if group.forgets else -(-num_tokens // group.block_size)
         for group in groups
     ]
 
 
-def _most_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
-    """`most_blocks` for one group that forgets.
+def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
+    """`max_blocks` for one group that forgets.
 
     Among the starts with the same first needed block, the last one holds most, so only starts before a step of
     `first_needed` are looked at. The number of blocks repeats after at most as many such steps as a block has tokens.
     (Looking at all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
-    start, most = max(0, num_tokens - chunk), 0
+    start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):
         first = group.first_needed(start)
-        most = max(most, -(-min(start + chunk, num_tokens) // group.block_size) - first)
+        limit = max(limit, -(-min(start + chunk, num_tokens) // group.block_size) - first)
         if not first:
             break
         start = bisect_left(range(start), first, key=group.first_needed) - 1
-    return most
+    return limit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvtier.engine.scheduling.scheduler import Work
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 
-LEAST_S = 60.0  # beyond all deadlines
+MIN_S = 60.0  # beyond all deadlines
 
 
 class StepTimes:
@@ -15,10 +15,10 @@ class StepTimes:
     Steps that prefill nothing say nothing about prefill and are left out. Owned by the engine's thread.
     """
 
-    def __init__(self, prefill: PrefillSpeed, least_tokens: int) -> None:
-        """*least_tokens*: a step that computes as many of one request counts as prefill."""
+    def __init__(self, prefill: PrefillSpeed, min_tokens: int) -> None:
+        """*min_tokens*: a step that computes as many of one request counts as prefill."""
         self._prefill = prefill
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
         self._is_prefill = False
         self._num_steps = 0
         self._num_tokens = 0
@@ -31,7 +31,7 @@ class StepTimes:
         for item, depth in zip(work, depths, strict=True):
             self._num_tokens += item.num_tokens
             self._num_read += tokens_read(depth, item.num_tokens)
-            self._is_prefill |= item.num_tokens >= self._least_tokens
+            self._is_prefill |= item.num_tokens >= self._min_tokens
         self._seconds += seconds
         if has_sampled:
             if self._is_prefill:
@@ -54,7 +54,7 @@ class Stall:
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """*deadline_s*: the longest that a request may wait for its hit."""
-        self._most_s = LEAST_S + 2 * deadline_s
+        self._max_s = MIN_S + 2 * deadline_s
         self._clock = clock
         self._since: float | None = None
 
@@ -64,7 +64,7 @@ class Stall:
             self._since = None
         elif self._since is None:
             self._since = self._clock()
-        elif (stalled_s := self._clock() - self._since) > self._most_s:
+        elif (stalled_s := self._clock() - self._since) > self._max_s:
             raise CopyHangs(
                 f"nothing could be computed for {stalled_s:.0f} s: {num_copies} copies are under way and do not end, "
                 "and the requests need their slots; restart"

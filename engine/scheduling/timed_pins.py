@@ -9,8 +9,8 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 
-MOST_ENDED = 4  # in one tick: a pin may hold thousands of blocks
-_MOST_STALE = 64  # entries of the heap, beside as many as there are pins, whose pin has ended before its time
+MAX_ENDED = 4  # in one tick: a pin may hold thousands of blocks
+_MAX_STALE = 64  # entries of the heap, beside as many as there are pins, whose pin has ended before its time
 
 
 class TimedPins:
@@ -38,7 +38,7 @@ class TimedPins:
         owner: Hashable,
         chain: BlockChain,
         num_tokens: int,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         *,
         until: float,
         instead_of: Pin | None = None,
@@ -48,11 +48,11 @@ class TimedPins:
         without those before token *start*, which another pin of *owner*'s keeps.
 
         The new pin takes the place of *instead_of*, an earlier pin of *owner*'s. None if the new pin needs more than
-        *most_bytes* beside the other pins of *owner*; then *instead_of* stays as it was.
+        *max_bytes* beside the other pins of *owner*; then *instead_of* stays as it was.
         """
-        if most_bytes is not None and instead_of in self._owners:
-            most_bytes += instead_of.num_bytes
-        pin = self._cache.pin(chain, num_tokens, most_bytes, start)
+        if max_bytes is not None and instead_of in self._owners:
+            max_bytes += instead_of.num_bytes
+        pin = self._cache.pin(chain, num_tokens, max_bytes, start)
         if pin is not None:
             if instead_of is not None:
                 self.unpin(instead_of)
@@ -96,9 +96,9 @@ class TimedPins:
         return len(self._by_end)
 
     def tick(self) -> None:
-        """End up to `MOST_ENDED` of the pins whose time is over."""
+        """End up to `MAX_ENDED` of the pins whose time is over."""
         now, num_ended = self._clock(), 0
-        while self._by_end and now >= self._by_end[0][0] and num_ended < MOST_ENDED:
+        while self._by_end and now >= self._by_end[0][0] and num_ended < MAX_ENDED:
             end, _, pin = heappop(self._by_end)
             if self._ends.get(pin) == end:
                 num_ended += 1
@@ -106,7 +106,7 @@ class TimedPins:
 
     def _end_at(self, pin: Pin, until: float) -> None:
         self._ends[pin] = until
-        if len(self._by_end) >= 2 * len(self._owners) + _MOST_STALE:
+        if len(self._by_end) >= 2 * len(self._owners) + _MAX_STALE:
             self._by_end = [entry for entry in self._by_end if self._ends.get(entry[2]) == entry[0]]
             heapify(self._by_end)
         heappush(self._by_end, (until, next(self._numbers), pin))

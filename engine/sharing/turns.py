@@ -11,7 +11,7 @@ class FairShare:
 
     How far a tenant may go beyond its share depends on how the resource comes back. A resource that is held for long
     (pinned host memory) ends at the share, so that a tenant learns nothing of the others. A resource that comes back by
-    itself but cannot be taken away (a tokenizing thread) may be had up to `most_of_one`. A place in a queue, which can
+    itself but cannot be taken away (a tokenizing thread) may be had up to `max_of_one`. A place in a queue, which can
     be taken away, may be had as long as no tenant with less than its share wants it.
     """
 
@@ -24,7 +24,7 @@ class FairShare:
         return max(1, self.total // max(1, self.num_tenants))
 
     @property
-    def most_of_one(self) -> int:
+    def max_of_one(self) -> int:
         """The most units of one tenant: all but one, which is kept for the others; all, if it is alone."""
         return self.total if self.num_tenants <= 1 else max(1, self.total - 1)
 
@@ -33,7 +33,7 @@ class Turns:
     """The places of *share*, each taken by a task that gives it back. Owned by the event loop.
 
     A free place goes to the tenant that has fewest, and among several such tenants to the one that was served longest
-    ago. No tenant gets more than the share's `most_of_one`.
+    ago. No tenant gets more than the share's `max_of_one`.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -86,4 +86,4 @@ class Turns:
                 queue.popleft()
             if not queue:
                 del self._waiting[tenant]
-        return [tenant for tenant in self._waiting if self._taken[tenant] < self.share.most_of_one]
+        return [tenant for tenant in self._waiting if self._taken[tenant] < self.share.max_of_one]

@@ -11,7 +11,7 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb.data_file import capacity_within, most_bytes
+from kvtier.store.lmdb.data_file import capacity_within, max_bytes
 from kvtier.store.process.channel import SharedMemory
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -20,7 +20,7 @@ from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.block_memory import BlockMemory
 
-LEAST_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
+MIN_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
 _ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
 _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
@@ -41,10 +41,10 @@ def open_store(
 
 def refuse_small(config: DiskConfig, block_bytes: int) -> None:
     """ValueError, with what to do, for a capacity that holds next to no blocks of that size."""
-    if capacity_within(config.capacity) < LEAST_BLOCKS * block_bytes:
+    if capacity_within(config.capacity) < MIN_BLOCKS * block_bytes:
         raise ValueError(
             f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
-            f"use {most_bytes(LEAST_BLOCKS * block_bytes)} or more"
+            f"use {max_bytes(MIN_BLOCKS * block_bytes)} or more"
         )
 
 

@@ -151,9 +151,9 @@ class ReopeningStore:
         self._refresh(process)
         return num_deleted
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         process = self._open_process()
-        evicted = process.evict(num_bytes, most, tenant)
+        evicted = process.evict(num_bytes, limit, tenant)
         self._refresh(process)
         return evicted
 

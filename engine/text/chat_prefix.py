@@ -5,11 +5,11 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import PART_SEPARATOR, chat_text
-from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import TemplateTraits
 
-_MOST_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
+_MAX_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
 _QUESTIONS = ("What", "7")  # two that share no token
 
 
@@ -35,13 +35,13 @@ def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document
 
     A *system* message may come before it. The *limit* is for these token ids. Raises what `chat_token_ids` raises.
     """
-    whole = replace(limit, most=limit.most + _MOST_BEHIND)
+    whole = replace(limit, max_tokens=limit.max_tokens + _MAX_BEHIND)
     try:
         first, second = (
             chat_token_ids(tokenizer, system, f"{document}{PART_SEPARATOR}{question}", whole) for question in _QUESTIONS
         )
     except TooManyTokens as error:
-        raise TooManyTokens(error.num_least - _MOST_BEHIND, limit.most) from None
+        raise TooManyTokens(error.min_num_tokens - _MAX_BEHIND, limit.max_tokens) from None
     num_common = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.engine.text.least_tokens import LeastTokens
+from kvtier.engine.text.min_tokens import MinTokens
 
 
 class UnknownToken(ValueError):
@@ -12,15 +12,15 @@ class UnknownToken(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """A limit of *most* tokens, for a tokenizer with ids below *num_ids*."""
+    """A limit of *max_tokens* tokens, for a tokenizer with ids below *num_ids*."""
 
-    least_tokens: LeastTokens
+    min_tokens: MinTokens
     num_ids: int
-    most: int
+    max_tokens: int
 
     def check_text(self, text: str) -> None:
-        """TooManyTokens if *text* is sure to have more than *most* tokens; a text that passes may still have more."""
-        self.least_tokens.check(text, self.most)
+        """Raise TooManyTokens if *text* is sure to have more than *max_tokens* tokens. A text that passes may have more."""
+        self.min_tokens.check(text, self.max_tokens)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """UnknownToken unless the tokenizer has all of the ids."""

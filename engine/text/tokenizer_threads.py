@@ -10,7 +10,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.sharing.turns import FairShare, Turns
-from kvtier.engine.text.least_tokens import LeastTokens
+from kvtier.engine.text.min_tokens import MinTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.thread_work import guarded
 
@@ -26,7 +26,7 @@ class TokenizerThreads:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:
         """For a large vocabulary this may take a second: do not call it on an event loop."""
-        self._least_tokens = LeastTokens(tokenizer)
+        self._min_tokens = MinTokens(tokenizer)
         self._num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
         tokenizer("a")  # switches off the truncation and padding that its file may ask for
         self._tokenizer = tokenizer
@@ -44,9 +44,9 @@ class TokenizerThreads:
         """Jobs that wait for a thread."""
         return self._turns.num_waiting
 
-    def limit(self, most: int) -> PromptLimit:
-        """The limit of a prompt that may have *most* tokens."""
-        return PromptLimit(self._least_tokens, self._num_ids, most)
+    def limit(self, max_tokens: int) -> PromptLimit:
+        """The limit of a prompt that may have *max_tokens* tokens."""
+        return PromptLimit(self._min_tokens, self._num_ids, max_tokens)
 
     def share_among(self, num_tenants: int) -> None:
         """Give each of so many tenants an equal share of the threads from now on."""

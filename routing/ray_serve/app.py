@@ -12,7 +12,7 @@ from kvtier.routing.ray_serve.engine import Engine
 from kvtier.routing.ray_serve.front import Front
 
 ENDS_S = 30.0  # beyond `drain_s`, to write what is cached
-MOST_AT_ONCE = 256  # requests at one replica that have not ended; the engine has a queue of its own
+MAX_AT_ONCE = 256  # requests at one replica that have not ended; the engine has a queue of its own
 STATS_S = 2.0  # how often Ray asks replicas where they publish, which does not change
 
 
@@ -33,12 +33,12 @@ def build_app(args: Mapping[str, object]) -> Application:
     )
     drain_s = config.engine_config().server.drain_s
     replicas = {
-        "max_ongoing_requests": MOST_AT_ONCE,
+        "max_ongoing_requests": MAX_AT_ONCE,
         "graceful_shutdown_timeout_s": drain_s + ENDS_S,
         "request_router_config": routing,
         **config.replicas,
     }
-    fronts = {"max_ongoing_requests": 16 * MOST_AT_ONCE, **config.fronts}
+    fronts = {"max_ongoing_requests": 16 * MAX_AT_ONCE, **config.fronts}
     engine = serve.deployment(Engine, name="Engine", **replicas)
     # Ray replaces all replicas when what they are made of changes: how many there are is no part of it.
     made_of = msgspec.structs.replace(config, replicas={}, fronts={})

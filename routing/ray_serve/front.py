@@ -32,7 +32,7 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-MOST_TRIES = 3  # replicas that may die of one request, or by chance, before its client is told
+MAX_TRIES = 3  # replicas that may die of one request, or by chance, before its client is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Front:
         return tokens
 
     async def _answer(self, call: Call, way: Way) -> Response:
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             try:
                 begun = await self._begin(call, way)
             except RayActorError as error:

@@ -26,7 +26,7 @@ from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 
 EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # among a replica's routing stats: where it publishes
-MOST_RANKED = 3  # replicas that are tried in the policy's order; then the others, as Ray chooses
+MAX_RANKED = 3  # replicas that are tried in the policy's order; then the others, as Ray chooses
 
 
 class Feeds:
@@ -132,7 +132,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         self._take_back(way)  # all were full when it was looked at before
         prompt = self._prompt(wanted)
         ranks: dict[str, Routed] = {}
-        while len(ranks) < MOST_RANKED and (routed := self._router.choose(prompt, ranks)) is not None:
+        while len(ranks) < MAX_RANKED and (routed := self._router.choose(prompt, ranks)) is not None:
             ranks[routed.choice.name] = routed
         if ranks:
             # Noted now and not when Ray has sent it: calls that come meanwhile would all go the same way.

@@ -19,10 +19,10 @@ from kvtier.server.anthropic.blocks import (
 )
 from kvtier.server.anthropic.tools import AutoChoice, ClientTool, ToolChoice
 from kvtier.server.cache_control import CacheControl
-from kvtier.server.chat_request import MOST_MESSAGES, ChatRequest, Message
+from kvtier.server.chat_request import MAX_MESSAGES, ChatRequest, Message
 from kvtier.server.generation_request import KvtierOptions, Text
 from kvtier.server.response_format import JsonSchemaFormat, NamedSchema
-from kvtier.server.tool_calls.tool import MOST_TOOLS
+from kvtier.server.tool_calls.tool import MAX_TOOLS
 
 # Anthropic's parameters that say nothing about the answer: any value is let pass …
 IGNORED = frozenset(
@@ -75,9 +75,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str
-    messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] = []
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MAX_TOOLS)] = []
     tool_choice: ToolChoice = AutoChoice()
     cache_control: CacheControl | None = None
     output_config: OutputConfig = OutputConfig()

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-MOST_PINNED_S = 10 * 365 * 86400.0
+MAX_PINNED_S = 10 * 365 * 86400.0
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

@@ -15,8 +15,8 @@ from jinja2.exceptions import TemplateError
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
-from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.server.documents.document import MOST_PINNED_S, Document, check_id
+from kvtier.engine.text.min_tokens import TooManyTokens
+from kvtier.server.documents.document import MAX_PINNED_S, Document, check_id
 from kvtier.server.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.server.documents.file import Damaged, file_name, tenant_prefix
 from kvtier.server.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
@@ -42,12 +42,12 @@ class Documents:
     goes on to its end if its caller is cancelled, so that the folder, this object and the engine's thread agree.
     """
 
-    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, most_per_tenant: int) -> None:
+    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
         """Begin without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder
-        self._most_per_tenant = most_per_tenant
+        self._max_per_tenant = max_per_tenant
         self._documents: dict[tuple[str | None, str], Document] = {}
         self._damaged: dict[str, str] = {}  # why, by file name
         # One change of a tenant at a time, so that disk and memory agree; and no tenant waits for another's changes.
@@ -101,7 +101,7 @@ class Documents:
         return self._damaged.get(file_name(tenant, document_id))
 
     async def put(
-        self, tenant: str | None, document_id: str, draft: Draft, most_tokens: int | None = None
+        self, tenant: str | None, document_id: str, draft: Draft, max_tokens: int | None = None
     ) -> tuple[Document, bool]:
         """Put a document, and have it computed; the document, and whether it is new. One of other content is replaced.
 
@@ -110,7 +110,7 @@ class Documents:
         while the text is tokenized has done nothing; cancelled later, it is carried out all the same.
         """
         check_id(document_id)
-        limit = self._llm.tokenizers.limit(self._longest(most_tokens))
+        limit = self._llm.tokenizers.limit(self._longest(max_tokens))
         form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit), tenant)
         document = Document(
             document_id,
@@ -123,7 +123,7 @@ class Documents:
             draft.cache_salt,
             time.time(),
         )
-        self._check_length(document, most_tokens)
+        self._check_length(document, max_tokens)
         await self._ask(lambda worker: worker.extra_of(document))  # ValueError if its adapter is not there
         return await self._make_change(tenant, lambda: self._put(document))
 
@@ -149,7 +149,7 @@ class Documents:
 
         NoRoomToPin; OSError if the pin cannot be written to disk, and then the document is not pinned.
         """
-        await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
+        await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MAX_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
         """End the document's pin. OSError if that cannot be written to disk, and then it stays pinned."""
@@ -235,8 +235,8 @@ class Documents:
             if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
                 await self.warm(before, Tier.DEVICE)
             return before, False
-        if before is None and len(self.of(tenant)) >= self._most_per_tenant:
-            raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
+        if before is None and len(self.of(tenant)) >= self._max_per_tenant:
+            raise TooManyDocuments(f"there are {self._max_per_tenant} documents already; delete one")
         await self._folder.write(document)
         if before is not None:
             await self._ask(lambda worker: worker.drop(before))
@@ -309,17 +309,17 @@ class Documents:
         document.was_ready = False
         self._check_length(document)
 
-    def _check_length(self, document: Document, most_tokens: int | None = None) -> None:
-        longest = self._longest(most_tokens)
+    def _check_length(self, document: Document, max_tokens: int | None = None) -> None:
+        longest = self._longest(max_tokens)
         if document.num_tokens > longest:
             raise TooManyTokens(document.num_tokens, longest)
         if not document.num_tokens:
             raise ValueError("the document has 0 tokens; give it one at least")
 
-    def _longest(self, most_tokens: int | None) -> int:
+    def _longest(self, max_tokens: int | None) -> int:
         """How many tokens a document may have."""
         longest = self._llm.longest_request - 2  # a question and an answer of one token each
-        return longest if most_tokens is None else min(longest, most_tokens)
+        return longest if max_tokens is None else min(longest, max_tokens)
 
     async def _set_pin(self, document: Document, until: float | None) -> None:
         before, document.pinned_until = document.pinned_until, until

@@ -12,7 +12,7 @@ from kvtier.tiers.pins import Pin
 
 RENEW_S = 30.0  # how often a pin is made anew, which brings lost blocks back
 WARM_S = 600.0  # how long a document may take to come to host memory
-MOST_LOOKED_AT = 64  # documents after one step: 50 us
+MAX_LOOKED_AT = 64  # documents after one step: 50 us
 
 
 class NoRoomToPin(Exception):
@@ -103,7 +103,7 @@ class DocumentPins:
 
     def tick(self) -> None:
         """Look at the next documents in turn: forget one whose time is over, or bring lost blocks of one back."""
-        for _ in range(min(MOST_LOOKED_AT, len(self._turns))):
+        for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
                 continue

@@ -94,8 +94,8 @@ class DocumentPrefills:
             self._on_ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
         elif self._running is not None:
             self._hurry(self._running)
-        most_waiting = self._core.config.scheduler.max_waiting
-        while self._running is None and self._queue and self._core.num_waiting < most_waiting:
+        max_waiting = self._core.config.scheduler.max_waiting
+        while self._running is None and self._queue and self._core.num_waiting < max_waiting:
             document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # of equals the first
             self._queue.remove(document)
             self._num_begun += 1

@@ -9,7 +9,7 @@ from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.-]+")
 _ID = re.compile(r"\w*")
-_MOST_NAME = 256  # characters; none has more
+_MAX_NAME = 256  # characters; none has more
 
 
 class MistralBlock:
@@ -55,7 +55,7 @@ class _NamedBlock:
     def _read_name(self, text: str) -> bool:
         """Whether *text* goes on to where the arguments begin."""
         name = _NAME.match(text, self._start)
-        if name is None or len(name[0]) > _MOST_NAME:
+        if name is None or len(name[0]) > _MAX_NAME:
             raise NotACall
         place, rest = name.end(), text[name.end() :]
         if rest.startswith(CALL_ID):

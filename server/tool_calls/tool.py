@@ -7,7 +7,7 @@ import msgspec
 from kvtier.engine.model.structured.schema_keywords import REMARKS
 from kvtier.server.cache_control import CacheControl
 
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

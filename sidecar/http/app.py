@@ -42,7 +42,7 @@ from kvtier.web.paths import DATA_PATHS, KVTIER, OPERATE
 log = logging.getLogger(__name__)
 
 SPILL_S = 10.0  # that `/spill` waits, unless it is told otherwise …
-MOST_SPILL_S = 60.0  # … up to this
+MAX_SPILL_S = 60.0  # … up to this
 
 OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")
 BELOW = (KVTIER, "")  # where they are, and where they were before
@@ -187,8 +187,8 @@ def _seconds(text: str | None) -> float:
         seconds = SPILL_S if text is None else float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds <= MOST_SPILL_S:
-        message = f"timeout_s {(text or '')[:64]!r}: give seconds from 0 to {MOST_SPILL_S:g}"
+    if not 0 <= seconds <= MAX_SPILL_S:
+        message = f"timeout_s {(text or '')[:64]!r}: give seconds from 0 to {MAX_SPILL_S:g}"
         raise ApiError(400, message, param="timeout_s")
     return seconds
 

@@ -16,7 +16,7 @@ from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.pin_routes import BODY, TokenIds
 from kvtier.sidecar.lmcache.explained_prompt import explained_prompt
-from kvtier.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
+from kvtier.sidecar.lmcache.wire import MAX_SALT_CHARACTERS
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.request_body import parse, read_body
@@ -30,7 +30,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     prompt: TokenIds
-    cache_salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] = ""
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
 
 

@@ -38,7 +38,7 @@ class OperatedSidecar:
         is_there = tier is Tier.HOST or (tier is Tier.DISK and (await self._owner.ask(self._sidecar.saving)).is_there)
         if not is_there:
             raise ApiError(409, f"there is no {tier} tier here; /tiers has those that there are", code="no_tier")
-        order = PurgeOrder(frozenset({tier}), most_bytes=asked.num_bytes, most_blocks=asked.blocks)
+        order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:

@@ -16,13 +16,13 @@ from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.lmcache.hybrid_layout import AnyChunkLayout
 from kvtier.sidecar.lmcache.token_keys import blocks_of_tokens
-from kvtier.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
+from kvtier.sidecar.lmcache.wire import MAX_SALT_CHARACTERS
 from kvtier.sidecar.pins import PinnedLayout, TooManyPins
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.request_body import parse, read_body
 
 BODY = ServerConfig(max_body=parse_bytes("8MiB"), body_timeout_s=20.0)  # a million token ids
-MOST_S = 7 * 86_400.0
+MAX_S = 7 * 86_400.0
 COMING_S = 10.0  # that an answer waits for what is read from disk …
 LOOK_S = 0.05  # … and how often it looks meanwhile
 
@@ -35,8 +35,8 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     token_ids: TokenIds
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
-    salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_S)]
+    salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] = ""
 
     @property
     def pin_id(self) -> str:

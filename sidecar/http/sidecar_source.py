@@ -125,7 +125,7 @@ class SidecarSource:
             "pins": {
                 "num": statistics.pins.num_pins,
                 "bytes": statistics.pins.num_bytes,
-                "most_bytes": statistics.pins.most_bytes,
+                "max_bytes": statistics.pins.max_bytes,
                 "held": [
                     {
                         "name": pin.name,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from kvtier.sidecar.layout import LayoutRefused
-from kvtier.sidecar.lmcache.chunk_part import MOST_RANKS, ChunkPart, check_fields, memories_of
+from kvtier.sidecar.lmcache.chunk_part import MAX_RANKS, ChunkPart, check_fields, memories_of
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.transfer.segment import Segment
@@ -81,8 +81,8 @@ class ChunkLayout:
     def __post_init__(self) -> None:
         """Raise `LayoutRefused` for what no chunk can have."""
         check_fields(self)
-        if self.world_size > MOST_RANKS:
-            raise LayoutRefused(f"world_size is {self.world_size}; at most {MOST_RANKS} ranks are served")
+        if self.world_size > MAX_RANKS:
+            raise LayoutRefused(f"world_size is {self.world_size}; at most {MAX_RANKS} ranks are served")
 
     @property
     def parts(self) -> tuple[ChunkPart, ...]:

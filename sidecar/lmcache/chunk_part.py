@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
-from kvtier.sidecar.layout import MOST_SLOTS, LayoutRefused
+from kvtier.sidecar.layout import MAX_SLOTS, LayoutRefused
 from kvtier.sidecar.lmcache.chunk_layout import ChunkMemory
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.transfer.segment import Segment
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 ELEMENT_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -81,10 +81,10 @@ def memories_of(
             )
     memories = [ChunkMemory(segment, extent_bytes, part.num_bytes) for _ in range(num_ranks) for part in parts]
     num_slots = sum(memory.num_host_slots for memory in memories)
-    if num_slots > MOST_SLOTS:  # before the books of one rank are made
+    if num_slots > MAX_SLOTS:  # before the books of one rank are made
         raise LayoutRefused(
             f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
-            f"have {num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory besides "
+            f"have {num_slots} slots in host memory; at most {MAX_SLOTS} are served, since each costs memory besides "
             "its chunk: start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes

@@ -11,7 +11,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20  # a millisecond's work: the lane's threads share what one request has, and another's comes soon
 BATCH_CHUNKS = 32
-MOST_UNDER_WAY = 8  # batches that the lane has: the rest waits here, where clients have turns
+MAX_UNDER_WAY = 8  # batches that the lane has: the rest waits here, where clients have turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
 """Told of each part of what was asked for: which places, and their digests, None if they could not be taken."""
@@ -41,16 +41,16 @@ class DigestLane:
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
         """Have the digests of these slots taken for the client, which is anything that is equal to itself alone;
         *deliver* is called within a later `poll` of the transfers."""
-        most = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
-        for start in range(0, len(slots), most):
-            places = range(start, min(start + most, len(slots)))
+        limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
+        for start in range(0, len(slots), limit):
+            places = range(start, min(start + limit, len(slots)))
             batch = Batch(memory, slots[places.start : places.stop], places, deliver)
             self._waiting.setdefault(client, deque()).append(batch)
         self.pump()
 
     def pump(self) -> None:
         """Hand waiting batches to the lane while it has room."""
-        while self._waiting and self._num_under_way < MOST_UNDER_WAY:
+        while self._waiting and self._num_under_way < MAX_UNDER_WAY:
             client, batches = next(iter(self._waiting.items()))
             if not self._submit(batches[0]):
                 return

@@ -13,7 +13,7 @@ from kvtier.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD
 from kvtier.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.sidecar.lmcache.lookups import Lookups
-from kvtier.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
+from kvtier.sidecar.lmcache.promises import MAX_PROMISES, RETRIEVE_S, Counts, Promise, Promises
 from kvtier.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.sidecar.lmcache.stores import StoreCounts, Stores
 from kvtier.sidecar.lmcache.token_encoding import tokens_of
@@ -44,7 +44,7 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 HELD_S = 0.05  # an answer to "how much?" waits so long for it: an engine's scheduler may be waiting for the answer
-MOST_HELD = 4096
+MAX_HELD = 4096
 
 
 class EndedConnections:
@@ -328,8 +328,8 @@ class LmcacheDoor:
         """The answer, now or later."""
         if promise.is_settled:
             return answer()
-        if len(self._held) >= MOST_HELD:
-            raise Refused("held", f"{MOST_HELD} requests wait for their answers already")
+        if len(self._held) >= MAX_HELD:
+            raise Refused("held", f"{MAX_HELD} requests wait for their answers already")
         self._held.append(Held(call, promise, until, answer, load))
         return _LATER
 
@@ -390,8 +390,8 @@ class LmcacheDoor:
         worker = self._registrations.worker_of(key.model_name, key.world_size)
         if worker is None or key.wants_no_load:
             return None
-        if len(self._promises) >= MOST_PROMISES:
-            raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
+        if len(self._promises) >= MAX_PROMISES:
+            raise Refused("promises", f"{MAX_PROMISES} requests have been promised something already")
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
@@ -413,15 +413,13 @@ class LmcacheDoor:
         )
         return None
 
-    def _query_prefetch_status(self, call: Call, request_id: str, most_s: float = HELD_S) -> object:
+    def _query_prefetch_status(self, call: Call, request_id: str, max_s: float = HELD_S) -> object:
         """Where the hit ends, in chunks from the beginning of the prompt. None: not known yet."""
         own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
         if not own:
             return 0
         promise = own[0]
-        return self._hold(
-            call, promise, self._clock() + most_s, lambda: promise.hit_end if promise.is_settled else None
-        )
+        return self._hold(call, promise, self._clock() + max_s, lambda: promise.hit_end if promise.is_settled else None)
 
     def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))

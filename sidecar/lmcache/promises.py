@@ -24,7 +24,7 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Misses
 
-MOST_PROMISES = 4096
+MAX_PROMISES = 4096
 NO_MISSES = Misses(())
 INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
 LOOKUP_S = 10.0  # after that the prefix that has come counts …
@@ -353,7 +353,7 @@ class Promises:
         ranks: Sequence[int],
         num_readers: int,
         first: int = 0,
-        most_s: float = LOOKUP_S,
+        max_s: float = LOOKUP_S,
         on_settled: Callable[[Promise], None] = lambda promise: None,
         before: Sequence[BlockName] = (),
     ) -> Promise:
@@ -362,13 +362,13 @@ class Promises:
         Args:
             like: A worker with the layout of the request's workers.
             first: The number of the first block in the prompt's chunks.
-            most_s: Seconds after which what has come counts; earlier if the disk gives up a read earlier.
+            max_s: Seconds after which what has come counts; earlier if the disk gives up a read earlier.
             on_settled: Called once the number is known, and not if the request ends before.
             before: Names of the chunks before the *blocks*. If one of them is not here, nothing can be loaded.
         """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
-        give_up_at = now + min(most_s, tiers.read_timeout_s)
+        give_up_at = now + min(max_s, tiers.read_timeout_s)
         groups = {group_id: every[group_id] for rank in ranks for group_id in groups_of(like.layout, rank)}
         promise = Promise(
             client, request_id, tiers, blocks, first, groups, num_readers, now, give_up_at, now, on_settled, before
@@ -565,9 +565,9 @@ class Promises:
         """Return how long a hit is of which everything is verified."""
         if not promise.chunks:
             return 0
-        most = min(own.end for own in promise.chunks)
+        limit = min(own.end for own in promise.chunks)
         groups = [promise.groups[own.group_id] for own in promise.chunks]
-        return longest_of(groups, [own.are_good for own in promise.chunks], most)
+        return longest_of(groups, [own.are_good for own in promise.chunks], limit)
 
     def _oldest_load(
         self, request_id: str, group_ids: range, instance: Instance, chunks: range

@@ -13,8 +13,8 @@ from kvtier.sidecar.lmcache.hybrid_layout import AnyChunkLayout, HybridLayout
 from kvtier.sidecar.lmcache.wire import GroupLayout, Key, Refused, Registration
 from kvtier.sidecar.port import Client
 
-MOST_INSTANCES = 1024
-MOST_PINGED = 4096  # unknown instances that were told so
+MAX_INSTANCES = 1024
+MAX_PINGED = 4096  # unknown instances that were told so
 
 
 @dataclass(eq=False, slots=True)
@@ -61,8 +61,8 @@ class Registrations:
 
     def add(self, client: Client[list[bytes]], instance_id: int, layout: AnyChunkLayout) -> Instance:
         """Attach a worker that is not attached. Raise `LayoutRefused` if its chunks have no place here."""
-        if len(self._instances) >= MOST_INSTANCES:
-            raise LayoutRefused(f"{MOST_INSTANCES} workers are attached already")
+        if len(self._instances) >= MAX_INSTANCES:
+            raise LayoutRefused(f"{MAX_INSTANCES} workers are attached already")
         instance = Instance(instance_id, client, layout, self._layouts.open(layout))
         self._instances[instance_id] = instance
         self._pinged.pop(instance_id, None)
@@ -96,7 +96,7 @@ class Registrations:
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
         self._pinged[instance_id] = None
-        if len(self._pinged) > MOST_PINGED:
+        if len(self._pinged) > MAX_PINGED:
             self._pinged.popitem(last=False)
         return False
 

@@ -13,8 +13,8 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 
-MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
-MOST_OVER_BYTES = 32 << 20  # of that of requests that are over: twenty of 131,072 tokens
+MAX_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
+MAX_OVER_BYTES = 32 << 20  # of that of requests that are over: twenty of 131,072 tokens
 BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier one of the same document
 _OVERHEAD = 4096  # of a request, beside what grows with its tokens
 
@@ -71,15 +71,15 @@ class TokenKeys:
     in common with the last one of the same salt and encoding that began with the same `BEGINNING_BYTES`: many questions
     are asked about one document.
 
-    The last one of each beginning is kept also when it is over, up to `MOST_OVER_BYTES`; beyond that, and beyond
-    `MOST_BYTES`, the one goes that was used least lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the
+    The last one of each beginning is kept also when it is over, up to `MAX_OVER_BYTES`; beyond that, and beyond
+    `MAX_BYTES`, the one goes that was used least lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the
     first time, 7.5 of them msgpack's, 2 in another request, 1.0 repeated in the same, of which msgpack takes 0.95 to
     find the end of the array.
     """
 
-    def __init__(self, chunk_tokens: int, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, chunk_tokens: int, max_bytes: int = MAX_BYTES) -> None:
         self._chunk_tokens = chunk_tokens
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._requests: OrderedDict[str, Named] = OrderedDict()
         self._over: OrderedDict[Named, None] = OrderedDict()
         self._last: dict[Beginning, Named] = {}  # by beginning
@@ -101,7 +101,7 @@ class TokenKeys:
         self._requests[request_id] = named
         self._num_bytes += named.num_bytes
         self._index(named)
-        while self.num_bytes > self._most_bytes and (self._over or self._requests):
+        while self.num_bytes > self._max_bytes and (self._over or self._requests):
             self._drop_over() if self._over else self._take(next(iter(self._requests)))
         return named.chain.names[: tokens.num // self._chunk_tokens]
 
@@ -119,7 +119,7 @@ class TokenKeys:
             self._over[named] = None
             self._num_over_bytes += named.num_bytes
             self._index(named)
-            while self._num_over_bytes > MOST_OVER_BYTES:
+            while self._num_over_bytes > MAX_OVER_BYTES:
                 self._drop_over()
 
     def forget_over(self) -> None:

@@ -16,10 +16,10 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta, Raw, Struct, field
 
-MOST_SALT_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 128
 FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
-MOST_RANGES = 4096
-MOST_GROUPS = 64  # of KV cache groups of an engine
+MAX_RANGES = 4096
+MAX_GROUPS = 64  # of KV cache groups of an engine
 NEGOTIATE = "negotiate_chunk_size"  # the first that vLLM's client of lmcache 0.5.7 sends
 NEEDED_CLIENT = "lmcache>=0.5.5,<0.5.8"  # each release has changed the protocol
 
@@ -60,7 +60,7 @@ class Key(Struct, frozen=True):
     request_id: _Name
     token_ids: Raw = Raw()
     token_bytes: bytes | None = None
-    cache_salt: Annotated[str, Meta(max_length=MOST_SALT_CHARACTERS)] = ""
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] = ""
     num_kv_readers: _Count = 0  # 0: a client that does not know the field
     request_configs: RequestConfigs | None = None
 
@@ -109,7 +109,7 @@ class Registration(Struct, frozen=True):
     dtype_str: Annotated[str, Meta(max_length=64)]
     use_mla: bool
     num_physical_slots: _Positive | None = None
-    group_layouts: Annotated[tuple[GroupLayout, ...], Meta(max_length=MOST_GROUPS)] = ()
+    group_layouts: Annotated[tuple[GroupLayout, ...], Meta(max_length=MAX_GROUPS)] = ()
 
 
 class Pool(Struct, frozen=True):
@@ -198,8 +198,8 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 _KEY, _INT, _NAME = _decoder(Key), _decoder(int), _decoder(_Name)
-_RANGES = _decoder(Annotated[list[tuple[_Count, _Count]], Meta(max_length=MOST_RANGES)])
-_SKIPPED = _decoder(Annotated[list[list[_Count]], Meta(max_length=MOST_GROUPS)])
+_RANGES = _decoder(Annotated[list[tuple[_Count, _Count]], Meta(max_length=MAX_RANGES)])
+_SKIPPED = _decoder(Annotated[list[list[_Count]], Meta(max_length=MAX_GROUPS)])
 OPERATIONS: Mapping[int | str, Operation] = {
     8: Operation("lookup", (_KEY, _INT)),
     9: Operation("query_prefetch_status", (_NAME,), 0),

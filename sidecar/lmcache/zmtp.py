@@ -9,8 +9,8 @@ _GREETING = _SIGNATURE + b"\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)  # versi
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _READY = b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0"
 
-MOST_MESSAGE_BYTES = 32 << 20  # six million token ids
-MOST_FRAMES = 32  # of a message
+MAX_MESSAGE_BYTES = 32 << 20  # six million token ids
+MAX_FRAMES = 32  # of a message
 
 
 class Garbage(ValueError):
@@ -19,7 +19,7 @@ class Garbage(ValueError):
 
 class Zmtp:
     """One connection's bytes in, messages out. It holds what has come of the message that is not complete, which is
-    `MOST_MESSAGE_BYTES` at most: what a frame's header promises costs nothing before it is there.
+    `MAX_MESSAGE_BYTES` at most: what a frame's header promises costs nothing before it is there.
 
     Written from RFC 23 (https://rfc.zeromq.org/spec/23/). Rejected: libzmq, since its sockets take messages of any
     number of frames into memory, and tell neither whose connection it is (SO_PEERCRED) nor when it has ended.
@@ -39,8 +39,8 @@ class Zmtp:
         """Bytes of messages that were not given yet: they are not complete, or more than were asked for."""
         return len(self._buffer) + self._num_frame_bytes
 
-    def receive(self, data: bytes, most: int | None = None) -> list[list[bytes]]:
-        """The messages that are complete with *data*, each a list of frames; *most* of them, and the others later: as
+    def receive(self, data: bytes, limit: int | None = None) -> list[list[bytes]]:
+        """The messages that are complete with *data*, each a list of frames; *limit* of them, and the others later: as
         lists they take twenty times the memory. `Garbage` ends the connection."""
         self._buffer += data
         messages: list[list[bytes]] = []
@@ -48,9 +48,9 @@ class Zmtp:
         if not self._is_greeted:
             start = self._greet()
         if self._is_greeted:
-            while len(messages) != most and (end := self._frame(start, messages)) is not None:
+            while len(messages) != limit and (end := self._frame(start, messages)) is not None:
                 start = end
-        self.has_more = len(messages) == most
+        self.has_more = len(messages) == limit
         del self._buffer[:start]
         return messages
 
@@ -83,8 +83,8 @@ class Zmtp:
             num_bytes: int = struct.unpack_from(">Q", buffer, start + 1)[0]
         else:
             num_bytes = buffer[start + 1]
-        if self._num_frame_bytes + num_bytes > MOST_MESSAGE_BYTES:
-            raise Garbage(f"a message of more than {MOST_MESSAGE_BYTES} bytes")
+        if self._num_frame_bytes + num_bytes > MAX_MESSAGE_BYTES:
+            raise Garbage(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
         end = body + num_bytes
         if len(buffer) < end:
             return None
@@ -113,8 +113,8 @@ class Zmtp:
             raise Garbage("a message before the handshake")
         self._frames.append(frame)
         self._num_frame_bytes += len(frame)
-        if len(self._frames) > MOST_FRAMES:
-            raise Garbage(f"a message of more than {MOST_FRAMES} frames")
+        if len(self._frames) > MAX_FRAMES:
+            raise Garbage(f"a message of more than {MAX_FRAMES} frames")
         if not has_more:
             messages.append(self._frames)
             self._frames, self._num_frame_bytes = [], 0

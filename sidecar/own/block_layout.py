@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.sidecar.layout import MOST_SLOTS, LayoutRefused
+from kvtier.sidecar.layout import MAX_SLOTS, LayoutRefused
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.transfer.segment import Segment
 
 VERSION = 1  # of what the digest is made of
-MOST_GROUPS = 64
-MOST_TOKENS = 1 << 20  # of a block
-MOST_MODEL_CHARACTERS = 256
+MAX_GROUPS = 64
+MAX_TOKENS = 1 << 20  # of a block
+MAX_MODEL_CHARACTERS = 256
 
 
 class BlockSlots:
@@ -72,12 +72,12 @@ class BlockLayout:
         """Raise `LayoutRefused` for what no block can have."""
         if len(self.namespace) != NAMESPACE_BYTES:
             raise LayoutRefused(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(self.namespace)}")
-        if len(self.model) > MOST_MODEL_CHARACTERS or not self.model.isprintable():
-            raise LayoutRefused(f"a model's name has at most {MOST_MODEL_CHARACTERS} characters, all of them printable")
-        if not 1 <= len(self.groups) <= MOST_GROUPS:
-            raise LayoutRefused(f"{len(self.groups)} groups of blocks; 1 to {MOST_GROUPS} are served")
+        if len(self.model) > MAX_MODEL_CHARACTERS or not self.model.isprintable():
+            raise LayoutRefused(f"a model's name has at most {MAX_MODEL_CHARACTERS} characters, all of them printable")
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise LayoutRefused(f"{len(self.groups)} groups of blocks; 1 to {MAX_GROUPS} are served")
         for group in self.groups:
-            if not 1 <= group.block_size <= MOST_TOKENS or group.block_bytes < 1:
+            if not 1 <= group.block_size <= MAX_TOKENS or group.block_bytes < 1:
                 raise LayoutRefused(f"blocks of {group.block_size} tokens and {group.block_bytes} bytes are none")
 
     @property
@@ -100,9 +100,9 @@ class BlockLayout:
                     f"extents of {2 * group.block_bytes} bytes or more (extent in its configuration)"
                 )
         num_slots = sum(segment.num_bytes // group.block_bytes for group in self.groups)
-        if num_slots > MOST_SLOTS:
+        if num_slots > MAX_SLOTS:
             raise LayoutRefused(
-                f"the host memory would have {num_slots} slots for these blocks, at most {MOST_SLOTS} are served; use "
+                f"the host memory would have {num_slots} slots for these blocks, at most {MAX_SLOTS} are served; use "
                 "larger blocks, or less host memory"
             )
         return [BlockSlots(segment, extent_bytes, group.block_bytes) for group in self.groups]

@@ -7,7 +7,7 @@ from itertools import chain, groupby
 import numpy as np
 
 from kvtier.engine.attached.wire import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     InHost,
     LeftDisk,
     LeftHost,
@@ -30,7 +30,7 @@ from kvtier.tiers.naming.tier import Tier
 
 PAGE_BLOCKS = 1024  # of host memory in a frame for an engine that has just attached
 LOOKED_THROUGH = 1 << 16  # slots at most for such a frame
-MOST_UNREAD_BYTES = 256 << 10  # of it at most; the port reads the engine's requests up to more
+MAX_UNREAD_BYTES = 256 << 10  # of it at most; the port reads the engine's requests up to more
 STATE_S = 0.5  # how old what engines were told of the tiers' state may be
 
 
@@ -121,8 +121,8 @@ class Feed:
         assert len(blocks) == len(events), "an event that these tiers do not have"
         for (tier, group_id, cause), run in groupby(blocks, _kind_of):
             names = list(chain.from_iterable(event.names for event in run))
-            for start in range(0, len(names), MOST_BLOCKS):
-                yield self._frame(tier, group_id, cause, names[start : start + MOST_BLOCKS])
+            for start in range(0, len(names), MAX_BLOCKS):
+                yield self._frame(tier, group_id, cause, names[start : start + MAX_BLOCKS])
 
     def _frame(self, tier: Tier, group_id: int, cause: EvictionCause | None, names: Sequence[BlockName]) -> bytes:
         if cause is not None:
@@ -167,4 +167,4 @@ def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCaus
 
 
 def _may_be_told(client: Client[bytes]) -> bool:
-    return client.is_open and len(client.unread) < MOST_UNREAD_BYTES
+    return client.is_open and len(client.unread) < MAX_UNREAD_BYTES

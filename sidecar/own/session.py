@@ -24,9 +24,9 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
-MOST_BLOCKS = 1 << 20  # that one engine leases or waits for; what it fetches beyond that fails
-MOST_FETCHES = 1 << 16  # of one engine
-MOST_INQUIRIES = 1 << 10  # of one engine
+MAX_BLOCKS = 1 << 20  # that one engine leases or waits for; what it fetches beyond that fails
+MAX_FETCHES = 1 << 16  # of one engine
+MAX_INQUIRIES = 1 << 10  # of one engine
 FREE, RESERVED, VOID = 0, 1, 2  # what a slot is to an engine; void: reserved before its blocks were forgotten
 
 
@@ -119,7 +119,7 @@ class Session:
             raise Malformed(f"a tenant of {len(message.tenant)} bytes")
         blocks = NamedBlocks(names, wire.parents_in(names, message.starts), message.tenant)
         self._counts.num_asked += len(names)
-        if len(names) + self._num_open > MOST_BLOCKS or len(self._fetches) == MOST_FETCHES:
+        if len(names) + self._num_open > MAX_BLOCKS or len(self._fetches) == MAX_FETCHES:
             self._counts.num_failed += len(names)
             yield wire.Fetched(message.number, b"", b"", b"", b"", [(i, Reason.CAPACITY) for i in range(len(names))])
             return
@@ -148,7 +148,7 @@ class Session:
         names = self._names(message.group, message.names)
         if message.number in self._inquiries:
             raise Malformed("an inquiry with the number of another")
-        if len(self._inquiries) == MOST_INQUIRIES:
+        if len(self._inquiries) == MAX_INQUIRIES:
             return  # the engine goes on without an answer
         inquiry = self._lower.inquire(message.group, names)
         self._inquiries[message.number] = Asked(inquiry, message.group, names)
@@ -181,7 +181,7 @@ class Session:
     def reserve(self, message: wire.Reserve) -> wire.Reserved:
         """Slots to write to, as many as there are."""
         self._check_group(message.group)
-        if not 0 <= message.num_slots <= wire.MOST_BLOCKS:
+        if not 0 <= message.num_slots <= wire.MAX_BLOCKS:
             raise Malformed(f"{message.num_slots} slots are asked for")
         memory = self.tiers.memories[message.group]
         num_within = self._share.num_affordable([Wanted(memory, np.full(message.num_slots, NOWHERE))])
@@ -389,8 +389,8 @@ class Session:
 
 def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
     """The names of each traced request's blocks; `Malformed` for too many requests, or places that there are not."""
-    if len(traced) > wire.MOST_TRACED:
-        raise Malformed(f"{len(traced)} requests are told to be traced, at most {wire.MOST_TRACED} may be")
+    if len(traced) > wire.MAX_TRACED:
+        raise Malformed(f"{len(traced)} requests are told to be traced, at most {wire.MAX_TRACED} may be")
     for each in traced:
         yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
 

@@ -31,7 +31,7 @@ _NONCE_BYTES = 12
 _TAG_BYTES = 16
 OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # of a value over its payload
 _KEY_ID_TAG = b"kvtier encryption key id\x00"
-_MOST_BYTES = 4096  # of a key file, or of the output of a command: a key has less than a hundred
+_MAX_BYTES = 4096  # of a key file, or of the output of a command: a key has less than a hundred
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
@@ -142,7 +142,7 @@ def _parse_key(text: bytes, source: str) -> bytes:
 
 def _read_key(path: Path) -> bytes:
     try:
-        file = read_private(path, _MOST_BYTES)
+        file = read_private(path, _MAX_BYTES)
     except OSError as error:
         raise ValueError(f"encryption key {path}: {error.strerror}; {_HOW_TO_MAKE_ONE}") from error
     if file.exposure is not None:
@@ -175,9 +175,9 @@ def _output_of(command: str, timeout_s: float) -> bytes:
         try:
             while piece := _read_piece(process, give_up_at):
                 output += piece
-                if len(output) > _MOST_BYTES:
+                if len(output) > _MAX_BYTES:
                     os.killpg(process.pid, signal.SIGKILL)
-                    raise ValueError(f"{name}: prints more than {_MOST_BYTES} bytes; let it print the key only")
+                    raise ValueError(f"{name}: prints more than {_MAX_BYTES} bytes; let it print the key only")
             process.wait(max(0.0, give_up_at - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
@@ -194,4 +194,4 @@ def _read_piece(process: "subprocess.Popen[bytes]", give_up_at: float) -> bytes:
     readable.register(process.stdout, select.POLLIN)
     if not readable.poll(max(0.0, give_up_at - time.monotonic()) * 1000):
         raise TimeoutError
-    return os.read(process.stdout.fileno(), _MOST_BYTES)
+    return os.read(process.stdout.fileno(), _MAX_BYTES)

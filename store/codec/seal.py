@@ -16,7 +16,7 @@ from kvtier.store.slab import slot_bytes
 
 # Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
 _INDEX_BYTES = 512
-MOST_BLOCK_BYTES = 2 << 30  # more than any block has; rows of the index have four bytes for the size of a slot
+MAX_BLOCK_BYTES = 2 << 30  # more than any block has; rows of the index have four bytes for the size of a slot
 _NUM_READERS = 2  # or more: threads read beside each other, in a process that does little else
 _SIZE_CLASSES = 8  # lengths that the values of one raw length may have
 
@@ -36,7 +36,7 @@ def charged_bytes(value_bytes: int) -> int:
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
-def most_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
+def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
     """Bytes that *blob* counts against a capacity if its codec does not make it smaller."""
     return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
 
@@ -44,9 +44,9 @@ def most_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
 def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
     """Raise ValueError if one of *blobs* does not even fit an empty store."""
     for blob in blobs:
-        if not 0 < blob.raw.nbytes <= MOST_BLOCK_BYTES:
-            raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MOST_BLOCK_BYTES}")
-        if most_charged_bytes(blob, cipher) > capacity_bytes:
+        if not 0 < blob.raw.nbytes <= MAX_BLOCK_BYTES:
+            raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
+        if max_charged_bytes(blob, cipher) > capacity_bytes:
             raise ValueError(
                 f"store: a block of {blob.raw.nbytes} bytes does not fit a capacity of {capacity_bytes}; "
                 "raise capacity_bytes or use smaller blocks"

@@ -25,10 +25,10 @@ from kvtier.store.lmdb.tables import (
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MOST_SECOND_CHANCES`
+REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MAX_SECOND_CHANCES`
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _ROWS_AT_ONCE = 16
-_MOST_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
+_MAX_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
 
 
 class NoFreeSlot(Exception):
@@ -80,18 +80,18 @@ class Change:
             raise NoFreeSlot
         return slots + self._new_slots(num_bytes, missing), to_punch
 
-    def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
+    def give_back(self, limit_bytes: int, limit: int = 128) -> list[Slot]:
         """Make holes of free slots until all slots take *limit_bytes* at most, and return these: the caller punches out
         their disk space.
 
-        At most *most* of them, up to 3 index pages each. There may be too few.
+        At most *limit* of them, up to 3 index pages each. There may be too few.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
         found: list[bytes] = []
         with self._txn.cursor(db=self._tables.free) as cursor:
             for key, row in ascending(cursor):
-                if len(to_punch) == most or excess_bytes <= 0:
+                if len(to_punch) == limit or excess_bytes <= 0:
                     break
                 num_bytes, change, number = FREE.unpack_key(key, row)
                 if change <= self._usable_before:
@@ -133,24 +133,24 @@ class Change:
         self._on_removed(Row.unpack(key, packed))
         return True
 
-    def evict(self, limit_bytes: int, most: int) -> list[bytes]:
-        """Evict the oldest records until at most *limit_bytes* are stored, *most* records at most; returns their keys.
+    def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
+        """Evict the oldest records until at most *limit_bytes* are stored, *limit* records at most; returns their keys.
 
-        A marked record gets a second chance instead. One change gives *most* of those at most too, so look at
+        A marked record gets a second chance instead. One change gives *limit* of those at most too, so look at
         `counters` for whether another change is needed.
         """
-        evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
+        evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
         return evicted
 
-    def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
+    def evict_tenant(self, tenant: bytes, limit_bytes: int, limit: int) -> list[bytes]:
         """As `evict`, among the records of *tenant*, until that has at most *limit_bytes*."""
-        evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
+        evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, limit, tenant)
         self.counters.evicted_total += len(evicted)
         self.counters.quota_evicted_total += len(evicted)
         return evicted
 
-    def clear(self, num_bytes: int, most: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
+    def clear(self, num_bytes: int, limit: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
         """Evict the oldest records of *tenant*, or of all, until *num_bytes* less are stored; they do not count as
         evicted, as that was asked for. Their keys, and how many bytes are left. Second chances as of `evict`."""
 
@@ -158,7 +158,7 @@ class Change:
             return self.counters.stored_bytes if tenant == NO_TENANT else self.bytes_of(tenant)
 
         limit_bytes = max(0, stored_bytes() - num_bytes)
-        return self._turn(lambda: stored_bytes() > limit_bytes, most, tenant), stored_bytes()
+        return self._turn(lambda: stored_bytes() > limit_bytes, limit, tenant), stored_bytes()
 
     def bytes_of(self, tenant: bytes) -> int:
         """Bytes that the records of *tenant* are charged, as in `Counters.stored_bytes`."""
@@ -189,12 +189,12 @@ class Change:
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
-    def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
+    def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
         """Evict by CLOCK, oldest first, among the records of *tenant*, or of all for NO_TENANT, while *is_too_much*."""
         evicted: list[bytes] = []
-        num_chances, most_chances = 0, min(most, _MOST_SECOND_CHANCES)
+        num_chances, max_chances = 0, min(limit, _MAX_SECOND_CHANCES)
         order = self._in_order(tenant)
-        while len(evicted) < most and is_too_much():
+        while len(evicted) < limit and is_too_much():
             found = next(order, None)
             if found is None:
                 raise lmdb.CorruptedError("the ledger counts bytes that no record has")
@@ -209,7 +209,7 @@ class Change:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
                 evicted.append(key)
-            elif num_chances == most_chances:
+            elif num_chances == max_chances:
                 break
             else:
                 num_chances += 1
@@ -253,15 +253,15 @@ class Change:
         self.counters.stored_bytes -= row.charged_bytes
         self._charge(row.tenant, -row.charged_bytes)
 
-    def _take_free(self, num_bytes: int | None, most: int) -> list[tuple[int, int, int]]:
-        """Take up to *most* free slots of *num_bytes* (None: of any size) that may be written to out of the table."""
+    def _take_free(self, num_bytes: int | None, limit: int) -> list[tuple[int, int, int]]:
+        """Take up to *limit* free slots of *num_bytes* (None: of any size) that may be written to out of the table."""
         found: list[tuple[int, int, int]] = []
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
         with self._txn.cursor(db=self._tables.free) as cursor:
             if cursor.set_range(start):
                 for key, row in ascending(cursor):
                     size, change, number = FREE.unpack_key(key, row)
-                    if len(found) == most or (num_bytes is not None and size != num_bytes):
+                    if len(found) == limit or (num_bytes is not None and size != num_bytes):
                         break
                     if change <= self._usable_before:
                         found.append((size, change, number))

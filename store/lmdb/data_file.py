@@ -16,10 +16,10 @@ from kvtier.store.lmdb.tables import MAX_DBS, Tables, open_tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
-MOST_CRASHES = 2  # of processes in a row on one file: one may have had another cause, as a page that was not read
+MAX_CRASHES = 2  # of processes in a row on one file: one may have had another cause, as a page that was not read
 _COPY = "compact"  # the folder in which a compacted copy is made
 BESIDES_BYTES = 1 << 20  # most that marks, lock files and the file system's own blocks take
-_LEAST_INDEX_BYTES = 8 << 20
+_MIN_INDEX_BYTES = 8 << 20
 # Errors of LMDB and of `rows` which mean that the tree itself is broken, not one payload: such a file is not opened
 # again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors end the transaction only.
 DAMAGE = (
@@ -52,18 +52,18 @@ def index_bytes(capacity_bytes: int) -> int:
 
     An eighth of the capacity is enough for blocks of one page; larger blocks need less.
     """
-    wanted = capacity_bytes // 8 + _LEAST_INDEX_BYTES
+    wanted = capacity_bytes // 8 + _MIN_INDEX_BYTES
     return -(-wanted // PAGE_BYTES) * PAGE_BYTES
 
 
-def most_bytes(capacity_bytes: int) -> int:
+def max_bytes(capacity_bytes: int) -> int:
     """Most bytes that the folder of a store takes on the medium."""
     return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + BESIDES_BYTES
 
 
 def capacity_within(disk_bytes: int) -> int:
     """The largest capacity whose folder stays within *disk_bytes* on the medium; 0 if there is none."""
-    return _largest(most_bytes, disk_bytes)
+    return _largest(max_bytes, disk_bytes)
 
 
 def capacity_of_slabs(disk_bytes: int) -> int:
@@ -183,6 +183,6 @@ def damage_of(mark: BootMark) -> str | None:
     """The reason to take the tree in the data file for broken, by its *mark*; None if there is no reason."""
     if mark.state is FileState.DAMAGED:
         return "its tree was found damaged"
-    if mark.num_crashes >= MOST_CRASHES:
+    if mark.num_crashes >= MAX_CRASHES:
         return f"{mark.num_crashes} processes in a row crashed on it"
     return None

@@ -14,16 +14,16 @@ _log = logging.getLogger(__name__)
 class DiskRoom:
     """The capacity of a store whose folder is *here*; touched by the writer only.
 
-    It is *most_bytes*, or less from the moment that the disk was full until there is more room on it.
+    It is *max_bytes*, or less from the moment that the disk was full until there is more room on it.
     """
 
-    def __init__(self, name: Path, here: Path, most_bytes: int) -> None:
+    def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
         self._name = name
         self._here = here
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._left_bytes = 0  # free on the disk when the store had shrunk
-        self.capacity_bytes = most_bytes
-        self.slab_bytes = data_file.slab_bytes(most_bytes)  # most bytes that all slots take
+        self.capacity_bytes = max_bytes
+        self.slab_bytes = data_file.slab_bytes(max_bytes)  # most bytes that all slots take
 
     def shrink(self, taken_bytes: int) -> bool:
         """Lower the capacity, as the disk is full while all slots take *taken_bytes*.
@@ -39,7 +39,7 @@ class DiskRoom:
         self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
         _log.warning(
             "store %s: the disk is full; its capacity is %.1f MB until there is more room, %.1f MB then",
-            *(self._name, self.capacity_bytes / 1e6, self._most_bytes / 1e6),
+            *(self._name, self.capacity_bytes / 1e6, self._max_bytes / 1e6),
         )
         return True
 
@@ -49,10 +49,10 @@ class DiskRoom:
 
     def grow_back(self) -> None:
         """Return to the full capacity if the disk has more room than after the store shrank."""
-        if self.capacity_bytes == self._most_bytes:
+        if self.capacity_bytes == self._max_bytes:
             return
         if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
-            self.capacity_bytes, self.slab_bytes = self._most_bytes, data_file.slab_bytes(self._most_bytes)
+            self.capacity_bytes, self.slab_bytes = self._max_bytes, data_file.slab_bytes(self._max_bytes)
             _log.warning("store %s: the disk has room again", self._name)
 
     def _free_bytes(self) -> int:

@@ -212,8 +212,8 @@ class LmdbFiles:
                 return
         self._reclaim()
 
-        def give_back_some(change: Change, most: int) -> int:
-            slots = change.give_back(limit_bytes, most)
+        def give_back_some(change: Change, limit: int) -> int:
+            slots = change.give_back(limit_bytes, limit)
             self.slabs.punch(*slots)
             return len(slots)
 

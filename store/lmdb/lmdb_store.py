@@ -31,7 +31,7 @@ class LmdbStore:
     After a broken tree was met, changes raise and reads go on, each verified; the next start is empty.
     Without *capacity_bytes* the store has the capacity with which it was last opened; OSError if there is no store, or
     a broken one, which stays as it is. A process forked from the owner's may not use it.
-    The folder never takes more than `data_file.most_bytes` of the capacity. A medium that fails to read a page of the
+    The folder never takes more than `data_file.max_bytes` of the capacity. A medium that fails to read a page of the
     index ends the process with SIGBUS, as with every program that maps files: `StoreProcess` is there for that.
     """
 
@@ -74,8 +74,8 @@ class LmdbStore:
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._writer.delete(keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
-        return self._writer.evict(num_bytes, most, tenant)
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
+        return self._writer.evict(num_bytes, limit, tenant)
 
     def keys(self) -> Iterator[bytes]:
         with self.files.using():
@@ -135,8 +135,8 @@ class LmdbStore:
             file_bytes = self.files.file_bytes()
         capacity_bytes = self.files.capacity_bytes
         assert stored_bytes <= capacity_bytes, f"{stored_bytes} bytes exceed {capacity_bytes}"
-        most = data_file.most_bytes(capacity_bytes)
-        assert file_bytes <= most, f"the files take {file_bytes} bytes, more than {most}"
+        limit = data_file.max_bytes(capacity_bytes)
+        assert file_bytes <= limit, f"the files take {file_bytes} bytes, more than {limit}"
 
     def close(self) -> None:
         try:

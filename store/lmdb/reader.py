@@ -190,11 +190,11 @@ def _scratch(slot: Slot) -> memoryview:
     return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 
-def _runs(pairs: Sequence[tuple[bytes, memoryview]], most_bytes: int) -> Iterator[slice]:
-    """Where runs of *pairs* are that have at most *most_bytes*, or one block."""
+def _runs(pairs: Sequence[tuple[bytes, memoryview]], max_bytes: int) -> Iterator[slice]:
+    """Where runs of *pairs* are that have at most *max_bytes*, or one block."""
     start = num_bytes = 0
     for i, (_, out) in enumerate(pairs):
-        if i > start and num_bytes + out.nbytes > most_bytes:
+        if i > start and num_bytes + out.nbytes > max_bytes:
             yield slice(start, i)
             start, num_bytes = i, 0
         num_bytes += out.nbytes

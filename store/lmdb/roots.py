@@ -19,7 +19,7 @@ _META_AT = 16  # offset of a root, behind the header of its page
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _INTEGER_KEYS = 0x08  # flags of the list of free pages; the file itself has none
 _NO_PAGE = (1 << 64) - 1
-_MOST_LEVELS = 16  # of a tree; one of 4096 pages of 4 KiB has three
+_MAX_LEVELS = 16  # of a tree; one of 4096 pages of 4 KiB has three
 
 
 class _Root(NamedTuple):
@@ -48,7 +48,7 @@ class _Root(NamedTuple):
             and self.map_bytes % PAGE_BYTES == 0
             and 1 <= self.last_page < num_pages
             and all(
-                (root == _NO_PAGE and depth == 0) or (2 <= root <= self.last_page and 0 < depth <= _MOST_LEVELS)
+                (root == _NO_PAGE and depth == 0) or (2 <= root <= self.last_page and 0 < depth <= _MAX_LEVELS)
                 for root, depth in ((self.free_root, self.free_depth), (self.main_root, self.main_depth))
             )
         )

@@ -25,12 +25,12 @@ from kvtier.store.slab import PAGE_BYTES, Slot
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_MOST = 1 << 62  # no count gets that high
+_MAX = 1 << 62  # no count gets that high
 _CHECKSUM_BYTES = 8
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
-_MOST_READERS = 256
-_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: LMDB takes 64 bytes for each reader, and 200 for the file
+_MAX_READERS = 256
+_LOCK_BYTES = (_MAX_READERS + 64) * 64  # at least: LMDB takes 64 bytes for each reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
 
 
@@ -80,7 +80,7 @@ class _Counts:
         return self._plausible(self._layout.unpack(verified(key, packed)))
 
     def _plausible(self, counts: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not all(0 <= count < _MOST for count in counts):
+        if not all(0 <= count < _MAX for count in counts):
             raise lmdb.CorruptedError(f"a row makes no sense: {counts}")
         return counts
 
@@ -256,8 +256,8 @@ class Tables:
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         return None if packed is None else Row.located(key, packed)
 
-    def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
-        """Up to *most* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
+    def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
+        """Up to *limit* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
         with txn.cursor(db=self.order) as cursor:
             if sequence is None:
                 is_there = cursor.last()
@@ -265,7 +265,7 @@ class Tables:
                 is_there = cursor.prev() if cursor.set_range(SEQUENCE.pack(sequence)) else cursor.last()
             rows = cursor.iterprev() if is_there else iter(())
             page = [
-                (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, most)
+                (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, limit)
             ]
         for before, after in pairwise([(sequence, b""), *page]):
             if before[0] is not None and before[0] <= after[0]:  # going on from the last would never end
@@ -382,7 +382,7 @@ def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Enviro
         str(folder),
         map_size=map_bytes,
         max_dbs=MAX_DBS,
-        max_readers=_MOST_READERS,
+        max_readers=_MAX_READERS,
         max_spare_txns=16,
         writemap=durability.is_mapped,
         sync=not durability.is_mapped,

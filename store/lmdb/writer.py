@@ -11,7 +11,7 @@ from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import Sealed, charged_bytes, most_charged_bytes, refuse_unfit, seal
+from kvtier.store.codec.seal import Sealed, charged_bytes, max_charged_bytes, refuse_unfit, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.change import Change
@@ -22,8 +22,8 @@ from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
-_MOST_EVICTED = 512  # that one change evicts, besides as many as it adds: see `REMOVAL_BYTES`
-_MOST_TRIES = 8  # to make room for one group
+_MAX_EVICTED = 512  # that one change evicts, besides as many as it adds: see `REMOVAL_BYTES`
+_MAX_TRIES = 8  # to make room for one group
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -39,15 +39,15 @@ class _Call:
 
 
 class GroupCommit:
-    """Gathers the calls that come while a change is under way; the next change stores them all, up to *most_bytes*.
+    """Gathers the calls that come while a change is under way; the next change stores them all, up to *max_bytes*.
 
     The call that gets the *writer* lock works for all that wait: there is no thread for it, and a lone call waits for
     none. If that call is interrupted, the next one that gets the lock works for those that are left.
     """
 
-    def __init__(self, writer: threading.RLock, most_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
+    def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
         self._writer = writer
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._act = act
         self._waiting: list[_Call] = []  # each call appends itself and, with the writer lock, removes itself
 
@@ -77,13 +77,13 @@ class GroupCommit:
         return call.evicted
 
     def _gathered(self) -> list[_Call]:
-        """The next waiting calls, of at most `most_bytes` together, or one larger call. At least one call waits."""
+        """The next waiting calls, of at most `max_bytes` together, or one larger call. At least one call waits."""
         calls: list[_Call] = []
         num_bytes = 0
         for call in self._waiting.copy():  # other threads append meanwhile
             if not call.done:
                 num_bytes += call.num_bytes
-                if calls and num_bytes > self._most_bytes:
+                if calls and num_bytes > self._max_bytes:
                     break
                 calls.append(call)
         return calls
@@ -183,8 +183,8 @@ class LmdbWriter:
         """See `BlobStore.delete`."""
         num_deleted, left = 0, list(keys)
 
-        def forget_some(change: Change, most: int) -> list[bool]:
-            return [change.forget(key) for key in left[:most]]
+        def forget_some(change: Change, limit: int) -> list[bool]:
+            return [change.forget(key) for key in left[:limit]]
 
         while left:
             forgotten = self._files.remove(forget_some)
@@ -192,17 +192,17 @@ class LmdbWriter:
             del left[: len(forgotten)]
         return num_deleted
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """See `BlobStore.evict`."""
         owner, gone, num_freed = tenant or NO_TENANT, list[bytes](), 0
 
-        def clear(change: Change, most_now: int) -> tuple[list[bytes], int, int]:
+        def clear(change: Change, max_now: int) -> tuple[list[bytes], int, int]:
             before = change.counters.stored_bytes
-            keys, num_left = change.clear(num_bytes - num_freed, min(most_now, most - len(gone)), owner)
+            keys, num_left = change.clear(num_bytes - num_freed, min(max_now, limit - len(gone)), owner)
             return keys, num_left, before - change.counters.stored_bytes
 
         num_left = 1
-        while num_left and num_freed < num_bytes and len(gone) < most:
+        while num_left and num_freed < num_bytes and len(gone) < limit:
             keys, num_left, num_now = self._files.remove(clear)
             gone += keys
             num_freed += num_now
@@ -223,7 +223,7 @@ class LmdbWriter:
                 if is_last or error.errno not in _NO_ROOM:
                     raise
                 if isinstance(error, StoreFull):
-                    self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
+                    self._make_room(2 * sum(max_charged_bytes(blob, self._cipher) for blob in group))
                 elif not self._shrink():
                     raise
         gone, self._untold = self._untold, []
@@ -231,7 +231,7 @@ class LmdbWriter:
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
-        most = _MOST_EVICTED + len(unique)
+        limit = _MAX_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], set[bytes]]:
@@ -242,7 +242,7 @@ class LmdbWriter:
             new_bytes: Counter[bytes] = Counter()
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
-            evicted = self._evict(change, new_bytes, most)
+            evicted = self._evict(change, new_bytes, limit)
             slots = self._write(change, sealed)
             if self._durability is Durability.COMMIT:  # beside the commit: digests show whether a payload is complete
                 syncing.append(self._syncer.submit(self._files.slabs.sync))
@@ -250,17 +250,17 @@ class LmdbWriter:
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
             change.find_again(blob.key for blob in new)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), limit), {blob.key for blob in new}
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             try:
                 evicted, new = self._files.change(put, index_bytes)
                 break
             except _StillTooMuch:
                 self._evict_for(unique)
         else:
-            raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MOST_TRIES} tries")
+            raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MAX_TRIES} tries")
         back = [key for key in self._untold if key in new]
         self._untold = [key for key in self._untold if key not in new] + evicted
         try:
@@ -285,17 +285,17 @@ class LmdbWriter:
         self._files.slabs.write(placed, [one.payload for one in sealed])
         return placed
 
-    def _evict(self, change: Change, new_bytes: Mapping[bytes, int], most: int) -> list[bytes]:
-        """Evict until *new_bytes* (by tenant) fit quotas and capacity; `_StillTooMuch` after *most* evictions."""
+    def _evict(self, change: Change, new_bytes: Mapping[bytes, int], limit: int) -> list[bytes]:
+        """Evict until *new_bytes* (by tenant) fit quotas and capacity; `_StillTooMuch` after *limit* evictions."""
         evicted: list[bytes] = []
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
                 limit_bytes = max(0, self._quotas[tenant] - num_bytes)
-                evicted += change.evict_tenant(tenant, limit_bytes, most)
+                evicted += change.evict_tenant(tenant, limit_bytes, limit)
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(evicted)
         limit_bytes = max(0, self._room.capacity_bytes - sum(new_bytes.values()))
-        evicted += change.evict(limit_bytes, most - len(evicted))
+        evicted += change.evict(limit_bytes, limit - len(evicted))
         if change.counters.stored_bytes > limit_bytes:
             raise _StillTooMuch(evicted)
         return evicted
@@ -311,9 +311,9 @@ class LmdbWriter:
             with self._files.changing(_EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
                 new_bytes: Counter[bytes] = Counter()
                 for blob in _mark(change, group):
-                    new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)
+                    new_bytes[blob.tenant] += max_charged_bytes(blob, self._cipher)
                 try:
-                    evicted, is_done = self._evict(change, new_bytes, _MOST_EVICTED), True
+                    evicted, is_done = self._evict(change, new_bytes, _MAX_EVICTED), True
                 except _StillTooMuch as too_much:
                     evicted = too_much.evicted
             self._untold += evicted
@@ -336,7 +336,7 @@ class LmdbWriter:
 
     def _evict_to(self, limit_bytes: int) -> None:
         while self._stored_bytes() > limit_bytes:
-            self._untold += self._files.remove(lambda change, most: change.evict(limit_bytes, most))
+            self._untold += self._files.remove(lambda change, limit: change.evict(limit_bytes, limit))
 
     def _stored_bytes(self) -> int:
         with self._files.reading() as txn:
@@ -359,13 +359,13 @@ def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
     return new
 
 
-def _parts(blobs: Sequence[Blob], most_bytes: int) -> Iterator[list[Blob]]:
-    """Runs of *blobs* of at most *most_bytes*, or of one blob."""
+def _parts(blobs: Sequence[Blob], max_bytes: int) -> Iterator[list[Blob]]:
+    """Runs of *blobs* of at most *max_bytes*, or of one blob."""
     part: list[Blob] = []
     num_bytes = 0
     for blob in blobs:
         blob_bytes = charged_bytes(blob.raw.nbytes)
-        if part and num_bytes + blob_bytes > most_bytes:
+        if part and num_bytes + blob_bytes > max_bytes:
             yield part
             part, num_bytes = [], 0
         part.append(blob)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.lmdb import crashes
-from kvtier.store.lmdb.data_file import MOST_CRASHES
+from kvtier.store.lmdb.data_file import MAX_CRASHES
 from kvtier.store.process.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
 from kvtier.store.process.staging import Staging, copy
 from kvtier.store.record import Fault
@@ -156,8 +156,8 @@ class StoreProcess:
     def delete(self, keys: Sequence[bytes]) -> int:
         return int(self._ask_writer("delete", keys))
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
-        return Evicted(*self._ask_writer("evict", num_bytes, most, tenant))
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
+        return Evicted(*self._ask_writer("evict", num_bytes, limit, tenant))
 
     def keys(self) -> Iterator[bytes]:
         self._ensure_running()
@@ -283,9 +283,9 @@ class StoreProcess:
         that is larger than the place is sent over the socket.
         """
         staged: list[tuple[memoryview, memoryview]] = []
-        most_bytes = place.nbytes
+        max_bytes = place.nbytes
         for i, view in enumerate(views):
-            if pieces[i] is not None or view.nbytes > most_bytes:
+            if pieces[i] is not None or view.nbytes > max_bytes:
                 continue
             if view.nbytes > place.nbytes:
                 return i, staged
@@ -404,7 +404,7 @@ class _Worker:
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d in a row; after %d it starts empty",
-            *(self._folder, how, num_crashes, MOST_CRASHES),
+            *(self._folder, how, num_crashes, MAX_CRASHES),
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
 
 _GROUP_BYTES = 16 << 20  # of records that are put together; their headers and payloads are joined in memory
-_MOST_TIMEOUTS = 2  # that a call may take in all
+_MAX_TIMEOUTS = 2  # that a call may take in all
 _SCANNED_AT_ONCE = b"1000"
 _GLOB = re.compile(rb"([*?\[\]\\^-])")
 
@@ -98,7 +98,7 @@ class RedisRemote:
         """When a call that begins now has to end."""
         if self._is_closed:
             raise RemoteUnavailable(f"{self.where}: the store is closed")
-        return time.monotonic() + _MOST_TIMEOUTS * self._settings.timeout_s
+        return time.monotonic() + _MAX_TIMEOUTS * self._settings.timeout_s
 
     def _asked(self, commands: Sequence[Command], until: float) -> list[Reply]:
         """The replies. Raises `RemoteUnavailable` if there is none."""

@@ -9,7 +9,7 @@ from remote_cases import needs_redis
 
 from kvtier.cli import remote
 from kvtier.cli.main import main
-from kvtier.cli.remote import Measured, least_tokens, measure, tokens_per_s
+from kvtier.cli.remote import Measured, measure, min_tokens, tokens_per_s
 from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 
@@ -66,5 +66,5 @@ def test_blocks_that_come_back_wrong_are_counted() -> None:
 def test_the_break_even_is_that_of_the_arithmetic() -> None:
     # An 8B model has 128 KiB a token; an H100 computes 22,000 tokens a second of it: 2.9 GB/s are just enough.
     assert tokens_per_s(FOUND, 128 << 10) == pytest.approx(22_125, rel=0.01)
-    assert least_tokens(FOUND, 128 << 10, 22_200) is None
-    assert least_tokens(FOUND, 128 << 10, 10_000) == pytest.approx(2e-3 / (1e-4 - 45.2e-6), rel=0.01)
+    assert min_tokens(FOUND, 128 << 10, 22_200) is None
+    assert min_tokens(FOUND, 128 << 10, 10_000) == pytest.approx(2e-3 / (1e-4 - 45.2e-6), rel=0.01)

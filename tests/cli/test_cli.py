@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvtier.cli.arguments import remote_url
-from kvtier.cli.doc_arguments import MOST_DAYS
+from kvtier.cli.doc_arguments import MAX_DAYS
 from kvtier.cli.main import build_parser, main
 from kvtier.cli.serve_arguments import model_of
-from kvtier.server.documents.document import MOST_PINNED_S
+from kvtier.server.documents.document import MAX_PINNED_S
 
 PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 
@@ -279,7 +279,7 @@ def test_the_model_is_named_with_or_without_its_option(model: list[str]) -> None
 
 
 def test_a_pin_may_be_as_long_as_the_server_takes() -> None:
-    assert MOST_DAYS * 86400 == MOST_PINNED_S
+    assert MAX_DAYS * 86400 == MAX_PINNED_S
 
 
 def test_a_key_that_no_header_can_say_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:

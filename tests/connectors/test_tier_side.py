@@ -15,7 +15,7 @@ from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
-from kvtier.connectors.vllm_offloading.tier_side import MOST_AT_ONCE, PAUSE_S, Holes, TierSide
+from kvtier.connectors.vllm_offloading.tier_side import MAX_AT_ONCE, PAUSE_S, Holes, TierSide
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -328,7 +328,7 @@ def test_holes_of_a_group_are_filled_by_blocks_of_that_group_alone() -> None:
 
 
 def test_the_holes_that_were_noted_first_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm_offloading.tier_side.MOST_HOLES", 3)
+    monkeypatch.setattr("kvtier.connectors.vllm_offloading.tier_side.MAX_HOLES", 3)
     clock = FakeClock()
     holes = Holes(clock)
     for number in range(5):
@@ -350,7 +350,7 @@ def test_holes_are_offered_a_few_at_a_time() -> None:
     refusing.clock.now += PAUSE_S
     num_offered.append(len(refusing.tier.side.take_holes()))
 
-    assert num_offered == [MOST_AT_ONCE, 80 - MOST_AT_ONCE]
+    assert num_offered == [MAX_AT_ONCE, 80 - MAX_AT_ONCE]
 
 
 def test_a_job_that_could_not_be_begun_is_told_as_failed() -> None:

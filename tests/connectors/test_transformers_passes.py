@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 NUM_TOKENS, NUM_NEW, BLOCK_SIZE = 97, 4, 16
 PROMPT = torch.randint(VOCAB, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 GREEDY = {"max_new_tokens": NUM_NEW, "do_sample": False}
-LEAST = torch.finfo(torch.float32).min
+MIN = torch.finfo(torch.float32).min
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def cache(tmp_path: Path, model: PreTrainedModel) -> Iterator[KVTierCache]:
 
 
 def causal(num_tokens: int, num_keys: int) -> torch.Tensor:
-    return torch.full((1, 1, num_tokens, num_keys), LEAST).triu(1 + num_keys - num_tokens)
+    return torch.full((1, 1, num_tokens, num_keys), MIN).triu(1 + num_keys - num_tokens)
 
 
 def last_token_blind(model: PreTrainedModel, past: PromptCache) -> None:
     mask = causal(NUM_TOKENS, NUM_TOKENS)
-    mask[0, 0, -1, 1] = LEAST  # the first elements are those of the causal mask
+    mask[0, 0, -1, 1] = MIN  # the first elements are those of the causal mask
     model(PROMPT, past_key_values=past, attention_mask=mask)
 
 

@@ -21,7 +21,7 @@ from vllm_door_bed import (
 from waiting import wait_for
 
 from kvtier.connectors.vllm_connector.counts import COUNT_NAMES, Unstored
-from kvtier.connectors.vllm_connector.scheduler_side import MOST_LOADS
+from kvtier.connectors.vllm_connector.scheduler_side import MAX_LOADS
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tenant import tenant_of, tenant_with
@@ -118,11 +118,11 @@ def test_so_many_loads_are_under_way_at_a_time(full: DoorBed) -> None:
     before = full.sidecar.door.counts().num_asked
     full.threads.is_held = True
 
-    requests = [full.request(prompt + full.prompt(2)) for _ in range(MOST_LOADS + 2)]
+    requests = [full.request(prompt + full.prompt(2)) for _ in range(MAX_LOADS + 2)]
     assert {full.side.num_matched(request, 0) for request in requests} == {None}
     full.listen()
 
-    assert full.sidecar.door.counts().num_asked - before == 2 * MOST_LOADS
+    assert full.sidecar.door.counts().num_asked - before == 2 * MAX_LOADS
     full.threads.is_held = False
     full.threads.go_on()
     assert [full.match(request) for request in requests] == [2 * BLOCK] * len(requests)

@@ -21,7 +21,7 @@ from vllm_core import vllm_version
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.config import EventsConfig
-from kvtier.engine.kv_events import MOST_EVENTS, EventEncoder, ZmqPublisher
+from kvtier.engine.kv_events import MAX_EVENTS, EventEncoder, ZmqPublisher
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
@@ -344,12 +344,12 @@ def wait_until_heard(publisher: ZmqPublisher, stream: EventStream) -> None:
 def test_many_events_are_several_batches(publish: Publish, listen: Listen) -> None:
     publisher = publish()
 
-    publisher.publish([event for number in range(2 * MOST_EVENTS + 5) for event in removal(number)])
+    publisher.publish([event for number in range(2 * MAX_EVENTS + 5) for event in removal(number)])
     batches = listen(publisher).read(publisher.next_seq)
 
-    assert [len(batch.events) for batch in batches] == [MOST_EVENTS, MOST_EVENTS, 5]
+    assert [len(batch.events) for batch in batches] == [MAX_EVENTS, MAX_EVENTS, 5]
     told = [event.block_hashes[0] for batch in batches for event in batch.events]
-    assert told == [low64(name_of(number)) for number in range(2 * MOST_EVENTS + 5)]
+    assert told == [low64(name_of(number)) for number in range(2 * MAX_EVENTS + 5)]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])

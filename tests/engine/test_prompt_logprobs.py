@@ -101,7 +101,7 @@ def test_a_cached_prompt_is_computed_again_and_what_was_found_counts_as_scored(m
 def test_a_step_has_few_logits_of_prompts_however_long_they_are(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_build, "MOST_SCORED_LOGITS", 20 * 256)
+    monkeypatch.setattr(engine_build, "MAX_SCORED_LOGITS", 20 * 256)
     num_rows = []
 
     def watched(runner: ModelRunner, chunks: list) -> torch.Tensor:

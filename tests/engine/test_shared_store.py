@@ -33,7 +33,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 NUM_TOKENS = 200  # of a document: twelve blocks, and the device has sixteen
 WHOLE = 192
-MOST_ROUNDS = 12
+MAX_ROUNDS = 12
 DOCUMENTS = [np.random.default_rng(number).integers(3, 90, NUM_TOKENS).tolist() for number in range(4)]
 
 
@@ -91,7 +91,7 @@ def remote(core: EngineCore) -> RemoteStatistics:
 def share(core: EngineCore) -> list[list[int]]:
     """Ask about each document until a round of questions puts no more into the store; the first answers."""
     answers = [ask(core, document).generated for document in DOCUMENTS]
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         num_stored = remote(core).num_stored
         for document in DOCUMENTS:
             ask(core, document, 6)

@@ -138,7 +138,8 @@ def test_an_answer_that_is_complete_ends_without_an_end_token(llm: LLM) -> None:
 
 def test_an_answer_that_max_tokens_cut_is_the_beginning_of_one(llm: LLM) -> None:
     whole, cut = (
-        together(llm, [PROMPT], [params_of(StructuredOutputs(json=BOOK), 1, max_tokens=most)])[0] for most in (400, 15)
+        together(llm, [PROMPT], [params_of(StructuredOutputs(json=BOOK), 1, max_tokens=limit)])[0]
+        for limit in (400, 15)
     )
 
     assert cut.finish_reason == FinishReason.LENGTH

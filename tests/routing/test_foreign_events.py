@@ -35,7 +35,7 @@ def test_vllms_blocks_and_lmcaches_chunks_are_found_in_their_tiers() -> None:
 
 
 async def _play(engine: ToldScript, publisher: Publisher) -> None:
-    index = PrefixIndex(Fingerprints(), most_blocks=10_000)
+    index = PrefixIndex(Fingerprints(), max_blocks=10_000)
     index.add("engine")
 
     def take(batch: Batch) -> None:

@@ -12,7 +12,7 @@ from kvtier.engine.kv_events import EventEncoder
 from kvtier.routing import kv_event
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
 from kvtier.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
-from kvtier.routing.prefix_index import MOST_LOOKED_UP, SWEPT, Matched, PrefixIndex
+from kvtier.routing.prefix_index import MAX_LOOKED_UP, SWEPT, Matched, PrefixIndex
 from kvtier.tiers.naming import events as own
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.groups import FullAttention
@@ -24,8 +24,8 @@ PLACES = ("device", "host", "disk")
 TIERS = [*zip(MEDIA, PLACES, strict=True)]
 
 
-def made(most_blocks: int = 10_000, replicas: Sequence[str] = ("a", "b", "c")) -> PrefixIndex:
-    index = PrefixIndex(Fingerprints(key=1), most_blocks)
+def made(max_blocks: int = 10_000, replicas: Sequence[str] = ("a", "b", "c")) -> PrefixIndex:
+    index = PrefixIndex(Fingerprints(key=1), max_blocks)
     for replica in replicas:
         index.add(replica)
     return index
@@ -208,7 +208,7 @@ def test_what_a_replica_had_is_swept_away_as_events_come_however_often_it_is_for
 
 
 def test_names_are_bounded_and_what_is_forgotten_is_believed_of_nobody() -> None:
-    index = made(most_blocks=100)
+    index = made(max_blocks=100)
     for number in range(50):
         index.learn("a", stored(range(1000 * number, 1000 * number + 160)))
 
@@ -219,7 +219,7 @@ def test_names_are_bounded_and_what_is_forgotten_is_believed_of_nobody() -> None
 
 
 def test_what_is_expected_is_bounded() -> None:
-    index = made(most_blocks=100)
+    index = made(max_blocks=100)
     for number in range(50):
         index.expect("a", prefixes(index, range(1000 * number, 1000 * number + 160)))
 
@@ -227,7 +227,7 @@ def test_what_is_expected_is_bounded() -> None:
     assert index.matched(prefixes(index, range(160))) == {}
 
 
-@pytest.mark.parametrize("num_blocks", [MOST_LOOKED_UP - 1, MOST_LOOKED_UP, MOST_LOOKED_UP + 1, 5 * MOST_LOOKED_UP + 3])
+@pytest.mark.parametrize("num_blocks", [MAX_LOOKED_UP - 1, MAX_LOOKED_UP, MAX_LOOKED_UP + 1, 5 * MAX_LOOKED_UP + 3])
 def test_the_end_of_a_long_match_is_exact(num_blocks: int) -> None:
     index = made()
     tokens = list(range(num_blocks * SIZE))

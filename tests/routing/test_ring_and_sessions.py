@@ -30,7 +30,7 @@ def test_the_order_does_not_depend_on_who_is_named_first() -> None:
 
 
 def test_conversations_that_were_asked_for_last_are_known() -> None:
-    sessions = Sessions(most=2)
+    sessions = Sessions(limit=2)
     for name in ("first", "second", "first", "third"):
         sessions.keep(name, "a")
 
@@ -38,7 +38,7 @@ def test_conversations_that_were_asked_for_last_are_known() -> None:
 
 
 def test_a_dead_replica_has_no_conversation() -> None:
-    sessions = Sessions(most=10)
+    sessions = Sessions(limit=10)
     sessions.keep("one", "a")
     sessions.keep("two", "b")
     sessions.forget("a")

@@ -84,12 +84,12 @@ def test_a_second_question_about_a_document_goes_to_the_server_that_has_it(
 
 def _ask_until_found(router: Router, text: str) -> None:
     """Ask, and again until the server's events have come: then its tokens are found, and known to be."""
-    least = len(text) // 16 * 16 - 16
+    minimum = len(text) // 16 * 16 - 16
     asked(router, text + "Why?")
 
     def is_found() -> bool:
         before = router.matched("device")
-        return asked(router, text + "When?") >= least and router.matched("device") >= before + least
+        return asked(router, text + "When?") >= minimum and router.matched("device") >= before + minimum
 
     come_true(is_found)
 
@@ -97,12 +97,12 @@ def _ask_until_found(router: Router, text: str) -> None:
 def test_anthropics_messages_go_the_same_way(servers: tuple[list[ServerInThread], Router]) -> None:
     _, router = servers
     text = "An Anthropic client asks. " * 40
-    least = len(text) // 16 * 16 - 16
+    minimum = len(text) // 16 * 16 - 16
 
     def is_found() -> bool:
         before = router.matched("device")
         message = anthropic_client.ask(router, 2, messages=[{"role": "user", "content": f"{text} When?"}])
-        return message.usage.cache_read_input_tokens >= least and router.matched("device") >= before + least
+        return message.usage.cache_read_input_tokens >= minimum and router.matched("device") >= before + minimum
 
     come_true(is_found)
 

@@ -21,7 +21,7 @@ from chat_templates import (
 )
 
 from kvtier.engine.text.chat_prefix import chat_prefix
-from kvtier.engine.text.least_tokens import LeastTokens
+from kvtier.engine.text.min_tokens import MinTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.server.anthropic.messages_request import Conversation
@@ -41,7 +41,7 @@ def written(template: str, *messages: dict, **others: object) -> str:
 
 def text_of(template: str, asked: ChatRequest) -> str:
     tokenizer = templated(template)
-    (prompt,) = asked.prompts(tokenizer, PromptLimit(LeastTokens(tokenizer), 256, 10_000))
+    (prompt,) = asked.prompts(tokenizer, PromptLimit(MinTokens(tokenizer), 256, 10_000))
     return str(tokenizer.decode(prompt.token_ids))
 
 
@@ -73,7 +73,7 @@ def test_a_content_is_a_list_of_parts_only_where_the_template_wants_one() -> Non
 @pytest.mark.parametrize("template", [GUARD, VISION])
 def test_a_document_begins_the_prompt_of_a_template_that_wants_parts(template: str) -> None:
     tokenizer = templated(template)
-    limit = PromptLimit(LeastTokens(tokenizer), 256, 10_000)
+    limit = PromptLimit(MinTokens(tokenizer), 256, 10_000)
 
     prefix = tokenizer.decode(chat_prefix(tokenizer, None, "A report.", limit))
 
@@ -95,7 +95,7 @@ def test_a_breakpoint_is_found_in_a_template_that_wants_parts() -> None:
     )
     tokenizer = templated(VISION)
 
-    (prompt,) = asked.prompts(tokenizer, PromptLimit(LeastTokens(tokenizer), 256, 10_000))
+    (prompt,) = asked.prompts(tokenizer, PromptLimit(MinTokens(tokenizer), 256, 10_000))
 
     assert [each.num_tokens for each in prompt.breakpoints] == [len("USER: A report.")]
 

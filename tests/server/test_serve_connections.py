@@ -57,11 +57,11 @@ def answer(connection: socket.socket) -> bytes:
     return received
 
 
-def sent_until_cut(connection: socket.socket, data: bytes, most: int) -> int:
-    """How many bytes, *most* at most, could be sent before the connection was cut."""
+def sent_until_cut(connection: socket.socket, data: bytes, limit: int) -> int:
+    """How many bytes, *limit* at most, could be sent before the connection was cut."""
     num_bytes = 0
     try:
-        while num_bytes < most:
+        while num_bytes < limit:
             num_bytes += connection.send(data)
     except (BrokenPipeError, ConnectionResetError):
         pass
@@ -152,7 +152,7 @@ def test_a_client_that_is_refused_cannot_go_on_sending(
         connection.sendall(head + length + piece)
 
         told = connection.recv(65536)
-        num_bytes = sent_until_cut(connection, piece * 16, most=1 << 30)
+        num_bytes = sent_until_cut(connection, piece * 16, limit=1 << 30)
 
     assert told.startswith(b"HTTP/1.1 " + status)
     assert num_bytes < 1 << 26  # what fits in buffers, and comes until the answer is read

@@ -204,7 +204,7 @@ def test_layouts_that_no_chunk_can_have_are_refused_in_a_sentence(bed: LayoutBed
 def test_chunks_so_small_that_their_books_are_large_are_refused(
     bed: LayoutBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_part, "MOST_SLOTS", 4 * PER_EXTENT * 4)
+    monkeypatch.setattr(chunk_part, "MAX_SLOTS", 4 * PER_EXTENT * 4)
     assert bed.layouts.open(layout(world_size=4))  # of four extents
 
     with pytest.raises(LayoutRefused, match=r"all ranks would have 320 slots .* more tokens in a chunk"):

@@ -19,7 +19,7 @@ from kvtier.engine.config import parse_bytes
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
-from kvtier.sidecar.systemd import LEAST_WATCHDOG_S
+from kvtier.sidecar.systemd import MIN_WATCHDOG_S
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "sidecar"
 UNIT = FOLDER / "kvtier-sidecar.service"
@@ -79,7 +79,7 @@ def test_the_unit_starts_the_sidecar_and_waits_as_long_as_it_takes(service: dict
     assert command[1:3] == ["sidecar", "--config"]
     assert service["Type"] == "notify"
     assert service["Restart"] == "on-failure"
-    assert float(service["WatchdogSec"]) >= LEAST_WATCHDOG_S
+    assert float(service["WatchdogSec"]) >= MIN_WATCHDOG_S
     assert float(service["TimeoutStopSec"]) > config.drain_s
     assert config.disk is not None
     assert config.disk.path == f"/var/lib/{service['StateDirectory']}"

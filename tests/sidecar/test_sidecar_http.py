@@ -18,7 +18,7 @@ from kvtier.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
 from kvtier.sidecar.http.access import HEALTH, token_of
 from kvtier.sidecar.http.app import PATHS
 from kvtier.sidecar.http.build import LIMITS, limits_of, serve_http
-from kvtier.sidecar.sidecar import MOST_ASKED
+from kvtier.sidecar.sidecar import MAX_ASKED
 from kvtier.web.dashboard.assets import PAGE
 from kvtier.web.paths import DATA_PATHS, EXPLAIN
 
@@ -125,12 +125,12 @@ def test_questions_to_a_stuck_owner_do_not_pile_up() -> None:
     with running_sidecar(small_config(), answer_s=0.001) as running:
         let_go = running.hold()
         with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(lambda _: running.get("/health"), range(MOST_ASKED + 20)))
+            answers = list(threads.map(lambda _: running.get("/health"), range(MAX_ASKED + 20)))
         num_waiting = running.sidecar.num_asked
         let_go()
 
         assert {answer.status_code for answer in answers} == {503}
-        assert num_waiting == MOST_ASKED
+        assert num_waiting == MAX_ASKED
         wait_for(lambda: running.get("/health").status_code == 200)
 
 
@@ -377,8 +377,8 @@ def test_headers_and_bodies_without_end_are_cut_off(plain: RunningSidecar) -> No
 
 
 def test_more_connections_than_there_may_be_are_turned_away(plain: RunningSidecar) -> None:
-    most = limits_of(small_config()).max_connections
-    clients = [socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) for _ in range(most)]
+    limit = limits_of(small_config()).max_connections
+    clients = [socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) for _ in range(limit)]
     try:
         with socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) as late:
             assert late.recv(100).startswith(b"HTTP/1.1 503")

@@ -222,7 +222,7 @@ def test_each_layout_loses_a_part_as_it_has_of_host_memory() -> None:
     bed.put(one, 1, 40)  # of 16 an extent: three
     bed.put(other, 2, 10)  # one
 
-    purge = bed.layouts.purge(PurgeOrder(frozenset({Tier.HOST}), most_blocks=8))
+    purge = bed.layouts.purge(PurgeOrder(frozenset({Tier.HOST}), max_blocks=8))
     while not purge.go_on():
         bed.settle()
 

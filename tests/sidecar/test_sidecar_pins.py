@@ -8,7 +8,7 @@ from layout_bed import EXTENT_BYTES, LayoutBed, layout
 from sidecars import RunningSidecar, running_sidecar, small_config
 from waiting import wait_for
 
-from kvtier.sidecar.pins import MOST_PINS, PART, Pins, TooManyPins
+from kvtier.sidecar.pins import MAX_PINS, PART, Pins, TooManyPins
 from kvtier.store.memory_store import MemoryStore
 
 PER_EXTENT = EXTENT_BYTES // 4096
@@ -77,23 +77,23 @@ def test_what_is_on_disk_only_is_fetched(bed: LayoutBed, pins: Pins) -> None:
 
 def test_all_pins_together_have_a_part_of_host_memory_and_say_what_is_left_out(bed: LayoutBed, pins: Pins) -> None:
     tiers = bed.layouts.open(layout())
-    most = int(PART * NUM_SLOTS)
+    limit = int(PART * NUM_SLOTS)
     for document in (1, 2):
-        bed.put(tiers, document, most - 4)
-        pins.pin(f"{document}", [(tiers, bed.blocks(tiers, document, most - 4))], 600.0)
+        bed.put(tiers, document, limit - 4)
+        pins.pin(f"{document}", [(tiers, bed.blocks(tiers, document, limit - 4))], 600.0)
 
     (first,), (second,) = pins.view("1") or [], pins.view("2") or []
 
-    assert (first.num_chunks, first.num_beyond) == (most - 4, 0)
-    assert (second.num_chunks, second.num_tokens, second.num_beyond) == (4, 4 * TOKENS, most - 8)
-    assert pins.statistics().num_bytes == pins.statistics().most_bytes == most * 4096
+    assert (first.num_chunks, first.num_beyond) == (limit - 4, 0)
+    assert (second.num_chunks, second.num_tokens, second.num_beyond) == (4, 4 * TOKENS, limit - 8)
+    assert pins.statistics().num_bytes == pins.statistics().max_bytes == limit * 4096
 
 
 def test_pinning_again_is_for_a_new_time_and_loses_nothing_meanwhile(bed: LayoutBed, pins: Pins) -> None:
     tiers = bed.layouts.open(layout())
-    most = int(PART * NUM_SLOTS)
-    bed.put(tiers, 1, most)
-    wanted = [(tiers, bed.blocks(tiers, 1, most))]
+    limit = int(PART * NUM_SLOTS)
+    bed.put(tiers, 1, limit)
+    wanted = [(tiers, bed.blocks(tiers, 1, limit))]
     pins.pin("one", wanted, 10.0)
     bed.clock.now += 9.0
 
@@ -102,7 +102,7 @@ def test_pinning_again_is_for_a_new_time_and_loses_nothing_meanwhile(bed: Layout
     bed.clock.now += 9.0
     pins.poll()
     (view,) = pins.view("one") or []
-    assert (view.num_chunks, view.num_beyond, tiers.num_leased) == (most, 0, most)
+    assert (view.num_chunks, view.num_beyond, tiers.num_leased) == (limit, 0, limit)
 
 
 def test_a_prefix_is_as_long_as_all_ranks_have_it(bed: LayoutBed, pins: Pins) -> None:
@@ -131,7 +131,7 @@ def test_a_cleared_layout_has_no_pins(bed: LayoutBed, pins: Pins) -> None:
 
 
 def test_there_are_only_so_many_pins(bed: LayoutBed, pins: Pins) -> None:
-    for number in range(MOST_PINS):
+    for number in range(MAX_PINS):
         pins.pin(str(number), [], 600.0)
 
     with pytest.raises(TooManyPins, match="256 pins already"):
@@ -169,7 +169,7 @@ def test_an_operator_pins_a_prompt_sees_it_and_ends_it(running: RunningSidecar) 
     (lease,) = running.get("/leases").json()["leases"]
     assert (lease["client"], lease["use"], lease["num_chunks"]) == (f"pin {found['pin']}", "pinned", 6)
     assert running.get("/clients").json()["clients"] == []
-    assert running.get("/stats").json()["pins"] == {"num_pins": 1, "num_bytes": 6 * 4096, "most_bytes": 1 << 20}
+    assert running.get("/stats").json()["pins"] == {"num_pins": 1, "num_bytes": 6 * 4096, "max_bytes": 1 << 20}
     assert "kvtier_sidecar_pinned_bytes 24576.0" in running.get("/metrics").text
 
     ended = running.delete(f"/pin?pin={found['pin']}")

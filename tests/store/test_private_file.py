@@ -52,7 +52,7 @@ def test_a_file_is_read_whatever_its_permissions_and_says_what_to_do(tmp_path: P
 
     open_to_all = read_private(path)
     path.chmod(0o600)
-    private = read_private(path, most_bytes=6)
+    private = read_private(path, max_bytes=6)
 
     assert open_to_all.content == b"secret words"
     assert open_to_all.exposure == f"other users may use it (mode 0644); run: chmod 600 '{path}'"

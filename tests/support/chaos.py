@@ -133,7 +133,7 @@ class World:
             assert isinstance(self.here, LocalTiers), "nothing below that could be unreliable"
             self.lower = UnreliableTiers(self.here, rng)
         events, spills, planner = below.get("events"), below.get("spills"), options.pop("planner", None)
-        chosen = CacheOptions(**{"least_clean_ahead": max(1, num_device_slots // 4), **options})
+        chosen = CacheOptions(**{"min_clean_ahead": max(1, num_device_slots // 4), **options})
         self.cache = TieredCache(
             groups,
             self.memories,

@@ -205,9 +205,9 @@ class FaultyStore:
         self._may_fail()
         return self.store.delete(keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         self._may_fail()
-        return self.store.evict(num_bytes, most, tenant)
+        return self.store.evict(num_bytes, limit, tenant)
 
     def keys(self) -> Iterator[bytes]:
         self._may_fail()
@@ -342,7 +342,7 @@ class FuzzedEngine:
             forgets = getattr(model.config, "sliding_window", None) is not None
             self._device["retention_tokens"] = rng.choice([0, 32]) if forgets else 0
         self._look_ahead = rng.choice([0.0, 0.3])
-        self._most_at_once = rng.choice([2, 4, 8])
+        self._max_at_once = rng.choice([2, 4, 8])
         self._budget = rng.choice([None, None, 4 * BLOCK_BYTES])
         self.core = self._start()
 
@@ -415,7 +415,7 @@ class FuzzedEngine:
 
     def _something_happens(self) -> None:
         happenings = [
-            (30, self.ask if len(self._unfinished()) < self._most_at_once else self.step),
+            (30, self.ask if len(self._unfinished()) < self._max_at_once else self.step),
             (100, self.step),
             (80, self._queue.stir),
             (4, self._abort),
@@ -592,8 +592,8 @@ class FuzzedEngine:
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
         self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
-            most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
-            look_ahead = LookAhead(cache, self._timed_pins, lambda: most_bytes, lasts_s=5.0)
+            max_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
+            look_ahead = LookAhead(cache, self._timed_pins, lambda: max_bytes, lasts_s=5.0)
         return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead, trails=trails)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:

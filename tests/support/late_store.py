@@ -46,8 +46,8 @@ class LateStore:
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._open.delete(keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
-        return self._open.evict(num_bytes, most, tenant)
+    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
+        return self._open.evict(num_bytes, limit, tenant)
 
     def keys(self) -> Iterator[bytes]:
         return self._open.keys()

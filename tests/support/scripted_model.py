@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 END = "<end>"
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 _PIECE = 4  # characters, or more where the piece is there already
 _SURE = 1000.0  # a logit that no bias reaches
 _BIAS = 100
@@ -78,16 +78,16 @@ def _pieces(script: str, special: Sequence[str], there: set[str]) -> list[str]:
 
 @torch.no_grad()
 def _model(vocab_size: int, chains: Sequence[Sequence[int]]) -> PreTrainedModel:
-    assert vocab_size <= MOST_TOKENS
-    config = LlamaConfig(**{**COMMON, "vocab_size": vocab_size, "hidden_size": MOST_TOKENS}, tie_word_embeddings=False)
+    assert vocab_size <= MAX_TOKENS
+    config = LlamaConfig(**{**COMMON, "vocab_size": vocab_size, "hidden_size": MAX_TOKENS}, tie_word_embeddings=False)
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
         parameter.zero_()
     model.model.norm.weight.fill_(1)
-    model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, MOST_TOKENS))
+    model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, MAX_TOKENS))
     model.lm_head.weight.normal_(std=_NOISE, generator=torch.Generator().manual_seed(7))  # at load logits are compared
     for chain in chains:
         for before, after in pairwise(chain):  # the norm makes the one of an embedding the root of its length
-            model.lm_head.weight[after, before] = _SURE / math.sqrt(MOST_TOKENS)
+            model.lm_head.weight[after, before] = _SURE / math.sqrt(MAX_TOKENS)
     model.generation_config.eos_token_id = chain[-1]
     return model

@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model, all groups together
 
 
-MOST_STEPS = 2000  # of a test that ends; a step that has nothing to compute waits a moment
+MAX_STEPS = 2000  # of a test that ends; a step that has nothing to compute waits a moment
 
 
 DEADLINE_S = 60.0  # for what takes milliseconds: reached only when a test fails
@@ -159,7 +159,7 @@ def step(core: EngineCore) -> list[Share]:
 def step_until(core: EngineCore, condition: Callable[[], bool]) -> list[list[Share]]:
     steps: list[list[Share]] = []
     while not condition():
-        assert len(steps) < MOST_STEPS, "the engine makes no progress"
+        assert len(steps) < MAX_STEPS, "the engine makes no progress"
         steps.append(step(core))
     return steps
 

@@ -621,7 +621,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
             return super().put_many(blobs)
 
     store = FullStore(100 * CHARGE)
-    w = world(num_device_slots=16, num_host_slots=12, store=store, least_clean_ahead=16)
+    w = world(num_device_slots=16, num_host_slots=12, store=store, min_clean_ahead=16)
     read(w, "a")
     w.cache.flush(10, stirring(w))
     store.is_full = True
@@ -642,7 +642,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
 
 
 def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken_for_the_one_that_left() -> None:
-    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1), least_clean_ahead=16)
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1), min_clean_ahead=16)
     for document in "abc":
         read(w, document)
     chain = w.chain("a", DOCUMENT + 1)

@@ -208,7 +208,7 @@ class Simulation:
     def purge(self) -> None:
         tiers = frozenset(self.rng.sample(list(Tier), self.rng.randrange(1, 4)))
         tenant = self.rng.choice([None, tenant_of(self.rng.choice(DOCUMENTS))])
-        self.purges.append(self.cache.purge(PurgeOrder(tiers, tenant, most_blocks=self.rng.choice([None, 1, 7]))))
+        self.purges.append(self.cache.purge(PurgeOrder(tiers, tenant, max_blocks=self.rng.choice([None, 1, 7]))))
 
     def stir(self) -> None:
         for lane in self.world.all_lanes:
@@ -262,16 +262,16 @@ DISK_QUOTAS = {tenant_of(document): 5 * 4608 for document in DOCUMENTS[:4]}
 
 PARTS = [  # what is done at once, and how much is under way at most
     (promoter, "PART", [1, 3, 128]),
-    (promoter, "MOST_UNDER_WAY", [1, 4, 512]),
+    (promoter, "MAX_UNDER_WAY", [1, 4, 512]),
     (pins, "PART", [1, 3, 128]),
-    (pins, "MOST_UNDER_WAY", [1, 4, 512]),
+    (pins, "MAX_UNDER_WAY", [1, 4, 512]),
     (reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (promoter, "REFRESH_PART", [1, 3, 128]),
     (purge, "PARTS_S", [0, 1]),
     (slot_purge, "LOOKED_THROUGH", [1, 3, 128]),
-    (slot_purge, "MOST_EVICTED", [1, 3, 128]),
-    (disk_purge, "MOST_EVICTED", [1, 3, 128]),
+    (slot_purge, "MAX_EVICTED", [1, 3, 128]),
+    (disk_purge, "MAX_EVICTED", [1, 3, 128]),
 ]
 
 

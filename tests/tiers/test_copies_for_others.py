@@ -57,7 +57,7 @@ def test_without_others_what_a_running_request_has_computed_is_not_copied() -> N
 
 
 def test_the_oldest_blocks_go_first_and_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_spill, "MOST_STARTED", 6)
+    monkeypatch.setattr(host_spill, "MAX_STARTED", 6)
     w = world(num_device_slots=64, copies_all_down=True)
     compute(w, "a")
     compute(w, "b")

@@ -28,9 +28,9 @@ DOCUMENT = NUM_BLOCKS * BLOCK_SIZE
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "PART", 4)
-    monkeypatch.setattr(promoter, "MOST_UNDER_WAY", 10)
+    monkeypatch.setattr(promoter, "MAX_UNDER_WAY", 10)
     monkeypatch.setattr(pins, "PART", 4)
-    monkeypatch.setattr(pins, "MOST_UNDER_WAY", 10)
+    monkeypatch.setattr(pins, "MAX_UNDER_WAY", 10)
     monkeypatch.setattr(promoter, "REFRESH_PART", 4)
 
 
@@ -348,7 +348,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
-    monkeypatch.setattr(promoter, "MOST_UNDER_WAY", NUM_BLOCKS)
+    monkeypatch.setattr(promoter, "MAX_UNDER_WAY", NUM_BLOCKS)
     monkeypatch.setattr(reads, "BATCH_BLOCKS", 10)
     monkeypatch.setattr(uploads, "BATCH_BLOCKS", 10)
     w = world()

@@ -552,10 +552,10 @@ def test_of_a_hit_only_as_much_is_taken_as_is_wanted_and_what_else_was_found_has
     prompt = [*text(1, 40), *text(2, 40)]
     found = desk.lookup(prompt)
 
-    taken = {most: desk.cache.at_most(found, most, Reason.SCORED) for most in (0, 20, 40)}
+    taken = {limit: desk.cache.at_most(found, limit, Reason.SCORED) for limit in (0, 20, 40)}
 
     assert (found.num_tokens, found.partial.num_tokens) == (32, 8)
-    assert {most: hit.num_tokens for most, hit in taken.items()} == {0: 0, 20: 16, 40: 32}
+    assert {limit: hit.num_tokens for limit, hit in taken.items()} == {0: 0, 20: 16, 40: 32}
     assert [hit.partial for hit in taken.values()] == [None, None, found.partial]
     whys = [hit.misses.after(hit.num_tokens) for hit in taken.values()]
     assert whys[:2] == [{Reason.SCORED: 40, Reason.NEVER_SEEN: 24}, {Reason.SCORED: 24, Reason.NEVER_SEEN: 24}]

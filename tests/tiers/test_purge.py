@@ -127,14 +127,14 @@ def test_the_oldest_blocks_of_one_tier_leave_that_tier_only(tier: Tier, others: 
     everywhere(w, "ab")
     size = CHARGE if tier is Tier.DISK else BLOCK_BYTES
 
-    outcome = done(w, PurgeOrder(frozenset({tier}), most_bytes=3 * size))
+    outcome = done(w, PurgeOrder(frozenset({tier}), max_bytes=3 * size))
 
     assert outcome == {tier: Purged(3, 3 * size)}
     statistics = w.cache.statistics().tiers
     for other, num_blocks in others.items():
         assert statistics[other].num_blocks == num_blocks
     assert num_found(w, "a") == num_found(w, "b") == BLOCKS  # some tier has each
-    assert done(w, PurgeOrder(frozenset({tier}), most_blocks=2))[tier].num_blocks == 2
+    assert done(w, PurgeOrder(frozenset({tier}), max_blocks=2))[tier].num_blocks == 2
 
 
 def test_what_a_request_or_a_pin_leases_stays_and_is_counted() -> None:
@@ -181,19 +181,19 @@ def test_a_block_on_its_way_down_is_evicted_where_it_arrives() -> None:
 
 def test_no_part_evicts_more_than_a_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tiers.purge.PARTS_S", 0)  # the clock stands still
-    monkeypatch.setattr("kvtier.tiers.device.slot_purge.MOST_EVICTED", 3)
-    monkeypatch.setattr("kvtier.tiers.lower.disk_purge.MOST_EVICTED", 3)
+    monkeypatch.setattr("kvtier.tiers.device.slot_purge.MAX_EVICTED", 3)
+    monkeypatch.setattr("kvtier.tiers.lower.disk_purge.MAX_EVICTED", 3)
     w = world(num_device_slots=32, num_host_slots=64)
     everywhere(w, "ab")
-    purge, before, most = w.cache.purge(PurgeOrder()), 0, 0
+    purge, before, limit = w.cache.purge(PurgeOrder()), 0, 0
 
     while not purge.go_on():
         now = sum(each.num_blocks for each in purge.outcome().values())
-        before, most = now, max(most, now - before)
+        before, limit = now, max(limit, now - before)
         w.clock.now += 0.005
         w.settle()
 
-    assert most == 3
+    assert limit == 3
 
 
 def test_routers_are_told_as_of_any_eviction() -> None:
@@ -247,7 +247,7 @@ def test_in_all_groups_of_a_hybrid_the_same_number_of_blocks_leaves() -> None:
     w.compute(tables, chain, 0, DOCUMENT)
     w.cache.release(tables)
 
-    outcome = done(w, PurgeOrder(frozenset({Tier.DEVICE}), most_bytes=2 * (64 + 96)))
+    outcome = done(w, PurgeOrder(frozenset({Tier.DEVICE}), max_bytes=2 * (64 + 96)))
 
     assert outcome == {Tier.DEVICE: Purged(4, 2 * (64 + 96))}
 

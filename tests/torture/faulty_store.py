@@ -47,13 +47,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Applies *kind* to a *share* of the calls after the first *after* of them, *most* times at most."""
+    """Applies *kind* to a *share* of the calls after the first *after* of them, *limit* times at most."""
 
     kind: Kind
     error: int = errno.EIO
     share: float = 1.0
     after: int = 0
-    most: int = 1 << 40
+    limit: int = 1 << 40
     sleep_s: float = 0.0
 
 
@@ -73,7 +73,7 @@ class Shim:
             rule.error,
             int(rule.share * 1e6),
             ctypes.c_long(rule.after),
-            ctypes.c_long(rule.most),
+            ctypes.c_long(rule.limit),
             int(rule.sleep_s * 1e6),
         )
 
@@ -235,17 +235,17 @@ def fail_to_open(say: Say, folder: str, durability: str, seed: int) -> None:
     """Let each I/O call of opening and closing fail, one at a time; the store must then open, whole."""
     model, shim, watch = _filled(folder, durability, seed)
     model.close()
-    for call, most in itertools.product(Call, (1, 1000)):
+    for call, limit in itertools.product(Call, (1, 1000)):
         for num_before in itertools.count():
             num_hits = shim.num_hits()
-            shim.set(call, Rule(Kind.FAIL, after=num_before, most=most))
+            shim.set(call, Rule(Kind.FAIL, after=num_before, limit=limit))
             with suppress(OSError):
                 model.open()
                 model.close()
             shim.end()
             if shim.num_hits() == num_hits:
                 break  # there are no more such calls
-            say(failed=f"{call.name} {num_before}, {most} times")
+            say(failed=f"{call.name} {num_before}, {limit} times")
             assert watch.reason == "", f"starts empty: {watch.reason}"
             model.open()
             assert watch.reason == "", f"starts empty: {watch.reason}"
@@ -256,15 +256,15 @@ def fail_to_open(say: Say, folder: str, durability: str, seed: int) -> None:
 def fail_to_change(say: Say, folder: str, durability: str, seed: int) -> None:
     """Let each I/O call of a change fail, one at a time; the next change must work, in the same store."""
     model, shim, watch = _filled(folder, durability, seed)
-    for call, num_before, most in itertools.product(Call, range(15), (1, 1000)):
+    for call, num_before, limit in itertools.product(Call, range(15), (1, 1000)):
         num_hits = shim.num_hits()
-        shim.set(call, Rule(Kind.FAIL, after=num_before, most=most))
+        shim.set(call, Rule(Kind.FAIL, after=num_before, limit=limit))
         with suppress(OSError):
             model.put("equal")
         shim.end()
         if shim.num_hits() == num_hits:
             continue
-        say(failed=f"{call.name} {num_before}, {most} times")
+        say(failed=f"{call.name} {num_before}, {limit} times")
         model.assert_as_expected()
         model.put("equal")
         model.assert_whole()
@@ -291,7 +291,7 @@ def fail_to_read(say: Say, folder: str, codec: str, durability: str, seed: int) 
 
     assert read_cold(Rule(Kind.NOTHING)) == {}
     say(hits_short=shim.num_hits(), faults=read_cold(Rule(Kind.SHORT, share=0.5)))
-    say(faults=read_cold(Rule(Kind.FAIL, most=1)))  # the blocks of that call are read again, one by one
+    say(faults=read_cold(Rule(Kind.FAIL, limit=1)))  # the blocks of that call are read again, one by one
     num_hits = shim.num_hits()
     all_failed = read_cold(Rule(Kind.FAIL))
     assert set(all_failed) == set(numbers)

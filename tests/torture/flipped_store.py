@@ -32,7 +32,7 @@ from kvtier.store.store_settings import StoreSettings
 CAPACITY_BYTES = 4 << 20
 NUM_BLOCKS = 300
 NEW_BLOCKS = 40  # put into a store with a flipped bit: as many again leave it for them
-MOST_RESTARTS = 2
+MAX_RESTARTS = 2
 TIMEOUT_S = 120.0  # a call that takes longer hangs
 NAMESPACE = b"flips-0123456789"
 SIZES = (4096, 5000, 12_288, 20_480)
@@ -154,7 +154,7 @@ class Trial:
 
     def run(self) -> Outcome:
         """Use the store until it works."""
-        for attempt in range(MOST_RESTARTS + 3):
+        for attempt in range(MAX_RESTARTS + 3):
             try:
                 self._look(attempt)
             except OSError as error:
@@ -239,7 +239,7 @@ class Table:
         self.num_flips += len(flips)
         self.num_wrong += outcome.num_wrong
         self.num_hangs += outcome.num_hangs
-        is_fine = outcome.works and outcome.num_restarts <= MOST_RESTARTS
+        is_fine = outcome.works and outcome.num_restarts <= MAX_RESTARTS
         self.num_lost += 0 if is_fine else len(flips)
         self.num_emptied += outcome.num_right < num_there * 9 // 10
         self.num_harmless += outcome.num_right == num_there

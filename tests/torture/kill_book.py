@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torture_blocks import KINDS, least_charged, most_charged, parent_of
+from torture_blocks import KINDS, max_charged, min_charged, parent_of
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Book:
         lost = [number for number, history in self._histories.items() if history.must_be_there()]
         lost = [number for number in lost if number not in there]
         room = self._room_for(open_calls, calls, there)
-        charges = sorted(map(least_charged, lost))[:-1]  # the last one evicted may be larger than was needed
+        charges = sorted(map(min_charged, lost))[:-1]  # the last one evicted may be larger than was needed
         assert (sum(charges) <= room) if room else lost == [], f"lost, with room made for {room} bytes: {lost}"
         self._assert_tails_left_first(calls, there)
         risen = [number for number in there if self._histories[number].must_be_gone()]
@@ -84,7 +84,7 @@ class Book:
         puts = [call for call in open_calls if call.act == "put" and self._may_have_happened(call, there)]
         since = min((call.begin for call in puts), default=math.inf)
         puts += [call for call in calls if call.act == "put" and call.is_done and call.end >= since]
-        return sum(most_charged(number) for call in puts for number in call.numbers)
+        return sum(max_charged(number) for call in puts for number in call.numbers)
 
     def _may_have_happened(self, call: Call, there: set[int]) -> bool:
         own = [number for number in call.numbers if self._is_of_one_call(number)]

@@ -10,7 +10,7 @@ from forks import ForkServer, fork_server
 from held_reader import readers_of
 
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.data_file import max_bytes
 from kvtier.store.lmdb.reader import NUM_READERS
 
 WARM_UP_TURNOVERS = 5
@@ -39,7 +39,7 @@ def assert_nothing_grows(footprints: list[dict[str, Any]], capacity_bytes: int) 
         "num_objects": 1.2 * warm["num_objects"] + 5000,
         "heap_bytes": warm["heap_bytes"] + HEAP_SLACK_BYTES + capacity_bytes // 16,
         "num_slabs": 3 * rest[-1]["num_sizes"],  # through the page cache, past it, and the map
-        "file_bytes": most_bytes(capacity_bytes),
+        "file_bytes": max_bytes(capacity_bytes),
     }
     for what, limit in limits.items():
         values = [line[what] for line in rest]

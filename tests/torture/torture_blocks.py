@@ -81,12 +81,12 @@ def blob_of(number: int) -> Blob:
     return Blob(key_of(number), digest(raw), memoryview(raw), b"" if parent is None else key_of(parent))
 
 
-def most_charged(number: int) -> int:
+def max_charged(number: int) -> int:
     """Most bytes that the block counts against the capacity."""
     return charged_bytes(num_bytes(number))
 
 
-def least_charged(number: int) -> int:
+def min_charged(number: int) -> int:
     """Least bytes that it counts, whichever codec wrote it."""
     return charged_bytes(num_bytes(number) // 2)
 

@@ -14,8 +14,8 @@ from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, as_ids, as_in
 from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
-MOST_IN_ONE = 3 << 13  # slots of a pool whose names are in one dict: it is made anew in a millisecond
-MOST_IN_ROW = 1 << 13  # names in each dict of a larger pool
+MAX_IN_ONE = 3 << 13  # slots of a pool whose names are in one dict: it is made anew in a millisecond
+MAX_IN_ROW = 1 << 13  # names in each dict of a larger pool
 NUM_BYTES = 256  # values of a name's first byte
 
 SlotsByName = dict[BlockName, int]
@@ -31,7 +31,7 @@ class SlotIndex:
 
     def __init__(self, num_slots: int) -> None:
         num_dicts = 1
-        while num_slots > MOST_IN_ONE and num_slots > num_dicts * MOST_IN_ROW and num_dicts < NUM_BYTES:
+        while num_slots > MAX_IN_ONE and num_slots > num_dicts * MAX_IN_ROW and num_dicts < NUM_BYTES:
             num_dicts *= 2
         self._dicts: list[SlotsByName] = [{} for _ in range(num_dicts)]
         self._by_byte = self._dicts * (NUM_BYTES // num_dicts)
@@ -46,7 +46,7 @@ class SlotIndex:
             yield from some.items()
 
     @property
-    def most_in_one(self) -> int:
+    def max_in_one(self) -> int:
         """Number of names in the fullest dict, which is made anew as a whole."""
         return max(map(len, self._dicts))
 

@@ -23,9 +23,9 @@ SHARE = 4  # a run with less than this part of its blocks left forgets the names
 NO_PLACE = -1  # of a slot that is not in the order
 FEW = 16
 SWEPT = 2  # entries for each that is appended: while the order is swept it grows by half of what it has
-MOST_PLACES = 1 << 30
+MAX_PLACES = 1 << 30
 LOOKED_AHEAD = 16  # times as many slots at the eviction end are looked at as are wanted now
-MOST_LOOKED_AT = 1024
+MAX_LOOKED_AT = 1024
 
 
 class GrowingRows:
@@ -240,11 +240,11 @@ class Runs:
         if spot < 0:
             return np.empty(0, np.int32)
         run, place = self._runs[spot >> PLACE_BITS], spot & PLACES
-        most = min(len(names) - start, len(run.slots) - place)
+        limit = min(len(names) - start, len(run.slots) - place)
         there = run.first + place
         num_equal = 0
-        while num_equal < most:
-            end = min(num_equal + PIECE, most)
+        while num_equal < limit:
+            end = min(num_equal + PIECE, limit)
             ours, theirs = names[start + num_equal : start + end], run.names[there + num_equal : there + end]
             if ours != theirs:
                 num_equal += next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
@@ -352,7 +352,7 @@ class EvictionOrder:
         self._num_entries = 0
         self._before = 0  # places before the first entry
         self._num_recounted = 0  # places that were dropped when places were counted anew
-        self._most_entries = 2 * num_slots + MANY  # more of them, and a sweep begins
+        self._max_entries = 2 * num_slots + MANY  # more of them, and a sweep begins
         self._sweep: Sweep | None = None
         self._head = 0  # before it no entry counts
         self._front = Front(0, NOTHING, [])
@@ -484,12 +484,12 @@ class EvictionOrder:
             missing, start = missing - len(live), start + len(piece)
         return self._without_lent(found[0] if len(found) == 1 else np.concatenate(found) if found else NOTHING)
 
-    def part(self, start: int, most: int) -> tuple[Ids, int | None]:
-        """The slots that are not lent among *most* entries from entry *start* on, and the entry after these, None at
+    def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
+        """The slots that are not lent among *limit* entries from entry *start* on, and the entry after these, None at
         the end. An entry's number may be kept for a later call: entries only move to the end, where nothing comes
         between them, and the numbers go on when places are counted anew."""
         start = max(start - self._num_recounted, self._head)
-        entries = self._entries(start, start + most)
+        entries = self._entries(start, start + limit)
         live, end = entries[self._count(entries, start)], start + len(entries)
         return self._without_lent(live), end + self._num_recounted if end < self._end else None
 
@@ -525,8 +525,8 @@ class EvictionOrder:
     def _look_ahead(self, num_slots: int) -> None:
         """Find the next slots to evict, for this eviction and many more."""
         self._head = self._past_gap(self._head)
-        start, most = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MOST_LOOKED_AT, num_slots))
-        ids = self._entries(start, start + most)
+        start, limit = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MAX_LOOKED_AT, num_slots))
+        ids = self._entries(start, start + limit)
         others = self._all_places[ids] != _row_of_places(start, len(ids))
         if self.num_lent:
             others |= self._is_lent[ids]
@@ -544,7 +544,7 @@ class EvictionOrder:
         """Go on with a sweep if there are many entries, and move the head past entries that do not count.
 
         *num_entries* are looked through at most."""
-        if self._num_entries > self._most_entries:
+        if self._num_entries > self._max_entries:
             self._sweep_some(num_entries)
         if self._head < self._end and self._places[self._rows.items[self._head - self._before]] != self._head:
             start = self._past_gap(self._head)
@@ -580,7 +580,7 @@ class EvictionOrder:
 
     def _recount(self) -> None:
         """Count places from 0 again, long before they are too large for their arrays."""
-        if self._before > MOST_PLACES:
+        if self._before > MAX_PLACES:
             np.maximum(self._all_places - self._before, NO_PLACE, out=self._all_places)
             self._head -= self._before
             self._num_recounted += self._before

@@ -16,7 +16,7 @@ _TIERS = tuple(Tier)
 _CAUSES = tuple(EvictionCause)
 _HOW = {(tier, cause): len(_CAUSES) * i + j for i, tier in enumerate(_TIERS) for j, cause in enumerate(_CAUSES)}
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
-MOST_PENDING = 2048  # names: half a millisecond's work at once
+MAX_PENDING = 2048  # names: half a millisecond's work at once
 
 
 class Ghost(NamedTuple):
@@ -53,7 +53,7 @@ class Ghosts:
         self._pending_how.append(_HOW[tier, cause])
         self._pending_at.append(at)
         self._num_pending += len(names)
-        if self._num_pending >= MOST_PENDING:
+        if self._num_pending >= MAX_PENDING:
             self._take_in()
 
     def copy(self) -> "Ghosts":
@@ -97,15 +97,15 @@ class Ghosts:
         if not self._pending:
             return
         numbers = list(map(len, self._pending))
-        most = len(self._prefixes)
-        kept = list(chain.from_iterable(self._pending))[-most:]
+        limit = len(self._prefixes)
+        kept = list(chain.from_iterable(self._pending))[-limit:]
         prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
-        hows = np.repeat(np.frombuffer(self._pending_how, np.uint8), numbers)[-most:]
-        ats = np.repeat(np.frombuffer(self._pending_at), numbers)[-most:]
-        fits = min(len(kept), most - self._next)
+        hows = np.repeat(np.frombuffer(self._pending_how, np.uint8), numbers)[-limit:]
+        ats = np.repeat(np.frombuffer(self._pending_at), numbers)[-limit:]
+        fits = min(len(kept), limit - self._next)
         for start, some in ((self._next, slice(0, fits)), (0, slice(fits, len(kept)))):
             end = start + len(prefixes[some])
             self._prefixes[start:end], self._how[start:end], self._at[start:end] = prefixes[some], hows[some], ats[some]
-        self._next = (self._next + len(kept)) % most
+        self._next = (self._next + len(kept)) % limit
         self._pending, self._pending_how, self._pending_at = [], array("B"), array("d")
         self._num_pending = 0

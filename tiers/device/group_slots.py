@@ -17,9 +17,9 @@ from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
 # A tier should hold about ten minutes of new KV (trace study): buckets are closest around that.
 AGES_S = (1, 5, 15, 30, 60, 120, 300, 450, 600, 900, 1200, 1800, 3600, 7200, 21600, 86400)
 EVERY_S = 0.25
-MOST_MARKERS = 4096
+MAX_MARKERS = 4096
 NO_AGES = Histogram(AGES_S).statistics()
-MOST_ENTRIES = 4  # for each slot: when the queue is longer, its oldest pieces are queued anew
+MAX_ENTRIES = 4  # for each slot: when the queue is longer, its oldest pieces are queued anew
 CLEAN = 0
 NO_SPOT = -1
 
@@ -85,7 +85,7 @@ class EvictionAges:
         place = self._pool.order.place(slot)
         assert place is not None, "the newest slot of the order has a place"
         self._markers.append(Marker(slot, place, self._spot(slot), now))
-        if len(self._markers) > MOST_MARKERS:
+        if len(self._markers) > MAX_MARKERS:
             self._markers = deque(list(self._markers)[::2])
             self._every_s *= 2
 
@@ -123,7 +123,7 @@ class DirtyMarks:
         self._num_marked = 0
         self._pieces: deque[tuple[int, Ids]] = deque()
         self._num_entries = 0  # slots in all pieces, marked or not
-        self._most_entries = MOST_ENTRIES * num_slots
+        self._max_entries = MAX_ENTRIES * num_slots
         self._number = CLEAN  # of the newest piece
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class DirtyMarks:
         self._queue(slots[self._marks[slots] == CLEAN] if num_before else slots)
         self._num_marked += len(slots) - num_before
         to_look_through = 2 * len(slots)  # more than are added, so that the queue gets shorter
-        while self._num_entries > self._most_entries and to_look_through > 0:
+        while self._num_entries > self._max_entries and to_look_through > 0:
             number, oldest = self._pieces.popleft()
             self._num_entries -= len(oldest)
             to_look_through -= len(oldest)
@@ -159,20 +159,20 @@ class DirtyMarks:
             self._num_marked -= int(np.count_nonzero(self._marks[slots]))
             self._marks[slots] = CLEAN
 
-    def oldest(self, most: int) -> Ids:
+    def oldest(self, limit: int) -> Ids:
         """Up to that many marked slots, in the order in which they were marked."""
         found: list[Ids] = []
         num_found = 0
-        for number, piece in list(self._pieces) if most > 0 else ():
+        for number, piece in list(self._pieces) if limit > 0 else ():
             left = piece[self._marks[piece] == number]
             if not len(left) and not num_found:
                 self._pieces.popleft()
                 self._num_entries -= len(piece)
             found.append(left)
             num_found += len(left)
-            if num_found >= most:
+            if num_found >= limit:
                 break
-        return np.concatenate([NOTHING, *found])[:most]
+        return np.concatenate([NOTHING, *found])[:limit]
 
     def clear(self) -> None:
         """Take all marks away."""
@@ -184,7 +184,7 @@ class DirtyMarks:
         """Raise AssertionError if marks and queue disagree."""
         assert self._num_marked == int(np.count_nonzero(self._marks)), "marks were miscounted"
         assert self._num_entries == sum(len(piece) for _, piece in self._pieces), "the queue's entries were miscounted"
-        assert self._num_entries <= self._most_entries + 2 * len(self._marks), "the queue has grown too long"
+        assert self._num_entries <= self._max_entries + 2 * len(self._marks), "the queue has grown too long"
         queued = [slot for number, piece in self._pieces for slot in piece[self._marks[piece] == number].tolist()]
         assert len(queued) == self._num_marked, "a marked slot is queued twice, or will never be found"
 
@@ -243,14 +243,14 @@ class GroupSlots:
                 self._pushed_out = np.full(self.pool.num_slots, NO_SPOT, np.int64)
             self._pushed_out[slots] = self.pool.spots(slots)
 
-    def uncopied(self, most: int | None = None) -> Ids:
-        """Up to *most* dirty slots, the one marked first first, whose blocks were not pushed out below before: those
+    def uncopied(self, limit: int | None = None) -> Ids:
+        """Up to *limit* dirty slots, the one marked first first, whose blocks were not pushed out below before: those
         would push out others."""
         if self._pushed_out is None:
-            return self.dirty.oldest(len(self.dirty) if most is None else most)
+            return self.dirty.oldest(len(self.dirty) if limit is None else limit)
         slots = self.dirty.oldest(len(self.dirty))
         uncopied: Ids = slots[self._pushed_out[slots] != self.pool.spots(slots)]
-        return uncopied[:most]
+        return uncopied[:limit]
 
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease that many slots, evicting clean blocks first. None, and nothing changed, if too few are free.
@@ -324,12 +324,12 @@ class GroupSlots:
         passed_over = oldest[np.isin(oldest, clean, invert=True)]
         return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
 
-    def _oldest_clean(self, window: int, most: int) -> Ids:
-        """Up to *most* clean slots among the *window* oldest cached ones: their blocks will still be found below."""
+    def _oldest_clean(self, window: int, limit: int) -> Ids:
+        """Up to *limit* clean slots among the *window* oldest cached ones: their blocks will still be found below."""
         if not self.is_spilled:
             return NOTHING
         oldest = self.pool.order.oldest(window)
-        return oldest[~self.dirty.among(oldest)][:most]
+        return oldest[~self.dirty.among(oldest)][:limit]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
         """Take the slots' dirty marks away; the names of the blocks that had one."""

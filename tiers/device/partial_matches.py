@@ -11,8 +11,8 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 
 KEY_BYTES = 32  # as long as a name
-MOST_PENDING = 4096  # blocks: a millisecond's work at once
-MOST_TRIED = 8  # of the blocks that share most
+MAX_PENDING = 4096  # blocks: a millisecond's work at once
+MAX_TRIED = 8  # of the blocks that share most
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class PartialMatches:
         else:
             self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
         self._num_pending += len(slots)
-        if self._num_pending >= MOST_PENDING:
+        if self._num_pending >= MAX_PENDING:
             self._take_in()
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
@@ -85,7 +85,7 @@ class PartialMatches:
     def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
         """Slots of *pool* whose blocks continue the prefix with *key* by some of *token_ids*, and by how many of them.
 
-        The slots that share most come first, `MOST_TRIED` at most.
+        The slots that share most come first, `MAX_TRIED` at most.
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
@@ -96,7 +96,7 @@ class PartialMatches:
         slots = slots[(self._keys[slots] == wanted).all(axis=1)]
         equal = self._token_ids[slots, : len(token_ids)] == np.asarray(token_ids, np.uint32)
         num_shared = np.minimum(np.logical_and.accumulate(equal, axis=1).sum(axis=1), self._num_tokens[slots])
-        order = np.argsort(-num_shared, kind="stable")[:MOST_TRIED]
+        order = np.argsort(-num_shared, kind="stable")[:MAX_TRIED]
         return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
 
     def _take_in(self) -> None:

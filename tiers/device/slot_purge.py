@@ -10,7 +10,7 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.eviction import EvictionCause
 
 LOOKED_THROUGH = 1 << 12  # entries of the order at once
-MOST_EVICTED = 256  # blocks at once: half a millisecond with all that is told of them
+MAX_EVICTED = 256  # blocks at once: half a millisecond with all that is told of them
 COUNTED = 1 << 16  # slots at once whose leases are counted
 
 
@@ -20,12 +20,12 @@ class SlotPurge:
     def __init__(
         self,
         slots: GroupSlots,
-        most: int | None = None,
+        limit: int | None = None,
         are_meant: Callable[[Ids], npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        """*most*: blocks at most; None: all. *are_meant*: which of some slots with a block are meant; None: all."""
+        """*limit*: blocks at most; None: all. *are_meant*: which of some slots with a block are meant; None: all."""
         self._slots = slots
-        self._most = most
+        self._limit = limit
         self._are_meant = are_meant
         self.num_evicted = 0
 
@@ -40,7 +40,7 @@ class SlotPurge:
         while start is not None and self._num_left != 0:
             slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)
             meant = self._meant(slots)
-            going = meant[: MOST_EVICTED if self._num_left is None else min(MOST_EVICTED, self._num_left)]
+            going = meant[: MAX_EVICTED if self._num_left is None else min(MAX_EVICTED, self._num_left)]
             if len(going):
                 self._slots.evict(going, EvictionCause.CLEARED)
                 self.num_evicted += len(going)
@@ -59,7 +59,7 @@ class SlotPurge:
 
     @property
     def _num_left(self) -> int | None:
-        return None if self._most is None else self._most - self.num_evicted
+        return None if self._limit is None else self._limit - self.num_evicted
 
     def _meant(self, slots: Ids) -> Ids:
         return slots if self._are_meant is None or not len(slots) else slots[self._are_meant(slots)]

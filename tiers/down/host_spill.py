@@ -17,11 +17,11 @@ from kvtier.tiers.residency import Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner's thread when they have been copied …
-MOST_WITH_DISK = 64  # … also where there is a disk: each is asked about on its way there
-MOST_STARTED = 256  # blocks in one call: the rest in the next
-MOST_BEYOND = 64  # a 64th of the device's slots may be copied down before they are due, for larger batches
-MOST_IN_FLIGHT = 16  # batches: a step's worth of large blocks
+MAX_IN_BATCH = 128  # blocks: half a millisecond's work of the owner's thread when they have been copied …
+MAX_WITH_DISK = 64  # … also where there is a disk: each is asked about on its way there
+MAX_STARTED = 256  # blocks in one call: the rest in the next
+MAX_BEYOND = 64  # a 64th of the device's slots may be copied down before they are due, for larger batches
+MAX_IN_FLIGHT = 16  # batches: a step's worth of large blocks
 BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
 
 
@@ -59,12 +59,12 @@ class HostSpill:
         self._groups = residency.groups
         self._lower = residency.lower
         self._has_disk = self._lower.spill_progress().has_target
-        self._most_in_batch = MOST_WITH_DISK if self._has_disk else MOST_IN_BATCH
+        self._max_in_batch = MAX_WITH_DISK if self._has_disk else MAX_IN_BATCH
         self._transfers = transfers
         self._window = window
         self._log = residency.spills
         self._clock = clock
-        self.copies = Copies[HostBatch](Route.DEVICE_TO_HOST, transfers, MOST_IN_FLIGHT, clock)
+        self.copies = Copies[HostBatch](Route.DEVICE_TO_HOST, transfers, MAX_IN_FLIGHT, clock)
         self._not_before = float("-inf")
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
@@ -78,11 +78,11 @@ class HostSpill:
         if not is_bus_free:
             ahead = -(-ahead // 2)
         for group, wanted in zip(self._groups, demand, strict=True):
-            most = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
-            window = min(ahead + wanted + group.pool.num_reserved, most)
+            limit = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
+            window = min(ahead + wanted + group.pool.num_reserved, limit)
             if not self._is_clean(group, window):
                 beyond = self._beyond(group) if is_bus_free else 0
-                self._clean(group, window, min(beyond, most - window))
+                self._clean(group, window, min(beyond, limit - window))
             short = ahead + wanted - group.pool.num_free
             if short > 0:  # the slots that running requests release will be taken at once
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
@@ -91,7 +91,7 @@ class HostSpill:
         """Start copying blocks that have no copy below, leased or not, the oldest first. The rest in the next call. Not
         blocks that were pushed out there: tiers below that are smaller than the device would never rest."""
         for group in self._groups:
-            self.copy_down(group, group.slots.uncopied(MOST_STARTED))
+            self.copy_down(group, group.slots.uncopied(MAX_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
         """Start copying the blocks in these device slots that have no copy below, leased or not. A chain's front comes
@@ -99,12 +99,12 @@ class HostSpill:
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
         ids = ids[np.isin(ids, self.copies.slots(group.pool), invert=True)]
-        ids = ids[:MOST_STARTED]
+        ids = ids[:MAX_STARTED]
         while len(ids):
-            most = self._most(group, group.pool.num_slots)
-            if not self._start(group, ids[:most][::-1]):
+            limit = self._limit(group, group.pool.num_slots)
+            if not self._start(group, ids[:limit][::-1]):
                 break
-            ids = ids[most:]
+            ids = ids[limit:]
 
     @property
     def is_moving(self) -> bool:
@@ -135,29 +135,29 @@ class HostSpill:
         num_lost = group.slots.num_lost
         oldest = group.pool.order.oldest(window + beyond)
         dirty = oldest[group.slots.dirty.among(oldest)]
-        is_all = len(dirty) <= MOST_STARTED
-        dirty = dirty[:MOST_STARTED]
+        is_all = len(dirty) <= MAX_STARTED
+        dirty = dirty[:MAX_STARTED]
         while len(dirty):
-            most = self._most(group)
-            if not self._start(group, dirty[:most]):
+            limit = self._limit(group)
+            if not self._start(group, dirty[:limit]):
                 return
-            dirty = dirty[most:]
+            dirty = dirty[limit:]
         if is_all:
             self._clean_fronts[group] = CleanFront(len(oldest), group.pool.order.num_departures, num_lost)
 
     def _batch_blocks(self, group: GroupTiers) -> int:
-        return blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, self._most_in_batch)
+        return blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, self._max_in_batch)
 
     def _beyond(self, group: GroupTiers) -> int:
         """How many blocks to copy beyond the ones that are due: a batch, so that the next look comes after as many
         allocations and finds a batch too."""
-        return min(self._batch_blocks(group), group.pool.num_slots // MOST_BEYOND)
+        return min(self._batch_blocks(group), group.pool.num_slots // MAX_BEYOND)
 
-    def _most(self, group: GroupTiers, num_lendable: int | None = None) -> int:
-        """Most blocks of the next batch, see `Copies.most`; 0 also for a while after a copy that failed."""
+    def _limit(self, group: GroupTiers, num_lendable: int | None = None) -> int:
+        """Most blocks of the next batch, see `Copies.max_blocks`; 0 also for a while after a copy that failed."""
         if self._clock() < self._not_before:
             return 0
-        return self.copies.most(group.pool, self._batch_blocks(group), num_lendable)
+        return self.copies.max_blocks(group.pool, self._batch_blocks(group), num_lendable)
 
     def _start(self, group: GroupTiers, slots: Ids) -> bool:
         """Start copying one batch: these device slots' blocks, but for the ones that have a copy below after all.

@@ -11,9 +11,9 @@ HEADROOM = 2.0  # twice what is allocated while one spill is under way
 class CleanAhead:
     """The length of a pool's clean-ahead window, from the measured rate of allocation and time of a spill."""
 
-    def __init__(self, least_blocks: int, most_blocks: int, clock: Callable[[], float]) -> None:
-        self._least = least_blocks
-        self._most = most_blocks
+    def __init__(self, min_blocks: int, max_blocks: int, clock: Callable[[], float]) -> None:
+        self._minimum = min_blocks
+        self._limit = max_blocks
         self._clock = clock
         self._rate = 0.0  # blocks a second
         self._rate_at = clock()
@@ -34,13 +34,13 @@ class CleanAhead:
     def num_blocks(self) -> int:
         """The length of the window now."""
         if self._spill_s == 0:
-            return min(self._most, self._least)
-        return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
+            return min(self._limit, self._minimum)
+        return min(self._limit, max(self._minimum, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
 
     @property
     def depth(self) -> int:
         """How many blocks should be clean or free: the window, and the least also of a pool too small for that."""
-        return max(self._least, self.num_blocks)
+        return max(self._minimum, self.num_blocks)
 
     def _rate_now(self) -> float:
         now = self._clock()

@@ -17,9 +17,9 @@ BATCH_BYTES = 8 << 20
 PATIENCE_S = 1.0  # after which nothing waits for the slots of a copy down any more
 
 
-def blocks_in_batch(block_bytes: int, num_copiers: int, most: int, batch_bytes: int = BATCH_BYTES) -> int:
-    """How many blocks to copy in one go, at most *most*: about so many bytes for each copier."""
-    return min(max(1, batch_bytes * num_copiers // block_bytes), most)
+def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes: int = BATCH_BYTES) -> int:
+    """How many blocks to copy in one go, at most *limit*: about so many bytes for each copier."""
+    return min(max(1, batch_bytes * num_copiers // block_bytes), limit)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +52,13 @@ class Copies(Generic[AnyBatch]):
         self,
         route: Route,
         transfers: TransferEngine,
-        most_in_flight: int,
+        max_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
-        """*most_in_flight*: batches of a group under way at most."""
+        """*max_in_flight*: batches of a group under way at most."""
         self._route = route
         self._transfers = transfers
-        self._most_in_flight = most_in_flight
+        self._max_in_flight = max_in_flight
         self._clock = clock
         self.ended_at = float("-inf")  # when a batch ended last
         self.batches: list[AnyBatch] = []
@@ -77,20 +77,20 @@ class Copies(Generic[AnyBatch]):
         self.ended_at = self._clock()
         batch.upper.put_back(batch.upper_slots)
 
-    def most(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
+    def max_blocks(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
         """How many blocks the next batch from this pool may have; 0 if no further batch may start.
 
         A batch leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
         so that allocations find the rest.
         """
         under_way = [batch for batch in self.batches if batch.upper is upper]
-        if len(under_way) >= self._most_in_flight:
+        if len(under_way) >= self._max_in_flight:
             return 0
         num_lent = sum(len(batch.upper_slots) for batch in under_way)
         if num_lendable is None:
             num_lendable = upper.num_free + num_lent
-        most = min(batch_blocks, num_lendable // 4 - num_lent)
-        return max(most, 0 if under_way else 1)
+        limit = min(batch_blocks, num_lendable // 4 - num_lent)
+        return max(limit, 0 if under_way else 1)
 
     def slots(self, upper: BlockPool) -> Ids:
         """The slots of the pool that batches are copied from."""

@@ -9,7 +9,7 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_EVICTED = 256  # records at once: a millisecond of the owner's, which is told of each
+MAX_EVICTED = 256  # records at once: a millisecond of the owner's, which is told of each
 ALL_BYTES = 1 << 62
 
 
@@ -41,7 +41,7 @@ class DiskPurge:
             return
         walk: list[Iterator[bytes]] = []
         is_last = False
-        while not is_last and self._most_bytes > 0 and self._most_blocks > 0:
+        while not is_last and self._max_bytes > 0 and self._max_blocks > 0:
             self._outcome = None
             if not self._transfers.submit(Route.HOST_TO_DISK, self._work(walk), 0, self._on_outcome):
                 yield False  # the lane is full
@@ -57,23 +57,23 @@ class DiskPurge:
             yield True
 
     @property
-    def _most_bytes(self) -> int:
-        return ALL_BYTES if self._order.most_bytes is None else self._order.most_bytes - self.num_bytes
+    def _max_bytes(self) -> int:
+        return ALL_BYTES if self._order.max_bytes is None else self._order.max_bytes - self.num_bytes
 
     @property
-    def _most_blocks(self) -> int:
-        most = self._order.most_blocks
-        return MOST_EVICTED if most is None else min(MOST_EVICTED, most - self.num_evicted)
+    def _max_blocks(self) -> int:
+        limit = self._order.max_blocks
+        return MAX_EVICTED if limit is None else min(MAX_EVICTED, limit - self.num_evicted)
 
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
         """The next part, for a lane: what has left, and whether that was the last. *walk* has the store's keys that no
         part has looked at, once one has; only lanes touch it."""
         disk, prefix = self._disk, self._order.namespace
-        num_bytes, most, tenant = self._most_bytes, self._most_blocks, self._order.tenant or b""
+        num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""
         if prefix is None:
 
             def evict() -> tuple[Dropped, bool]:
-                dropped = disk.evict(num_bytes, most, tenant)
+                dropped = disk.evict(num_bytes, limit, tenant)
                 return dropped, not dropped.num_bytes
 
             return evict
@@ -81,7 +81,7 @@ class DiskPurge:
         def drop() -> tuple[Dropped, bool]:
             if not walk:
                 walk.append(disk.walk())
-            page = list(islice(walk[0], most))
+            page = list(islice(walk[0], limit))
             meant = [key for key in page if key[:NAMESPACE_BYTES].hex().startswith(prefix)]
             return disk.drop(meant), not page
 

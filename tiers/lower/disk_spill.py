@@ -16,9 +16,9 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_IN_BATCH = 64  # blocks: each is asked about, before and after
-MOST_STARTED = 256  # blocks in one call: the rest in the next
-MOST_IN_FLIGHT = 4  # batches: enough to keep the disk busy
+MAX_IN_BATCH = 64  # blocks: each is asked about, before and after
+MAX_STARTED = 256  # blocks in one call: the rest in the next
+MAX_IN_FLIGHT = 4  # batches: enough to keep the disk busy
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class DiskSpill:
         self._memories = memories
         self._windows = windows
         self._clock = clock
-        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, transfers, MOST_IN_FLIGHT, clock)
+        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, transfers, MAX_IN_FLIGHT, clock)
         self.num_stored = 0  # blocks that have been written
 
     def spill(self) -> None:
@@ -62,7 +62,7 @@ class DiskSpill:
             self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             num_started = 0
-            while num_started < MOST_STARTED and (num_more := self._start(group_id)):
+            while num_started < MAX_STARTED and (num_more := self._start(group_id)):
                 num_started += num_more
 
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
@@ -85,9 +85,9 @@ class DiskSpill:
 
     def _start(self, group_id: int) -> int:
         """Start to write one batch of a group's dirty blocks; of how many, 0 if there are none or it cannot be now."""
-        if not self._host[group_id].dirty or not (most := self._most(group_id)):
+        if not self._host[group_id].dirty or not (limit := self._limit(group_id)):
             return 0
-        pool, slots = self._host[group_id].pool, self._dirty(group_id, most)
+        pool, slots = self._host[group_id].pool, self._dirty(group_id, limit)
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
         batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, attempt)
@@ -99,19 +99,19 @@ class DiskSpill:
             return 0
         return len(slots)
 
-    def _most(self, group_id: int) -> int:
-        """See `Copies.most`; 0 also while the disk is left alone."""
+    def _limit(self, group_id: int) -> int:
+        """See `Copies.max_blocks`; 0 also while the disk is left alone."""
         if not self._disk.may_write():
             return 0
-        batch_blocks = blocks_in_batch(self._memories[group_id].block_bytes, 1, MOST_IN_BATCH)
-        return self.copies.most(self._host[group_id].pool, batch_blocks)
+        batch_blocks = blocks_in_batch(self._memories[group_id].block_bytes, 1, MAX_IN_BATCH)
+        return self.copies.max_blocks(self._host[group_id].pool, batch_blocks)
 
-    def _dirty(self, group_id: int, most: int) -> Ids:
-        """Up to *most* host slots that have no copy on disk and are not on their way there."""
+    def _dirty(self, group_id: int, limit: int) -> Ids:
+        """Up to *limit* host slots that have no copy on disk and are not on their way there."""
         pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
         on_the_way = self.copies.slots(pool)
-        slots = dirty.oldest(most + len(on_the_way)) if most else NOTHING
-        slots = slots[np.isin(slots, on_the_way, invert=True)][:most]
+        slots = dirty.oldest(limit + len(on_the_way)) if limit else NOTHING
+        slots = slots[np.isin(slots, on_the_way, invert=True)][:limit]
         on_disk = [(name := pool.name(slot)) is not None and self._disk.holds(group_id, name) for slot in slots]
         dirty.remove(slots[np.array(on_disk, np.bool_)])
         return slots[~np.array(on_disk, np.bool_)]

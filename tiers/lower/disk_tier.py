@@ -38,7 +38,7 @@ FEW = 48  # names; up to here one by one is faster than all at once (measured)
 BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
 TOLD_AT_ONCE = 256  # buckets whose names are a page: some 900
 EVERY_S = 1.0
-MOST_MARKERS = 4096
+MAX_MARKERS = 4096
 WORD_BYTES = 4
 PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
 
@@ -200,7 +200,7 @@ class DiskAges:
         self._next_at = now + self._every_s
         self._written_at.pop(names[-1], None)
         self._written_at[names[-1]] = now
-        if len(self._written_at) > MOST_MARKERS:
+        if len(self._written_at) > MAX_MARKERS:
             self._written_at = dict(list(self._written_at.items())[::2])
             self._every_s *= 2
 
@@ -362,10 +362,10 @@ class DiskTier:
         """Delete these records. Raises what the store raises."""
         self._store.delete(keys)
 
-    def evict(self, num_bytes: int, most: int, tenant: bytes) -> Dropped:
+    def evict(self, num_bytes: int, limit: int, tenant: bytes) -> Dropped:
         """See `Records.evict`: of all namespaces. Raises what the store raises."""
         with self._errors_of("write"):
-            evicted = self._store.evict(num_bytes, most, tenant)
+            evicted = self._store.evict(num_bytes, limit, tenant)
             return Dropped(self._counted_with(evicted.keys), evicted.num_bytes)
 
     def drop(self, keys: list[bytes]) -> Dropped:

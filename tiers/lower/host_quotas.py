@@ -12,7 +12,7 @@ from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
-MOST_SHED = 128  # blocks that such a tenant loses at once
+MAX_SHED = 128  # blocks that such a tenant loses at once
 
 
 class HostBlocks:
@@ -150,7 +150,7 @@ class HostQuotas:
         own = slots[self._host_blocks[group_id].of_tenant(slots, tenant)].tolist()
         dirty = host.dirty
         clean_first = sorted(own, key=lambda slot: slot in dirty)
-        going = clean_first[: min(num_blocks, MOST_SHED)]
+        going = clean_first[: min(num_blocks, MAX_SHED)]
         host.evict(going, EvictionCause.QUOTA)
         if len(going) < num_blocks:
             left = start if len(going) < len(own) else end

@@ -47,8 +47,8 @@ def purged(groups: Sequence[SlotPurge], block_bytes: Sequence[int]) -> Purged:
     return Purged(sum(num_blocks), num_bytes, sum(each.num_leased() for each in groups))
 
 
-def most_of_each(most_bytes: int | None, most_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
+def limit_per_group(max_bytes: int | None, max_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
     """How many blocks of each group so many bytes or blocks of a tier are, rounded up; None: all."""
-    if most_bytes is not None:
-        return -(-most_bytes // sum(block_bytes))
-    return None if most_blocks is None else -(-most_blocks // len(block_bytes))
+    if max_bytes is not None:
+        return -(-max_bytes // sum(block_bytes))
+    return None if max_blocks is None else -(-max_blocks // len(block_bytes))

@@ -20,7 +20,7 @@ from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.inquiry import Inquiry
-from kvtier.tiers.lower.local_purge import LocalPurge, most_of_each
+from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
@@ -43,7 +43,7 @@ from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
-LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
+MIN_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
 
 
 class LocalFetch:
@@ -289,7 +289,7 @@ class LocalTiers:
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         self._clock = clock
-        self._windows = [CleanAhead(LEAST_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
+        self._windows = [CleanAhead(MIN_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
         source, windows = DiskSource(self.index), self._windows
         reads: dict[Tier, Reads] = {}
@@ -461,9 +461,11 @@ class LocalTiers:
             on_gone = partial(self.on_gone_from_disk, cause=EvictionCause.CLEARED)
             disk = DiskPurge(self.index.disk, self._transfers, on_gone, order)
         if Tier.HOST in order.tiers:
-            most = most_of_each(order.most_bytes, order.most_blocks, self._block_bytes)
+            limit = limit_per_group(order.max_bytes, order.max_blocks, self._block_bytes)
             host = [
-                SlotPurge(slots, most, None if order.tenant is None else partial(blocks.of_tenant, tenant=order.tenant))
+                SlotPurge(
+                    slots, limit, None if order.tenant is None else partial(blocks.of_tenant, tenant=order.tenant)
+                )
                 for slots, blocks in zip(self.index.host, self.index.host_blocks, strict=True)
             ]
         return LocalPurge(host, self._block_bytes, disk)

@@ -11,25 +11,25 @@ from kvtier.tiers.naming.tier import Tier
 @dataclass(frozen=True, slots=True)
 class PurgeOrder:
     """What is to leave *tiers*: all blocks, or those of one *tenant*. On disk, which may have blocks of other models,
-    *namespace* is the beginning of what is meant, in hexadecimal; None: all. With *most_bytes* or *most_blocks* only so
+    *namespace* is the beginning of what is meant, in hexadecimal; None: all. With *max_bytes* or *max_blocks* only so
     much of each tier, the oldest first."""
 
     tiers: frozenset[Tier] = frozenset(Tier)
     tenant: bytes | None = None
     namespace: str | None = None
-    most_bytes: int | None = None
-    most_blocks: int | None = None
+    max_bytes: int | None = None
+    max_blocks: int | None = None
 
     @property
     def is_bounded(self) -> bool:
         """Whether some may stay."""
-        return self.most_bytes is not None or self.most_blocks is not None
+        return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":
         """The same for that part of what may be had, rounded up; all if all is meant."""
-        most_bytes = None if self.most_bytes is None else ceil(self.most_bytes * part)
-        most_blocks = None if self.most_blocks is None else ceil(self.most_blocks * part)
-        return replace(self, most_bytes=most_bytes, most_blocks=most_blocks)
+        max_bytes = None if self.max_bytes is None else ceil(self.max_bytes * part)
+        max_blocks = None if self.max_blocks is None else ceil(self.max_blocks * part)
+        return replace(self, max_bytes=max_bytes, max_blocks=max_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,8 +295,8 @@ class Reads:
             return False
         group_id = next(iter(queue)).group_id
         memory, host, window = self._memories[group_id], self._index.host[group_id], self._windows[group_id].num_blocks
-        most = blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
-        batch = list(takewhile(lambda block_read: block_read.group_id == group_id, islice(queue, most)))
+        limit = blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
+        batch = list(takewhile(lambda block_read: block_read.group_id == group_id, islice(queue, limit)))
         slots = host.take_clean(len(batch), window)
         # No spill will make room.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():

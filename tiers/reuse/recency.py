@@ -16,13 +16,13 @@ HASHES = 1 << 64
 class Recency:
     """A block is in the sample if the first 64 bits of its name are small: the same blocks each time they come.
 
-    At most *most_blocks* are remembered. Beyond that the bound is lowered, and the blocks above it are forgotten, so
+    At most *max_blocks* are remembered. Beyond that the bound is lowered, and the blocks above it are forgotten, so
     that it stays a sample of all blocks (SHARDS, Waldspurger et al., FAST 2015). Distances are in bytes of all blocks.
     """
 
-    def __init__(self, most_blocks: int, rate: float) -> None:
+    def __init__(self, max_blocks: int, rate: float) -> None:
         """*rate*: the share of blocks to begin with."""
-        self._most_blocks = most_blocks
+        self._max_blocks = max_blocks
         self._bound = min(HASHES - 1, int(HASHES * rate))
         self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by hash, oldest first: stamp, block's bytes
         self._stamps: dict[int, list[int]] = {}  # by a block's bytes: stamps of such blocks, ascending
@@ -71,7 +71,7 @@ class Recency:
             self._used.move_to_end(hashed)
             stamps.append(self._next_stamp)
             self._next_stamp += 1
-        while len(self._used) > self._most_blocks:
+        while len(self._used) > self._max_blocks:
             self._bound = -heapq.heappop(self._largest) - 1
             if (used := self._used.pop(self._bound + 1, None)) is not None:
                 self._drop_stamp(*used)
@@ -83,7 +83,7 @@ class Recency:
             _, (stamp, size) = self._used.popitem(last=False)
             self._drop_stamp(stamp, size)
             too_much -= size
-        if len(self._largest) > 2 * self._most_blocks:
+        if len(self._largest) > 2 * self._max_blocks:
             self._largest = [-hashed for hashed in self._used]
             heapq.heapify(self._largest)
 

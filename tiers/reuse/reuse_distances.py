@@ -9,9 +9,9 @@ import numpy.typing as npt
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.reuse.recency import Recency
 
-MOST_SAMPLED = 8192
-MOST_RATE = 1 / 8
-MOST_PENDING = 4096  # names: half a millisecond's work at once
+MAX_SAMPLED = 8192
+MAX_RATE = 1 / 8
+MAX_PENDING = 4096  # names: half a millisecond's work at once
 STEPS = 16  # buckets for each doubling of a distance
 NUM_BUCKETS = 52 * STEPS  # up to four petabytes
 
@@ -49,7 +49,7 @@ class ReuseDistances:
     older ones weigh less. Owned by one thread."""
 
     def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
-        self._recency = Recency(MOST_SAMPLED, MOST_RATE)
+        self._recency = Recency(MAX_SAMPLED, MAX_RATE)
         self._found = Fading(NUM_BUCKETS, half_life_s, clock)  # tokens by distance
         self._pending: list[Prompt] = []
         self._num_pending = 0
@@ -81,7 +81,7 @@ class ReuseDistances:
     def _pend(self, prompt: Prompt) -> None:
         self._pending.append(prompt)
         self._num_pending += prompt.num_names
-        if self._num_pending >= MOST_PENDING:
+        if self._num_pending >= MAX_PENDING:
             self._take_in()
 
     def _take_in(self) -> None:

@@ -128,10 +128,10 @@ class Backlogs:
                 found |= backlogs[group.id].has(ids) & (ids < shared)
         return found
 
-    def first(self, promotion: Promotion, most: int) -> tuple[GroupTiers, BlockIds]:
-        """Up to *most* of a promotion's blocks, the first of the first group that has any left."""
+    def first(self, promotion: Promotion, limit: int) -> tuple[GroupTiers, BlockIds]:
+        """Up to *limit* of a promotion's blocks, the first of the first group that has any left."""
         backlog = next(backlog for backlog in self._backlogs[promotion] if backlog.num_left)
-        return backlog.group, backlog.blocks[:most]
+        return backlog.group, backlog.blocks[:limit]
 
     def take(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds

@@ -17,9 +17,9 @@ from kvtier.transfer.transfer_engine import Route
 # fast every _OPTIMISM_S: a disk that is slow for good costs one request in that time.
 _PATIENCE_S = 120.0
 _OPTIMISM_S = 30.0
-_MOST_DOUBLINGS = 64.0
+_MAX_DOUBLINGS = 64.0
 _FIRST_TOKENS = 1000
-_LEAST_GAIN = 0.1  # of the time to the first token, for which a part is computed although loading it would be possible
+_MIN_GAIN = 0.1  # of the time to the first token, for which a part is computed although loading it would be possible
 
 
 class Plan(NamedTuple):
@@ -86,7 +86,7 @@ class LoadPlanner:
             fronts = self.prefill.seconds_of_rest(demand.ends[:1], demand.ends, self._chunk)
             splits = np.maximum(loads, busy_s + fronts) + computes[-1]
             start = int(np.argmin(splits))
-            if splits[start] < totals[place] * (1 - _LEAST_GAIN):
+            if splits[start] < totals[place] * (1 - _MIN_GAIN):
                 return Plan(int(demand.ends[start]), int(demand.ends[-1]))
         return Plan(0, int(demand.ends[place]))
 
@@ -117,7 +117,7 @@ class LoadPlanner:
         num_bytes, queued_bytes = moves
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
-        hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)
+        hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MAX_DOUBLINGS)
         move_s = (num_bytes + queued_bytes) / (speed.bytes_per_s * hope)
         return np.where(num_bytes > 0, speed.latency_s / hope + move_s, 0.0)
 

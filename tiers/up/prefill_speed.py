@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 _FADING = 0.98  # of the weight of all earlier steps with each step: about the last fifty count
-_LEAST_STEPS = 3
-_LEAST_GAIN = 0.01  # of what a fit explains, by which another must explain more than a likelier one
+_MIN_STEPS = 3
+_MIN_GAIN = 0.01  # of what a fit explains, by which another must explain more than a likelier one
 
 
 class PrefillSpeed:
@@ -24,7 +24,7 @@ class PrefillSpeed:
     @property
     def is_known(self) -> bool:
         """Whether enough has been measured to say anything."""
-        return self._num_steps >= _LEAST_STEPS
+        return self._num_steps >= _MIN_STEPS
 
     def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
         """Note that *num_steps* steps took *seconds* for tokens that read *num_read* tokens, see `tokens_read`."""
@@ -68,13 +68,13 @@ def _non_negative_fit(
     computed although they could have been loaded.
     """
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
-    best, least_error = np.zeros(3), 0.0
+    best, min_error = np.zeros(3), 0.0
     for kept in ([0, 1, 2], [1, 2], [0, 1], [1], [0, 2], [2], [0]):
         scaled = products[np.ix_(kept, kept)] / np.outer(scale[kept], scale[kept])
         part = np.linalg.lstsq(scaled, with_seconds[kept] / scale[kept], rcond=1e-9)[0] / scale[kept]
         error = part @ products[np.ix_(kept, kept)] @ part - 2 * part @ with_seconds[kept]  # less what all fits have
-        if (part >= 0).all() and error < least_error * (1 + _LEAST_GAIN):
-            best, least_error = np.zeros(3), error
+        if (part >= 0).all() and error < min_error * (1 + _MIN_GAIN):
+            best, min_error = np.zeros(3), error
             best[kept] = part
             if len(kept) == 3:  # none that leaves something out is better
                 break

@@ -26,9 +26,9 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
 REFRESH_PART = 64  # blocks at once
-MOST_WAITING = 1 << 10  # parts of prefixes: of more the oldest are left out, which costs their recency only
+MAX_WAITING = 1 << 10  # parts of prefixes: of more the oldest are left out, which costs their recency only
 PART = 48  # blocks put under way at once: half a millisecond's work
-MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
+MAX_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
 
 
 class Hits:
@@ -228,7 +228,7 @@ class Refreshes:
 
     def __init__(self, lower: LowerTiers) -> None:
         self._lower = lower
-        self._waiting: deque[_Refresh] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[_Refresh] = deque(maxlen=MAX_WAITING)
 
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
         """Queue these blocks of a group, which were used. *from_disk*: for each name of the chain whether it came from
@@ -454,10 +454,10 @@ class Promoter:
         num_left = PART
         for promotion in self._backlogs:
             while num_left > 0 and promotion in self._backlogs:
-                most = num_left
+                limit = num_left
                 if promotion not in self._kept_back:
-                    most = min(most, MOST_UNDER_WAY - len(promotion.waiting))
-                num_started = self._start_part(promotion, most, window) if most > 0 else 0
+                    limit = min(limit, MAX_UNDER_WAY - len(promotion.waiting))
+                num_started = self._start_part(promotion, limit, window) if limit > 0 else 0
                 if not num_started:
                     break
                 num_left -= num_started
@@ -470,9 +470,9 @@ class Promoter:
             else:
                 del self._kept_back[promotion]
 
-    def _start_part(self, promotion: Promotion, most: int, window: int) -> int:
+    def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
         """Put the first blocks of a backlog under way; how many have left it."""
-        group, ids = self._backlogs.first(promotion, most)
+        group, ids = self._backlogs.first(promotion, limit)
         names = group.names_of(promotion.chain, ids)
         here = group.pool.find_all(names)
         if (here != ABSENT).any():  # a request has computed them meanwhile

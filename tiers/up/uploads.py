@@ -24,7 +24,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
 BATCH_BLOCKS = 32  # at most, so that taking in a finished batch is short
-MOST_PARTS = 8  # of a copy by layers: computing waits for the first part only, an eighth of the copy
+MAX_PARTS = 8  # of a copy by layers: computing waits for the first part only, an eighth of the copy
 BY_LAYERS_BYTES = 4 << 20  # fewer bytes have arrived before computing could begin
 LATE_S = 1.0  # a copy hangs if it is on its lane for so long and a deadline has passed
 
@@ -181,7 +181,7 @@ class Uploads:
 
         They are verified beside the copies; `LayerGate` says what that means.
         """
-        num_parts = min(MOST_PARTS, max(upload.group.memory.num_layers for upload in uploads))
+        num_parts = min(MAX_PARTS, max(upload.group.memory.num_layers for upload in uploads))
         num_bytes = sum(upload.group.memory.block_bytes for upload in uploads)
         if num_bytes < BY_LAYERS_BYTES or any(upload.host_slot is None for upload in uploads):
             return None
@@ -362,8 +362,8 @@ def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
     for upload in uploads:
         by_group.setdefault(upload.group, []).append(upload)
     for group, members in by_group.items():
-        most = _in_batch(group.memory)
-        yield from (members[first : first + most] for first in range(0, len(members), most))
+        limit = _in_batch(group.memory)
+        yield from (members[first : first + limit] for first in range(0, len(members), limit))
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:

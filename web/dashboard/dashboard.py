@@ -23,7 +23,7 @@ OWN_EVERY_S = 5
 MIDDLE_S = (
     0.5  # samples are taken in the middle of seconds: one that is a bit early or late is of its second all the same
 )
-MOST_MISSED = 60  # seconds without a sample that the next one tells the rates of; more are a gap
+MAX_MISSED = 60  # seconds without a sample that the next one tells the rates of; more are a gap
 _DIGITS = 6  # that a number of the history has
 
 
@@ -51,12 +51,12 @@ class Dashboard:
         self,
         source: Source,
         keeper: Keeper | None = None,
-        most_viewers: int = 64,
+        max_viewers: int = 64,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.history = History(source.columns, RESOLUTIONS)
-        self.stream = Stream(most_viewers)
+        self.stream = Stream(max_viewers)
         self.source = source
         self.wall = wall
         self._monotonic = monotonic
@@ -118,7 +118,7 @@ class Dashboard:
         """
         before, self._sampled_at = self._sampled_at, at
         num_missed = 0 if before is None else int(at) - int(before) - 1
-        if not 0 < num_missed <= MOST_MISSED:
+        if not 0 < num_missed <= MAX_MISSED:
             return {}
         rates = np.where(self._rates.is_rate, row, np.nan)
         for back in range(num_missed, 0, -1):

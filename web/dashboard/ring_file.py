@@ -18,7 +18,7 @@ from kvtier.web.dashboard.history import NEVER, History, Place, Resolution
 MAGIC = b"kvtier history 1"
 _PAGE_BYTES = 4096
 _HEAD = struct.Struct(f"<{len(MAGIC)}sII")  # magic, bytes of the JSON behind it, their CRC-32
-_MOST_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 
 
 class BadFile(ValueError):
@@ -50,7 +50,7 @@ class Shape:
         try:
             magic, num_bytes, crc = _HEAD.unpack_from(content)
             text = content[_HEAD.size : _HEAD.size + num_bytes]
-            if magic != MAGIC or num_bytes > _MOST_HEADER_BYTES or zlib.crc32(text) != crc:
+            if magic != MAGIC or num_bytes > _MAX_HEADER_BYTES or zlib.crc32(text) != crc:
                 raise BadFile("its header is damaged")
             told = json.loads(text)
             return cls(told["columns"], [Resolution(*each) for each in told["resolutions"]])

@@ -25,8 +25,8 @@ class Stream:
     Beside what all see there is what viewers of one group see, such as a tenant's own requests.
     """
 
-    def __init__(self, most_viewers: int) -> None:
-        self._most_viewers = most_viewers
+    def __init__(self, max_viewers: int) -> None:
+        self._max_viewers = max_viewers
         self._first = b""
         self._latest = b""
         self._number = 0
@@ -73,8 +73,8 @@ class Stream:
     @contextmanager
     def viewer(self, group: str | None) -> Iterator[AsyncIterator[bytes]]:
         """The stream of one viewer. `TooManyViewers`."""
-        if self.num_viewers >= self._most_viewers:
-            raise TooManyViewers(f"{self._most_viewers} are watching already; close a page, or raise max_viewers")
+        if self.num_viewers >= self._max_viewers:
+            raise TooManyViewers(f"{self._max_viewers} are watching already; close a page, or raise max_viewers")
         self._groups[group] = self._groups.get(group, 0) + 1
         try:
             yield self._events(group)

@@ -13,14 +13,14 @@ from kvtier.tiers.lower.purge import Purged
 from kvtier.tiers.naming.tier import Tier
 
 PAUSE_S = 0.002  # between two parts: the tiers' thread has its other deeds
-MOST_PINNED_S = 7 * 86_400.0
-MOST_WAITED_S = 600.0
+MAX_PINNED_S = 7 * 86_400.0
+MAX_WAITED_S = 600.0
 LEVELS = ("debug", "info", "warning", "error")
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Prompt = Annotated[str, msgspec.Meta(min_length=1)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAITED_S)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAITED_S)]
 
 Answer = dict[str, object]
 
@@ -88,7 +88,7 @@ class Pin(Verb, frozen=True, kw_only=True):
     """Keep what is cached of a prompt in host memory for so many *seconds*. *model* is one that is served, or that an
     engine has attached with; *tenant* and *salt* are those of the requests that the prompt is kept for."""
 
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
     prompt: _Prompt | None = None
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
     model: _Text | None = None

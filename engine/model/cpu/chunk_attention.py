@@ -13,7 +13,7 @@ from kvtier.engine.model.paged_choice import Shape
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
 LANES = 16  # heads are of so many numbers, or a multiple
-MOST_TOKENS = 192  # of a piece; the keys and values that it reads are copied for it
+MAX_TOKENS = 192  # of a piece; the keys and values that it reads are copied for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class ChunkAttention:
         shares: list[list[Piece]] = [[] for _ in range(num_threads)]
         loads = [0] * num_threads
         for piece in sorted(pieces, key=lambda piece: -piece.num_scores):
-            least = loads.index(min(loads))
-            shares[least].append(piece)
-            loads[least] += piece.num_scores
+            minimum = loads.index(min(loads))
+            shares[minimum].append(piece)
+            loads[minimum] += piece.num_scores
         return Chunks(tuple(tuple(share) for share in shares if share))
 
     def attend(self, layer: Layer, chunks: Chunks) -> None:
@@ -94,4 +94,4 @@ def _pieces(part: Segment, num_layers: int, num_kv_heads: int) -> list[Piece]:
 
 
 def _cuts(num_tokens: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + MOST_TOKENS, num_tokens)) for begin in range(0, num_tokens, MOST_TOKENS)]
+    return [(begin, min(begin + MAX_TOKENS, num_tokens)) for begin in range(0, num_tokens, MAX_TOKENS)]

@@ -20,7 +20,7 @@ Array = np.ndarray
 KEYS = 128  # at a time: theirs and the values' copies of one head fit into the second cache, with the scores
 TOKENS = 48  # at a time
 ROWS, COLUMNS, LANES = 8, 16, 16  # of a tile: eight sums, a row of numbers and a factor, in registers
-LEAST = np.float32(-126)  # of the powers of two that are told apart
+MIN = np.float32(-126)  # of the powers of two that are told apart
 LOG2_E = np.float32(math.log2(math.e))
 TAYLOR = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))  # of 2 ** x
 
@@ -120,7 +120,7 @@ def _weigh(
     fade = np.float32(math.exp(tops[token] - top))
     total = np.float32(0)
     for key in range(KEYS):  # e ** x as 2 ** y: the whole part of y goes into the exponent's bits
-        y = max((scores[key] - top) * LOG2_E, LEAST)
+        y = max((scores[key] - top) * LOG2_E, MIN)
         whole = np.int32(y - np.float32(0.5))
         x = y - np.float32(whole)
         rest = x * (TAYLOR[4] + x * (TAYLOR[5] + x * (TAYLOR[6] + x * TAYLOR[7])))

@@ -68,10 +68,10 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
     """Leave the rows with a grammar what it allows. Few tokens are allowed, or few are not: the others are not read."""
     grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
-    forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_most}
+    forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_majority}
     if forbidden:
         logits[_exceptions(logits, forbidden)] = -torch.inf
-    allowed = {row: grammar.exceptions for row, grammar in grammars.items() if not grammar.allows_most}
+    allowed = {row: grammar.exceptions for row, grammar in grammars.items() if not grammar.allows_majority}
     if allowed:
         places = _exceptions(logits, allowed)
         values = logits[places]

@@ -10,10 +10,10 @@ from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
 
 _NUM_LIKELIEST = 256  # what a trained model's top-p leaves is nearly always among these
-_FEWEST, _MOST = 32, 2048  # likeliest tokens that are looked at of rows that all have a top-k
+_FEWEST, _MAX = 32, 2048  # likeliest tokens that are looked at of rows that all have a top-k
 # Beyond what a sum of float32 exponentials may be wrong by: three roundings of an exponent of 40 nats, and the sum's.
 _FLOAT32_ERROR = 2e-5
-_LEAST_TEMPERATURE = 1e-30  # in float32
+_MIN_TEMPERATURE = 1e-30  # in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Cuts:
 
     def num_likeliest(self, vocab_size: int) -> int:
         """How many of the likeliest tokens of the rows are worth a look before all."""
-        most = int(self.top_k.max())
-        num_wanted = _NUM_LIKELIEST if most == vocab_size else min(max(most + 1, _FEWEST), _MOST)
+        limit = int(self.top_k.max())
+        num_wanted = _NUM_LIKELIEST if limit == vocab_size else min(max(limit + 1, _FEWEST), _MAX)
         return min(num_wanted, vocab_size)
 
     def __getitem__(self, rows: torch.Tensor) -> "Cuts":
@@ -97,9 +97,9 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
         total = torch.where(is_known, total, nearly.double())
         error = torch.where(is_known, error, _FLOAT32_ERROR)
 
-    fewest, most = ((cumulated < (cuts.top_p * total * (1 + e))[:, None]).sum(dim=-1) for e in (-error, error))
-    at_end = torch.where(is_known, most.minimum(at_edge[:, 0]), most.clamp(max=num_there - 1))[:, None]
-    is_certain = (fewest == most) & (most < num_there) & is_whole.gather(1, at_end)[:, 0]
+    fewest, limit = ((cumulated < (cuts.top_p * total * (1 + e))[:, None]).sum(dim=-1) for e in (-error, error))
+    at_end = torch.where(is_known, limit.minimum(at_edge[:, 0]), limit.clamp(max=num_there - 1))[:, None]
+    is_certain = (fewest == limit) & (limit < num_there) & is_whole.gather(1, at_end)[:, 0]
     wanted = cuts.number[:, None] * cumulated.gather(1, at_end)
     at = (cumulated <= wanted).sum(dim=-1, keepdim=True).minimum(at_end)
     is_number = values[:, 0].isfinite()  # of a row with another largest logit any token is as good
@@ -138,5 +138,5 @@ def _exponents(
     logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
     """Logarithms of the weights, in the scratch's float32: in the order of the weights, and nearly right."""
-    factor = temperature.clamp(min=_LEAST_TEMPERATURE).reciprocal().float()
+    factor = temperature.clamp(min=_MIN_TEMPERATURE).reciprocal().float()
     return scratch.copy(logits, torch.float32).sub_(largest[:, None]).mul_(factor[:, None])

@@ -11,8 +11,8 @@ from kvtier.engine.model.drawing.scratch import Scratch
 from kvtier.engine.model.structured.grammar import find_allowed
 
 # Logits that are looked at together: on a CPU in 8 MiB of float64, elsewhere in 256.
-_MOST_AT_ONCE = {"cpu": 1 << 20}
-_MOST_ELSEWHERE = 1 << 25
+_MAX_AT_ONCE = {"cpu": 1 << 20}
+_MAX_ELSEWHERE = 1 << 25
 
 _Way = Callable[[torch.Tensor, Cuts, Scratch], torch.Tensor]
 
@@ -30,7 +30,7 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
     if grammars := [sampler.grammar for sampler in samplers if sampler.grammar is not None]:
         find_allowed(grammars)
-    num_rows = max(1, _MOST_AT_ONCE.get(logits.device.type, _MOST_ELSEWHERE) // logits.shape[-1])
+    num_rows = max(1, _MAX_AT_ONCE.get(logits.device.type, _MAX_ELSEWHERE) // logits.shape[-1])
     scratch, copies = (Scratch(min(num_rows, len(samplers)) * logits.shape[-1], logits.device) for _ in range(2))
     for rows, way in _passes(samplers, logits.shape[-1], num_rows):
         some = [samplers[row] for row in rows]

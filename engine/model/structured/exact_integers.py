@@ -25,8 +25,8 @@ def integer_range(low: int | None, high: int | None) -> str:
     """
     parts = []
     if low is None or low < 0:
-        least = 1 if high is None or high >= 0 else -high
-        parts += [f"-{part}" for part in _naturals(least, None if low is None else -low)]
+        minimum = 1 if high is None or high >= 0 else -high
+        parts += [f"-{part}" for part in _naturals(minimum, None if low is None else -low)]
     if high is None or high >= 0:
         parts += _naturals(max(0, low or 0), high)
     return f"({'|'.join(parts)})"
@@ -188,8 +188,8 @@ class ExactIntegers:
         item = self._rule(self._written(schema.get("items", True)))
         if high < max(1, low):
             raise NotExact
-        most = "" if high == math.inf else high - 1
-        more = f'( {blanks} "," {blanks} {item} ){{{max(0, low - 1)},{most}}}' if high > 1 else ""
+        limit = "" if high == math.inf else high - 1
+        more = f'( {blanks} "," {blanks} {item} ){{{max(0, low - 1)},{limit}}}' if high > 1 else ""
         empty = ' | "[" ' + f'{blanks} "]"' if low == 0 else ""
         return self._rule(f'"[" {blanks} {item} {more} {blanks} "]"{empty}')
 

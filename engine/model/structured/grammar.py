@@ -50,7 +50,7 @@ class GrammarState:
         self._ends = [token_id for token_id in end_token_ids if 0 <= token_id < vocabulary.size]
         self.has_failed = False  # the grammar was too costly, or no token of the model goes on in it
         self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # which tokens may be drawn next
-        self.allows_most = False
+        self.allows_majority = False
         self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     @property
@@ -70,8 +70,8 @@ class GrammarState:
         if may_end:
             self._allowed[self._ends] = True
         num_allowed = np.count_nonzero(self._allowed)
-        self.allows_most = bool(2 * num_allowed > vocabulary.size)
-        self.exceptions = np.flatnonzero(~self._allowed if self.allows_most else self._allowed)
+        self.allows_majority = bool(2 * num_allowed > vocabulary.size)
+        self.exceptions = np.flatnonzero(~self._allowed if self.allows_majority else self._allowed)
         if self.matcher.is_error() or not num_allowed:
             self.has_failed = True
 

@@ -18,8 +18,8 @@ from kvtier.extras import MissingExtra, extra
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLTokenizer
 
-MOST_KEPT = 256
-MOST_KEPT_BYTES = 256 << 20
+MAX_KEPT = 256
+MAX_KEPT_BYTES = 256 << 20
 _END_MARK = "<|kvtier: the text may end|>"
 
 
@@ -66,7 +66,7 @@ class Grammars:
             return
         self._kept[asked] = grammar
         self._kept_bytes += grammar.num_bytes
-        while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
 

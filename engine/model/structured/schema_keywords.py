@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-MOST_EXACT = 1 << 53  # llguidance computes with doubles, which have all integers up to this one
+MAX_EXACT = 1 << 53  # llguidance computes with doubles, which have all integers up to this one
 _IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ALONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
@@ -118,7 +118,7 @@ def _is_inexact(value: object) -> bool:
         case bool() | str() | None:
             return False
         case int() | float():
-            return abs(value) > MOST_EXACT
+            return abs(value) > MAX_EXACT
         case list():
             return any(map(_is_inexact, value))
         case dict():

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.engine.model.sampling import WrongParameter
 
-MOST_CHARACTERS = 1 << 16
+MAX_CHARACTERS = 1 << 16
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -45,8 +45,8 @@ class StructuredOutputs:
         for kind in ("regex", "grammar"):
             if not isinstance(getattr(self, kind), str | None):
                 raise WrongParameter(self.asked_as, f"{kind} is no text; give one")
-        if (length := len(self.text)) > MOST_CHARACTERS:
-            raise WrongParameter(self.asked_as, f"has {length:,} characters; send {MOST_CHARACTERS:,} at most")
+        if (length := len(self.text)) > MAX_CHARACTERS:
+            raise WrongParameter(self.asked_as, f"has {length:,} characters; send {MAX_CHARACTERS:,} at most")
 
     @property
     def kind(self) -> str:

@@ -23,15 +23,15 @@ from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLMatcher
 
-MOST_CPU_S = 1
-MOST_MEMORY_BYTES = 512 << 20
-MOST_STEP_S = 0.01
+MAX_CPU_S = 1
+MAX_MEMORY_BYTES = 512 << 20
+MAX_STEP_S = 0.01
 DEADLINE_S = 20.0  # of what takes 0.1 s on an idle machine
 # Half of what the threads have in which grammars are used.
 STACK_BYTES = 1 << 20
 NUM_STEPS = 256
-MOST_TOLD = 300  # characters of an error
-MOST_LEFT_OUT = 100  # keywords that are named
+MAX_TOLD = 300  # characters of an error
+MAX_LEFT_OUT = 100  # keywords that are named
 _END_MARK = 256
 _SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, as grammars name it by its id
 
@@ -103,7 +103,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
     if (error := _error_of_steps(start, num_special)) is not None:
         return {"error": error}
     num_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    return {"notation": found.text, "num_bytes": num_bytes, "left_out": list(found.left_out)[:MOST_LEFT_OUT]}
+    return {"notation": found.text, "num_bytes": num_bytes, "left_out": list(found.left_out)[:MAX_LEFT_OUT]}
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
@@ -114,7 +114,7 @@ def _with_own_ids(text: str) -> tuple[str, int]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= MOST_TOLD else line[:MOST_TOLD] + " …"
+    return line if len(line) <= MAX_TOLD else line[:MAX_TOLD] + " …"
 
 
 def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
@@ -129,7 +129,7 @@ def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
             matcher.consume_token(rng.choice(allowed))
         elif is_first:
             return "allows no text at all"
-        if matcher.is_error() or time.thread_time() - began_at > MOST_STEP_S:
+        if matcher.is_error() or time.thread_time() - began_at > MAX_STEP_S:
             return "takes too long for a token; make it simpler"
         is_first = False
         if matcher.is_stopped() or not allowed:
@@ -138,8 +138,8 @@ def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
 
 
 def _main() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kind, given, strict, asked_as = json.load(sys.stdin)
     asked = StructuredOutputs(**{kind: given}, strict=strict, asked_as=asked_as)

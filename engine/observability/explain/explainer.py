@@ -23,7 +23,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 log = logging.getLogger(__name__)
 
-MOST_FIELD = 64  # characters
+MAX_FIELD = 64  # characters
 
 
 class Explainer:
@@ -169,7 +169,7 @@ def namespace_fields(namespace: Namespace) -> dict[str, str]:
     """The fields of a namespace by which another one is told from it; what may be long or secret as a digest."""
     fields = {name: str(value) for name, value in asdict(namespace).items()}
     return {
-        name: value if len(value) <= MOST_FIELD and name != "hash_seed" else hashlib.sha256(value.encode()).hexdigest()
+        name: value if len(value) <= MAX_FIELD and name != "hash_seed" else hashlib.sha256(value.encode()).hexdigest()
         for name, value in fields.items()
     }
 

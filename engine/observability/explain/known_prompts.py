@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from kvtier.engine.observability.explain.prompt_print import PromptPrint
 
-MOST_PROMPTS = 4096
-MOST_TOKENS = 1 << 20  # of theirs: looked through in some ms
+MAX_PROMPTS = 4096
+MAX_TOKENS = 1 << 20  # of theirs: looked through in some ms
 NONE = np.empty(0, np.uint64)
 
 
@@ -68,8 +68,8 @@ class OlderPrompts:
 class KnownPrompts:
     """The newest prompts, bounded. Adding one and noting the older ones costs microseconds. Owned by one thread."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_tokens = most_tokens
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
         self._prompts: deque[PromptPrint] = deque()  # the newest last
         self._num_tokens = 0
         self.num_added = 0  # prompts so far: a time, for `older`
@@ -79,7 +79,7 @@ class KnownPrompts:
         self._prompts.append(prompt)
         self._num_tokens += prompt.num_tokens
         self.num_added += 1
-        while len(self._prompts) > MOST_PROMPTS or self._num_tokens > self._most_tokens:
+        while len(self._prompts) > MAX_PROMPTS or self._num_tokens > self._max_tokens:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:

@@ -11,8 +11,8 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
 
-MOST_REQUESTS = 4096
-MOST_TOKENS = 4 << 20  # of their prompts: a few bytes each
+MAX_REQUESTS = 4096
+MAX_TOKENS = 4 << 20  # of their prompts: a few bytes each
 MAX_OF_ID = 128  # requests that a question for one id is about: as many as one HTTP request has completions
 
 
@@ -44,7 +44,7 @@ class PastRequests:
         self._by_id.setdefault(past.record.request_id, []).append(self._next)
         self._next += 1
         self._num_tokens += past.prompt.num_tokens
-        while len(self._requests) > MOST_REQUESTS or self._num_tokens > MOST_TOKENS:
+        while len(self._requests) > MAX_REQUESTS or self._num_tokens > MAX_TOKENS:
             self._drop_oldest()
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:

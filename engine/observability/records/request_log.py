@@ -20,11 +20,9 @@ from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 4096  # requests that the disk has not taken yet; more are dropped and counted
-MOST_AT_ONCE = (
-    256  # written together; so what the thread has taken is bounded too, while others add as fast as it takes
-)
-MOST_NAMES = 64  # of one prompt's blocks in a line
+MAX_WAITING = 4096  # requests that the disk has not taken yet; more are dropped and counted
+MAX_AT_ONCE = 256  # written together; so what the thread has taken is bounded too, while others add as fast as it takes
+MAX_NAMES = 64  # of one prompt's blocks in a line
 NAME_BYTES = 8  # of each, as in KV events
 CLOSING_S = 10.0  # for which closing waits for a disk that hangs
 
@@ -41,13 +39,13 @@ class RequestLog:
     """Listens to records with their trails. A thread of its own writes them, and whoever adds never waits: what finds
     the queue full, or the disk failing, is dropped and counted. Files are this user's only."""
 
-    def __init__(self, path: Path, most_bytes: int, num_files: int) -> None:
-        """Opens *path*, to append to it; OSError. A file of *most_bytes* is renamed to `PATH.1`, that to `PATH.2`, and
+    def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
+        """Opens *path*, to append to it; OSError. A file of *max_bytes* is renamed to `PATH.1`, that to `PATH.2`, and
         so on: *num_files* are kept."""
         self._path = path
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._num_files = num_files
-        self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MAX_WAITING)
         self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # there: by the thread
         self._is_failing = False
         self._num_bytes = 0  # of the file that is written now
@@ -79,7 +77,7 @@ class RequestLog:
         is_open = True
         while is_open:
             waiting = [self._waiting.get()]
-            while len(waiting) < MOST_AT_ONCE and not self._waiting.empty():
+            while len(waiting) < MAX_AT_ONCE and not self._waiting.empty():
                 waiting.append(self._waiting.get())
             is_open = None not in waiting
             self._write([line_of(*each) for each in waiting if each is not None])
@@ -91,7 +89,7 @@ class RequestLog:
         try:
             for line in lines:
                 file = self._file or self._open()
-                if self._num_bytes and self._num_bytes + len(line) > self._most_bytes:
+                if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
                     file = self._turn(file)
                 file.write(line)
                 self._num_bytes += len(line)
@@ -180,10 +178,10 @@ def line_of(record: RequestRecord, trail: Trail) -> bytes:
 
 
 def coarse_names(trail: Trail) -> tuple[int, list[str]]:
-    """Names of every so many blocks of a prompt, `MOST_NAMES` at most, and of how many: a power of two, so that two
+    """Names of every so many blocks of a prompt, `MAX_NAMES` at most, and of how many: a power of two, so that two
     prompts can be compared at the coarser one's grain."""
     step = 1
-    while len(trail.names) // step > MOST_NAMES:
+    while len(trail.names) // step > MAX_NAMES:
         step *= 2
     return step, [name[:NAME_BYTES].hex() for name in trail.names[step - 1 :: step]]
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 4096  # requests and batches whose spans are not sent yet; more are dropped and counted
-MOST_AT_ONCE = 256  # of them in a message
+MAX_WAITING = 4096  # requests and batches whose spans are not sent yet; more are dropped and counted
+MAX_AT_ONCE = 256  # of them in a message
 TIMEOUT_S = 10.0  # of sending one
 CLOSING_S = 5.0  # that closing waits for the collector
 TRACES = "/v1/traces"
@@ -44,7 +44,7 @@ class SpanSender:
         self._shut_down: Callable[[], object] = exporter.shutdown
         self._is_closed = False
         self._resource = Resource.create({"service.name": service})
-        self._waiting: queue.Queue[MakeSpans | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[MakeSpans | None] = queue.Queue(MAX_WAITING)
         self._num_dropped_here = self._num_dropped_there = self._num_sent = 0  # there: by the thread
         self._is_failing = False
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # a line for each message
@@ -82,7 +82,7 @@ class SpanSender:
         is_open = True
         while is_open:
             waiting = [self._waiting.get()]
-            while len(waiting) < MOST_AT_ONCE and not self._waiting.empty():
+            while len(waiting) < MAX_AT_ONCE and not self._waiting.empty():
                 waiting.append(self._waiting.get())
             is_open = None not in waiting
             makes = [make for make in waiting if make is not None]

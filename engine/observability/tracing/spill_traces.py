@@ -11,9 +11,9 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 
-MOST_BLOCKS = 1 << 16  # names, a million tokens in blocks of 16: of requests before them no copy is told of
-MOST_OWNERS = 8  # requests of one block, the newest
-MOST_LINKS = 32  # requests of one batch
+MAX_BLOCKS = 1 << 16  # names, a million tokens in blocks of 16: of requests before them no copy is told of
+MAX_OWNERS = 8  # requests of one block, the newest
+MAX_LINKS = 32  # requests of one batch
 
 
 class TracedBlocks:
@@ -29,21 +29,21 @@ class TracedBlocks:
         """Take in that the request with this span has these blocks too; *names* must not change."""
         new: dict[BlockName, tuple[TraceContext, ...]] = dict.fromkeys(names, (request,))
         for name in new.keys() & self._owners.keys():
-            new[name] = (*self._owners[name][1 - MOST_OWNERS :], request)
+            new[name] = (*self._owners[name][1 - MAX_OWNERS :], request)
         self._owners.update(new)
         self._added.append((request, names))
         self._num_added += len(names)
-        while self._num_added > MOST_BLOCKS and len(self._added) > 1:
+        while self._num_added > MAX_BLOCKS and len(self._added) > 1:
             self._forget_oldest()
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """The spans of the requests that have some of these blocks, `MOST_LINKS` at most, and the places of theirs."""
+        """The spans of the requests that have some of these blocks, `MAX_LINKS` at most, and the places of theirs."""
         found: dict[TraceContext, list[int]] = {}
         if self._owners.keys().isdisjoint(names):  # nearly always, where few are sampled: it takes 2 us for 128 names
             return found
         for place, name in enumerate(names):
             for request in dict.fromkeys(self._owners.get(name, ())):  # one that was added twice counts once
-                if request in found or len(found) < MOST_LINKS:
+                if request in found or len(found) < MAX_LINKS:
                     found.setdefault(request, []).append(place)
         return found
 

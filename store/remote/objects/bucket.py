@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _PAGE = 1000  # names that one LIST gives and one DELETE takes
-_MOST_AT_ONCE_BYTES = 80 << 20  # a longer object, one whose only block is so long, is put in parts
+_MAX_AT_ONCE_BYTES = 80 << 20  # a longer object, one whose only block is so long, is put in parts
 _PART_BYTES = 16 << 20
 _NOT_SO_LONG = re.compile(
     r"\b416 R|InvalidRange"
@@ -111,7 +111,7 @@ class Bucket:
 
     def put(self, path: str, data: memoryview) -> str:
         """Put the object, whole, and return its ETag. One that is larger than 80 MiB takes a request for each part."""
-        in_parts = len(data) > _MOST_AT_ONCE_BYTES
+        in_parts = len(data) > _MAX_AT_ONCE_BYTES
         num_requests = -(-len(data) // _PART_BYTES) + 2 if in_parts else 1
         self.meter.add(RemoteUsage(num_writes=num_requests))
         with self._told():

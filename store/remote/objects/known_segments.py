@@ -9,8 +9,8 @@ from typing import NamedTuple
 from kvtier.store.remote.objects.segment import Entry
 from kvtier.store.remote.objects.segment_names import folder_of
 
-_MOST_KEYS = 200_000  # about 100 MB; a document of a million tokens has 62,500 blocks
-_MOST_REFUSED = 1_000
+_MAX_KEYS = 200_000  # about 100 MB; a document of a million tokens has 62,500 blocks
+_MAX_REFUSED = 1_000
 
 
 class Place(NamedTuple):
@@ -36,8 +36,8 @@ class KnownSegments:
     Nothing of it has to be true: what is read by it is verified. Any thread may call everything.
     """
 
-    def __init__(self, most_keys: int = _MOST_KEYS) -> None:
-        self._most_keys = most_keys
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
         self._segments: OrderedDict[str, KnownSegment] = OrderedDict()
         self._places: dict[bytes, Place] = {}
         self._num_entries = 0
@@ -53,7 +53,7 @@ class KnownSegments:
             for entry in segment.entries:
                 if (segment.path, segment.tag, entry.key) not in self._refused:
                     self._places[entry.key] = Place(segment.path, segment.tag, entry)
-            while self._num_entries > self._most_keys:
+            while self._num_entries > self._max_keys:
                 self._forget(next(iter(self._segments)))
 
     def places(self, keys: Iterable[bytes]) -> dict[bytes, Place]:
@@ -68,7 +68,7 @@ class KnownSegments:
         """Do not take the value at *place* for that of its key again: it is damaged, and may be elsewhere as well."""
         with self._lock:
             self._refused[place.path, place.tag, place.entry.key] = None
-            while len(self._refused) > _MOST_REFUSED:
+            while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
             if self._places.get(place.entry.key) == place:
                 del self._places[place.entry.key]

@@ -16,7 +16,7 @@ _ENTRY = struct.Struct("<HQ8s")  # bytes of the key after its namespace, bytes o
 _FIELDS = struct.Struct("<4sHIQ")  # magic, version, number of entries, bytes of the entries
 _CHECKSUM_BYTES = 8
 _TRAILER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
-_MOST_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; what claims more is not ours
+_MAX_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; what claims more is not ours
 
 
 class Entry(NamedTuple):
@@ -71,7 +71,7 @@ def footer_bytes(tail: memoryview) -> int | None:
     if len(tail) < _TRAILER_BYTES:
         return None
     magic, version, _, entry_bytes = _FIELDS.unpack_from(tail, len(tail) - _TRAILER_BYTES)
-    if (magic, version) != (_MAGIC, _VERSION) or entry_bytes > _MOST_FOOTER_BYTES:
+    if (magic, version) != (_MAGIC, _VERSION) or entry_bytes > _MAX_FOOTER_BYTES:
         return None
     return _TRAILER_BYTES + int(entry_bytes)
 

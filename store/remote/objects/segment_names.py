@@ -15,7 +15,7 @@ from kvtier.store.record import NAMESPACE_BYTES
 from kvtier.store.remote_store import RemoteRecord
 
 TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of blocks of 128 KiB
-MOST_BYTES = 64 << 20  # of values in a segment, unless one alone has more; else the interval is cut at a lower level
+MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; else the interval is cut at a lower level
 
 
 _TIMES_WHAT_FOLLOWS = 4
@@ -79,7 +79,7 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Each time the longest interval that begins there, ends within the run, and has no more than `MOST_BYTES`.
+    """Each time the longest interval that begins there, ends within the run, and has no more than `MAX_BYTES`.
 
     It has at most four times as many blocks as follow it in the run (or 8): a prompt that shares a document with this
     one, and goes on otherwise behind it, misses less of it than four times what this one has there.
@@ -104,7 +104,7 @@ def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int
     num_bytes = sizes[start]
     for at in range(start + 1, len(levels)):
         num_bytes += sizes[at]
-        if highest >= begun or num_bytes > MOST_BYTES:
+        if highest >= begun or num_bytes > MAX_BYTES:
             break
         if levels[at] > highest:
             if at + 1 - start > max(_TIMES_WHAT_FOLLOWS * (len(levels) - at - 1), _ALWAYS_ALLOWED):

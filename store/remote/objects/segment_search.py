@@ -36,9 +36,9 @@ class SegmentSearch:
             top = self._ask({name: TOP for _, _, name in self._ahead(TOP)})
             if top:
                 return top
-        most = max(_FREE_QUESTIONS + len(self._found) - self._num_parts_asked, 0)
+        limit = max(_FREE_QUESTIONS + len(self._found) - self._num_parts_asked, 0)
         ahead = sorted(question for level in range(TOP) for question in self._ahead(level))
-        parts = self._ask({name: level for _, level, name in ahead[:most]})  # the last of the chain is left out
+        parts = self._ask({name: level for _, level, name in ahead[:limit]})  # the last of the chain is left out
         self._num_parts_asked += len(parts)
         return parts
 

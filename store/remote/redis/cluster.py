@@ -19,7 +19,7 @@ from kvtier.store.remote.redis_settings import Address, RedisSettings
 
 _ASKING = Command(b"ASKING")
 _SLOTS = Command(b"CLUSTER", (b"SLOTS",))
-_MOST_REDIRECTIONS = 3  # of one key in one call; each costs a round trip
+_MAX_REDIRECTIONS = 3  # of one key in one call; each costs a round trip
 _PAUSE_S = 0.1  # between two looks at who has which slot
 
 Owners = list[Address | None]  # of each slot
@@ -63,7 +63,7 @@ class RedisCluster:
         replies: list[Reply] = [ClusterDownError("no node has its slot")] * len(commands)
         ways = {i: _Way(owner) for i, slot in enumerate(slots) if (owner := owners[slot]) is not None}
         is_outdated = len(ways) < len(commands)
-        for _ in range(1 + _MOST_REDIRECTIONS):
+        for _ in range(1 + _MAX_REDIRECTIONS):
             for i, came in self._ask_nodes(commands, ways, until):
                 replies[i] = came
             is_outdated |= any(_is_of_an_old_map(replies[i]) for i in ways)

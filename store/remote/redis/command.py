@@ -28,14 +28,14 @@ Reply: TypeAlias = "memoryview | bytes | int | list[Reply] | Exception | None"
 of redis-py's: the server's refusal (`ResponseError`), or that of the connection."""
 
 
-def batches(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """The *items* in their order, in lists of about *most_bytes*."""
+def batches(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """The *items* in their order, in lists of about *max_bytes*."""
     batch: list[T] = []
     num_bytes = 0
     for item in items:
         batch.append(item)
         num_bytes += bytes_of(item)
-        if num_bytes >= most_bytes:
+        if num_bytes >= max_bytes:
             yield batch
             batch, num_bytes = [], 0
     if batch:

@@ -11,7 +11,7 @@ PART_BYTES = 4 << 20
 _SLACK_BYTES = 4096  # that a part may have beyond: what encryption adds is worth no part of its own
 _MAGIC = b"KVTP"  # no record begins like this
 _ID_BYTES = 16
-_MOST_PARTS = 1024  # of a value; 2 GiB, the most that a block may have, are 512
+_MAX_PARTS = 1024  # of a value; 2 GiB, the most that a block may have, are 512
 _HEAD = struct.Struct(f"<4s{_ID_BYTES}sH")  # magic, the parts' id, how many there are beside the first
 HEAD_BYTES = _HEAD.size
 
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
         if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
             return None
         _, parts_id, num_parts = _HEAD.unpack_from(value)
-        return cls(parts_id, min(num_parts, _MOST_PARTS))
+        return cls(parts_id, min(num_parts, _MAX_PARTS))
 
     def names(self, name: bytes) -> list[bytes]:
         """Where the parts are of the value that is called *name*."""

@@ -19,12 +19,12 @@ from redis.utils import SENTINEL
 from kvtier.store.remote.redis.command import Reply
 
 _KEPT_BYTES = 64 << 20  # of a process
-_LEAST_BYTES = 128 << 10  # malloc takes anything from here on from the kernel, and gives it back
+_MIN_BYTES = 128 << 10  # malloc takes anything from here on from the kernel, and gives it back
 
 Memory = npt.NDArray[np.uint8]
 _NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_MOST_NESTED = 8  # lists in lists
-_MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
+_MAX_NESTED = 8  # lists in lists
+_MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
 
 
 class ValueMemory:
@@ -39,7 +39,7 @@ class ValueMemory:
 
     def take(self, num_bytes: int) -> memoryview:
         """Memory of *num_bytes*, with arbitrary bytes."""
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < _MIN_BYTES:
             return np.empty(num_bytes, dtype=np.uint8).data
         memory = self._kept(num_bytes)
         lent = memory[:num_bytes]
@@ -100,7 +100,7 @@ class ReplyParser(BaseParser):
     def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
         """The next reply; errors of the server's are returned. *timeout*: seconds for all of it, not for each call."""
         allowed_s = self._silence_s if timeout is SENTINEL else timeout
-        return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MOST_NESTED)
+        return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MAX_NESTED)
 
     def _reply(self, until: float | None, nested: int) -> Reply:
         line = self._line(until)
@@ -135,7 +135,7 @@ class ReplyParser(BaseParser):
         return line
 
     def _value(self, num_bytes: int, until: float | None) -> memoryview:
-        if not 0 <= num_bytes <= _MOST_VALUE_BYTES:
+        if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
             raise InvalidResponse(f"a value of {num_bytes} bytes")
         value = _MEMORY.take(num_bytes)
         num_there = min(num_bytes, self._end - self._start)

@@ -281,9 +281,9 @@ class HeldLane:
         self.submitted.append(transfer.num_blocks)
         return True
 
-    def work(self, most: int = 1000) -> None:
-        while self.held and most:
-            most -= 1
+    def work(self, limit: int = 1000) -> None:
+        while self.held and limit:
+            limit -= 1
             transfer = self.held.pop(0)
             transfer.run()
             self.finished.put(transfer)
@@ -317,12 +317,12 @@ class FaultyStore(MemoryStore):
 class Bed:
     """A `DiskBelow` on a store in memory, whose lanes and time the test moves."""
 
-    def __init__(self, most_queued_bytes: int = 1 << 30, written_bytes_per_day: int | None = None) -> None:
+    def __init__(self, max_queued_bytes: int = 1 << 30, written_bytes_per_day: int | None = None) -> None:
         self.store = FaultyStore(64 << 20)
         self.clock = FakeClock()
         tier = DiskTier(self.store, NAMESPACE, self.clock, written_bytes_per_day=written_bytes_per_day)
         self.disk = DiskBelow(
-            tier, self._lanes, 2, most_queued_bytes, lambda group_id: ROW_BYTES, lambda: None, self.clock
+            tier, self._lanes, 2, max_queued_bytes, lambda group_id: ROW_BYTES, lambda: None, self.clock
         )
         self.reads.work()  # the index
 
@@ -339,7 +339,7 @@ class Bed:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many rows a part has at most, for tests of jobs of several parts."""
-    monkeypatch.setattr(loads, "MOST_PART_ROWS", 64)
+    monkeypatch.setattr(loads, "MAX_PART_ROWS", 64)
     return 64
 
 
@@ -367,7 +367,7 @@ def test_a_row_that_is_not_there_fails_at_once_and_without_the_disk() -> None:
 
 
 def test_what_would_wait_too_long_to_be_written_is_refused_and_may_be_offered_again() -> None:
-    rows, bed = HostRows(10), Bed(most_queued_bytes=4 * ROW_BYTES)
+    rows, bed = HostRows(10), Bed(max_queued_bytes=4 * ROW_BYTES)
     job = bed.disk.store(rows.filled(range(10)))
     assert not job.done()
     bed.writes.work()
@@ -380,7 +380,7 @@ def test_what_would_wait_too_long_to_be_written_is_refused_and_may_be_offered_ag
 
 
 def test_one_row_larger_than_the_queue_is_taken_while_nothing_waits() -> None:
-    rows, bed = HostRows(2), Bed(most_queued_bytes=ROW_BYTES // 2)
+    rows, bed = HostRows(2), Bed(max_queued_bytes=ROW_BYTES // 2)
     job = bed.disk.store(rows.filled(range(2)))
     bed.writes.work()
     assert job.result(0) == [True, False]

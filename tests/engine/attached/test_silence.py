@@ -2,7 +2,7 @@
 
 from chaos import FakeClock
 
-from kvtier.engine.attached.sidecar_tiers import ASK_AFTER_S, LOST_AFTER_S, MOST_STEP_S, Silence
+from kvtier.engine.attached.sidecar_tiers import ASK_AFTER_S, LOST_AFTER_S, MAX_STEP_S, Silence
 
 
 class Bed:
@@ -17,14 +17,14 @@ class Bed:
     def listen(self, seconds: float, is_waited_for: bool = True) -> None:
         until = self.clock.now + seconds
         while self.clock.now < until:
-            self.clock.now += MOST_STEP_S / 2
+            self.clock.now += MAX_STEP_S / 2
             self.silence.look(is_waited_for)
 
 
 def test_one_that_says_nothing_while_it_should_is_asked_once_and_then_lost() -> None:
     bed = Bed()
 
-    bed.listen(ASK_AFTER_S + MOST_STEP_S)
+    bed.listen(ASK_AFTER_S + MAX_STEP_S)
     assert (bed.num_asked, bed.silence.is_lost) == (1, False)
     bed.listen(LOST_AFTER_S)
 

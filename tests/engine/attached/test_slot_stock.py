@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.attached.slot_stock import IDLE_S, MOST_PART, RETRY_S, SlotStock
+from kvtier.engine.attached.slot_stock import IDLE_S, MAX_PART, RETRY_S, SlotStock
 
 
 class Bed:
@@ -15,7 +15,7 @@ class Bed:
 
 
 def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=5)
+    bed = Bed(8 * MAX_PART, num_kept=5)
     bed.stock.fill()
     bed.stock.fill()
     bed.stock.on_reserved(5, [1, 2, 3, 4, 5])
@@ -32,7 +32,7 @@ def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
 
 
 def test_a_sidecar_without_room_is_asked_again_after_a_while() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=5)
+    bed = Bed(8 * MAX_PART, num_kept=5)
     bed.stock.fill()
     bed.clock.now += 10.0  # the answer was long in coming
     bed.stock.on_reserved(5, [])
@@ -46,7 +46,7 @@ def test_a_sidecar_without_room_is_asked_again_after_a_while() -> None:
 
 
 def test_what_is_kept_is_asked_for_at_once_where_there_was_room() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed = Bed(8 * MAX_PART, num_kept=8)
     bed.stock.fill()
     bed.stock.on_reserved(8, range(8))
 
@@ -57,7 +57,7 @@ def test_what_is_kept_is_asked_for_at_once_where_there_was_room() -> None:
 
 
 def test_when_half_of_what_is_kept_is_gone_it_is_asked_for() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed = Bed(8 * MAX_PART, num_kept=8)
     bed.stock.fill()
     bed.stock.on_reserved(8, range(8))
 
@@ -70,7 +70,7 @@ def test_when_half_of_what_is_kept_is_gone_it_is_asked_for() -> None:
 
 
 def test_what_was_taken_and_is_less_than_half_is_asked_for_once_none_is_used() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=8)
+    bed = Bed(8 * MAX_PART, num_kept=8)
     bed.stock.fill()
     bed.stock.on_reserved(8, range(8))
     bed.stock.take(2)
@@ -82,7 +82,7 @@ def test_what_was_taken_and_is_less_than_half_is_asked_for_once_none_is_used() -
 
 
 def test_an_answer_says_whether_there_was_room() -> None:
-    bed = Bed(8 * MOST_PART, num_kept=4)
+    bed = Bed(8 * MAX_PART, num_kept=4)
     assert bed.stock.has_room
 
     bed.stock.fill()

@@ -279,13 +279,13 @@ def see_that_it_ends(engine: Engine) -> None:
     assert engine.cache.close()
 
 
-def faults(route: Route, num_threads: int, by_layers: bool, most: int | None) -> list[Fault]:
+def faults(route: Route, num_threads: int, by_layers: bool, limit: int | None) -> list[Fault]:
     """The numbers of the day's transfers on a route that hang: some, or all."""
     numbers = list(range(num_transfers(by_layers)[route]))
-    if most is not None:
+    if limit is not None:
         seed = random.SystemRandom().randrange(1 << 30)
         print(f"seed {seed}")
-        numbers = random.Random(seed).sample(numbers, min(most, len(numbers)))
+        numbers = random.Random(seed).sample(numbers, min(limit, len(numbers)))
     return [Fault(route, number, num_threads) for number in numbers]
 
 
@@ -295,9 +295,9 @@ EVERY_LANE = pytest.mark.parametrize(
 
 
 def live_through_some(
-    route: Route, num_threads: int, by_layers: bool, most: int | None, patch: pytest.MonkeyPatch
+    route: Route, num_threads: int, by_layers: bool, limit: int | None, patch: pytest.MonkeyPatch
 ) -> None:
-    for fault in faults(route, num_threads, by_layers, most):
+    for fault in faults(route, num_threads, by_layers, limit):
         print(fault)
         engine = live_through(fault, by_layers)
         patch.setattr(time, "sleep", engine.let_time_pass)
@@ -338,7 +338,7 @@ def test_clients_may_leave_at_any_moment_after_a_copy_hung_and_nothing_is_lost(
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    (fault,) = faults(route, num_threads, by_layers=True, most=1)
+    (fault,) = faults(route, num_threads, by_layers=True, limit=1)
     engine = Engine(fault, by_layers=True)
     monkeypatch.setattr(time, "sleep", engine.let_time_pass)
 
@@ -362,7 +362,7 @@ def test_copies_on_another_lane_do_not_lengthen_the_wait_for_one_that_hangs(monk
 
 @pytest.mark.parametrize("route", LANES)
 def test_closing_waits_once_for_a_lane_that_hangs_and_says_so(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    (fault,) = faults(route, num_threads=1, by_layers=False, most=1)
+    (fault,) = faults(route, num_threads=1, by_layers=False, limit=1)
     engine = Engine(fault)
     monkeypatch.setattr(time, "sleep", engine.let_time_pass)
     for _ in engine.day():

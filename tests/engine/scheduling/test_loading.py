@@ -29,7 +29,7 @@ LOAD_S = 20.0
 HANGS_S = 5.0  # longer than a step that began early waits, shorter than a load may take
 DOCUMENTS = "abcdefgh"
 FEW_EVENTS = 3000  # events of a short walk
-MOST_EVENTS = 300_000  # until every way has been gone: often 5,000, seldom 50,000
+MAX_EVENTS = 300_000  # until every way has been gone: often 5,000, seldom 50,000
 TOKENIZER = byte_tokenizer()
 EVERY_STEP = {(state, later) for state, states in NEXT_STATES.items() for later in states}
 
@@ -232,13 +232,13 @@ def see_what_is_illegal(loading: Loading) -> None:
     loading.state = state
 
 
-def walk(monkeypatch: pytest.MonkeyPatch, most_events: int) -> Walk:
+def walk(monkeypatch: pytest.MonkeyPatch, max_events: int) -> Walk:
     """Go on until every way has been gone, or so many events have happened; then end all loadings."""
     monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     walk = Walk(seed)
-    for _ in range(most_events):
+    for _ in range(max_events):
         walk.something_happens()
         if walk.steps == EVERY_STEP:
             break
@@ -255,7 +255,7 @@ def test_a_loading_goes_no_way_that_its_table_has_not_and_no_lease_is_lost(monke
 
 @pytest.mark.long
 def test_every_way_of_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = walk(monkeypatch, MOST_EVENTS)
+    gone = walk(monkeypatch, MAX_EVENTS)
 
     assert gone.steps == EVERY_STEP
     assert gone.states == set(State)

@@ -19,8 +19,8 @@ def test_no_more_is_loaded_than_was_asked_for(model: PreTrainedModel, tmp_path: 
     with LLM(model, tables, byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
     with LLM(model, tables, byte_tokenizer()) as llm:
-        most = num_blocks * BLOCK_SIZE + 7
-        first, again = (llm.generate(prompt, GREEDY, max_load_tokens=most)[0] for _ in range(2))
+        limit = num_blocks * BLOCK_SIZE + 7
+        first, again = (llm.generate(prompt, GREEDY, max_load_tokens=limit)[0] for _ in range(2))
         llm.check()
 
     hit = 18 * BLOCK_SIZE

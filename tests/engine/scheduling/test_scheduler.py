@@ -29,7 +29,7 @@ from kvtier.engine import core as engine_core
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.step_times import LEAST_S, CopyHangs, Stall
+from kvtier.engine.scheduling.step_times import MIN_S, CopyHangs, Stall
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.promotion import Hit
@@ -374,7 +374,7 @@ def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
         with pytest.raises(CopyHangs, match="restart"):
             step_on(core)
 
-        assert 1000 + LEAST_S < now < 1000 + 3 * LEAST_S
+        assert 1000 + MIN_S < now < 1000 + 3 * MIN_S
         assert request.finish_reason is None
         core.cache.release(held)
         finish(core)

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.slot_demand import SlotDemand, max_blocks
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.up.promotion import Hit
@@ -43,7 +43,7 @@ def test_the_most_blocks_are_those_of_the_worst_start() -> None:
             [SlidingWindow(size, rng.randint(1, 80)), ChunkedLocal(size, rng.randint(1, 90)), RecurrentState(size)]
         )
         held = [-(-min(start + chunk, num_tokens) // size) - group.first_needed(start) for start in range(num_tokens)]
-        assert most_blocks((group,), num_tokens, chunk) == [max(held)], (group, num_tokens, chunk)
+        assert max_blocks((group,), num_tokens, chunk) == [max(held)], (group, num_tokens, chunk)
 
 
 @pytest.mark.parametrize("group", [SlidingWindow(16, 1024), ChunkedLocal(16, 8192), RecurrentState(16)])
@@ -60,6 +60,6 @@ def test_a_long_prompt_asks_as_few_questions_as_a_short_one(
 
     monkeypatch.setattr(type(group), "first_needed", counted)
 
-    most_blocks((group, FullAttention(16)), 131_072 + 7, 512)
+    max_blocks((group, FullAttention(16)), 131_072 + 7, 512)
 
     assert num_asked < 1000  # of 65,536

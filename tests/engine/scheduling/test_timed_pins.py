@@ -30,7 +30,7 @@ def held_bytes(w: World) -> int:
 
 
 def test_pins_end_in_the_order_of_their_times_a_few_with_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_pins, "MOST_ENDED", 2)
+    monkeypatch.setattr(timed_pins, "MAX_ENDED", 2)
     w, clock = world(), FakeClock()
     pins = TimedPins(w.cache, clock)
     for number, until in enumerate([30.0, 10.0, 20.0, 10.0, 10.0]):

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.engine.text.least_tokens import LeastTokens, TooManyTokens
+from kvtier.engine.text.min_tokens import MinTokens, TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText, num_common
 from kvtier.engine.text.prompt_limit import PromptLimit
 
@@ -26,8 +26,8 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def limit(tokenizer: PreTrainedTokenizerFast, most: int = 1000) -> PromptLimit:
-    return PromptLimit(LeastTokens(tokenizer), 1000, most)
+def limit(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 1000) -> PromptLimit:
+    return PromptLimit(MinTokens(tokenizer), 1000, max_tokens)
 
 
 def test_a_beginning_has_the_tokens_that_lie_wholly_in_it() -> None:
@@ -53,7 +53,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized() -> None:
     tokenizer = byte_tokenizer()
 
     with pytest.raises(TooManyTokens):
-        PrefixedText(tokenizer, "abc", limit(tokenizer, most=2))
+        PrefixedText(tokenizer, "abc", limit(tokenizer, max_tokens=2))
 
 
 def test_the_common_beginning_of_two_texts_is_what_comparing_them_letter_by_letter_says() -> None:

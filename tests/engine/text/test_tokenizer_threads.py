@@ -164,7 +164,7 @@ def test_places_are_never_more_than_there_are_and_never_lost(num_tenants: int) -
             inside[tenant] += 1
             try:
                 assert inside.total() <= 3
-                assert inside[tenant] <= turns.share.most_of_one
+                assert inside[tenant] <= turns.share.max_of_one
                 for _ in range(num_steps):
                     await asyncio.sleep(0)
             finally:

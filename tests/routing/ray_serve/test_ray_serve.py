@@ -22,7 +22,7 @@ DEVICE_SLOTS = 120  # of which a document takes 50
 TEXT = "The {} report says that the year was dry, and that the harvest was small in all parts of it. " * 9
 NUM_DOCUMENTS = 20
 PAGE = "https://chat.example"
-LEAST = 750  # tokens of a document that are found
+MIN = 750  # tokens of a document that are found
 SCHEDULER = {"load": "always", "prefill_chunk": 128, "token_budget": 256, "max_running": 8}
 AUTOSCALING = {
     **{"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0.0},
@@ -75,16 +75,16 @@ def test_what_replicas_have_in_device_and_in_host_memory_is_known_by_their_event
     apart.chosen_by_another([1])  # it listens from now on
     homes = [complete(apart, [*each, 1]).headers[REPLICA] for each in documents]
     for each, home in zip(documents, homes, strict=True):
-        come_true(lambda each=each, home=home: sum(apart.known_by_another(each).get(home, {}).values()) >= LEAST)
+        come_true(lambda each=each, home=home: sum(apart.known_by_another(each).get(home, {}).values()) >= MIN)
     known = [apart.known_by_another(each) for each in documents]
 
     found = [apart.chosen_by_another([*each, 2]) for each in documents]
 
     assert len(set(homes)) == 2, "one replica has all of them"
     assert all(each.keys() == {home} for each, home in zip(known, homes, strict=True))
-    assert sum(each[home]["host"] >= LEAST for each, home in zip(known, homes, strict=True)) >= 4
+    assert sum(each[home]["host"] >= MIN for each, home in zip(known, homes, strict=True)) >= 4
     assert sum(home == there for home, there in zip(homes, found, strict=True)) >= NUM_DOCUMENTS - 2
-    assert all(cached(complete(apart, [*each, 3])) >= LEAST for each in documents)
+    assert all(cached(complete(apart, [*each, 3])) >= MIN for each in documents)
 
 
 def test_a_busy_replica_is_avoided(apart: Application) -> None:
@@ -107,7 +107,7 @@ def test_a_chat_is_found_by_its_tokens_and_streams(apart: Application) -> None:
     whole = apart.complete(text, max_tokens=20)["choices"][0]["text"]
 
     assert again.headers[REPLICA] == first.headers[REPLICA]
-    assert cached(again) >= LEAST
+    assert cached(again) >= MIN
     assert len(texts) > 1
     assert "".join(texts) == whole
 
@@ -149,7 +149,7 @@ def test_replicas_of_a_node_share_a_sidecar_that_outlives_them(cluster: Cluster,
             next(stream)
         come_true(lambda: _finished(app).get("abort") == 1)  # its client has left
 
-        come_true(lambda: _sidecar(port, "tiers")["host"]["num_blocks"] >= LEAST // BLOCK_SIZE)
+        come_true(lambda: _sidecar(port, "tiers")["host"]["num_blocks"] >= MIN // BLOCK_SIZE)
         with ThreadPoolExecutor(4) as asking:  # more at once than one replica should have
             while len(_sidecar(port, "clients")["clients"]) < 2:
                 list(asking.map(lambda number: complete(app, document(number), max_tokens=100), range(1, 5)))
@@ -159,7 +159,7 @@ def test_replicas_of_a_node_share_a_sidecar_that_outlives_them(cluster: Cluster,
         answer = complete(app, document(0))
 
         assert answer.headers[REPLICA] != first
-        assert cached(answer) >= LEAST
+        assert cached(answer) >= MIN
 
         before = _processes(port)
         os.kill(before[0], signal.SIGKILL)
@@ -211,4 +211,4 @@ def test_a_killed_replica_is_forgotten_and_its_requests_are_answered(apart: Appl
 
     assert texts == [expected] * 4
     assert complete(apart, prompt).headers[REPLICA] != home
-    assert cached(complete(apart, prompt)) >= LEAST
+    assert cached(complete(apart, prompt)) >= MIN

@@ -104,7 +104,7 @@ def run_node(server: Address, expected: Expected, script: str) -> dict[str, Any]
     return run(server, expected, "node", NODE / script)
 
 
-def cached_at_least(prompt_tokens: int) -> int:
+def min_cached(prompt_tokens: int) -> int:
     """Of a prompt that was asked before: all of its whole blocks."""
     return prompt_tokens // 16 * 16 - 16
 
@@ -116,7 +116,7 @@ def agrees(usage: Mapping[str, Any], expected: Expected) -> bool:
         expected.prompt_tokens,
         ANSWER_TOKENS,
         expected.prompt_tokens + ANSWER_TOKENS,
-    ) and cached_at_least(expected.prompt_tokens) <= cached < expected.prompt_tokens
+    ) and min_cached(expected.prompt_tokens) <= cached < expected.prompt_tokens
 
 
 @needs_node
@@ -140,7 +140,7 @@ def test_vercels_ai_sdk(server: Address, expected: Expected) -> None:
     for usage in (seen["usage"], seen["streamed_usage"]):
         assert (usage["inputTokens"], usage["outputTokens"]) == (expected.prompt_tokens, ANSWER_TOKENS)
         cached = usage["inputTokenDetails"]["cacheReadTokens"]
-        assert cached_at_least(expected.prompt_tokens) <= cached < expected.prompt_tokens
+        assert min_cached(expected.prompt_tokens) <= cached < expected.prompt_tokens
     assert seen["refused"] == {"kind": "AI_APICallError", "status": 401}
 
 
@@ -173,4 +173,4 @@ def test_langchain(server: Address, expected: Expected) -> None:
     assert whole.response_metadata["finish_reason"] == "length"
     for usage in (whole.usage_metadata, streamed):
         assert (usage["input_tokens"], usage["output_tokens"]) == (expected.prompt_tokens, ANSWER_TOKENS)
-        assert usage["input_token_details"]["cache_read"] >= cached_at_least(expected.prompt_tokens)
+        assert usage["input_token_details"]["cache_read"] >= min_cached(expected.prompt_tokens)

@@ -13,10 +13,10 @@ from kvtier.engine.config import as_config
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.server.documents.document import Document, Form
 from kvtier.server.documents.pin_shares import PinShares
-from kvtier.server.documents.pins import MOST_LOOKED_AT, RENEW_S, DocumentPins, NoRoomToPin
+from kvtier.server.documents.pins import MAX_LOOKED_AT, RENEW_S, DocumentPins, NoRoomToPin
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
 
-NUM_DOCUMENTS = 3 * MOST_LOOKED_AT
+NUM_DOCUMENTS = 3 * MAX_LOOKED_AT
 
 
 class FakeClock:

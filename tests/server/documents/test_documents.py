@@ -32,7 +32,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import Completion
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.chat_prefix import chat_prefix, chat_token_ids
-from kvtier.engine.text.least_tokens import LeastTokens
+from kvtier.engine.text.min_tokens import MinTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.server.documents.document import Document, Form
 from kvtier.server.documents.documents import Documents, TooManyDocuments
@@ -214,7 +214,7 @@ def test_with_tokens_of_many_characters_nearly_all_of_a_document_is_common_to_it
     lost = []
     for end in ("", ".", "\n", "\n\n", " the", ":", "4"):
         text = " ".join(sentences[:5]) + end
-        limit = PromptLimit(LeastTokens(tokenizer), num_ids=len(tokenizer), most=1_000_000)
+        limit = PromptLimit(MinTokens(tokenizer), num_ids=len(tokenizer), max_tokens=1_000_000)
         prefix = chat_prefix(tokenizer, None, text, limit)
         for question in ("Who?", "what", "\n", "7", "", " it", ".", "…"):
             asked = chat_token_ids(tokenizer, None, f"{text}\n{question}", limit)

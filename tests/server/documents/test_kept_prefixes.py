@@ -180,7 +180,7 @@ def test_what_is_left_of_a_prefix_whose_beginning_has_ended_is_kept_anew(
 ) -> None:
     """So few pins end in one step that a prompt may come between the ends of two."""
     keep(prefixes, "aabbcc", (2, MINUTES), (4, MINUTES), (6, MINUTES))
-    monkeypatch.setattr("kvtier.engine.scheduling.timed_pins.MOST_ENDED", 1)
+    monkeypatch.setattr("kvtier.engine.scheduling.timed_pins.MAX_ENDED", 1)
     assert 0 < held_at(core, clock, 300.0) < 6
 
     assert keep(prefixes, "aabbcc", (6, MINUTES)) == [6]

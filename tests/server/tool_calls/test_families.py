@@ -7,7 +7,7 @@ from small_models import byte_tokenizer
 from tokenizers import AddedToken
 from tool_templates import FAMILIES, HERMES, LLAMA, MISTRAL, PHI, PLAIN, QWEN, tool_tokenizer
 
-from kvtier.engine.text.least_tokens import LeastTokens
+from kvtier.engine.text.min_tokens import MinTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.server.chat_request import ChatRequest
 from kvtier.server.tool_calls.families import syntax_of
@@ -33,7 +33,7 @@ def call(call_id: str = "call_1", arguments: str = '{"city": "Paris"}') -> dict:
 def prompt_of(template: str, messages: list[dict], **others: object) -> str:
     tokenizer = tool_tokenizer(template)
     asked = fit({"model": "small", "messages": messages, "tools": [WEATHER], **others}, ChatRequest)
-    (prompt,) = asked.prompts(tokenizer, PromptLimit(LeastTokens(tokenizer), 256, 10_000))
+    (prompt,) = asked.prompts(tokenizer, PromptLimit(MinTokens(tokenizer), 256, 10_000))
     return str(tokenizer.decode(prompt.token_ids))
 
 

@@ -21,7 +21,7 @@ from waiting import DEADLINE_S
 from zmtp_bytes import GREETING, HANDSHAKE, NOOP, NOOP_ANSWER
 
 from kvtier.sidecar import port as port_module
-from kvtier.sidecar.lmcache.zmtp import GREETING_BYTES, MOST_MESSAGE_BYTES, Garbage, Zmtp, message_bytes
+from kvtier.sidecar.lmcache.zmtp import GREETING_BYTES, MAX_MESSAGE_BYTES, Garbage, Zmtp, message_bytes
 from kvtier.sidecar.port import Port, listen
 from kvtier.sidecar.refusals import Refusals
 
@@ -101,7 +101,7 @@ def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed
 def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_module, "MOST_UNREAD_BYTES", 4000)
+    monkeypatch.setattr(port_module, "MAX_UNREAD_BYTES", 4000)
     deaf = Plain(bed)
     deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     bed.settle()
@@ -139,7 +139,7 @@ def test_a_flood_of_small_messages_is_kept_as_it_came(bed: Bed) -> None:
 
 
 def test_answers_that_were_held_wait_for_a_client_that_reads(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "MOST_UNREAD_BYTES", 4000)
+    monkeypatch.setattr(port_module, "MAX_UNREAD_BYTES", 4000)
     worker = RawClient(bed)
     worker.register()
     document = list(range(100 * CHUNK))
@@ -200,8 +200,8 @@ def test_garbage_ends_its_connection_and_no_other(bed: Bed, client: RawClient, g
 
 
 def test_messages_that_never_end_have_a_bound(bed: Bed, client: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "MOST_HELD_BYTES", 8 << 20)
-    begun = HANDSHAKE + b"\2" + struct.pack(">Q", MOST_MESSAGE_BYTES) + bytes(3 << 20)
+    monkeypatch.setattr(port_module, "MAX_HELD_BYTES", 8 << 20)
+    begun = HANDSHAKE + b"\2" + struct.pack(">Q", MAX_MESSAGE_BYTES) + bytes(3 << 20)
     plains = [Plain(bed, begun) for _ in range(2)]
     held = sum(client.framing.num_held_bytes for client in bed.port.clients)
     assert 6 << 20 <= held < 7 << 20
@@ -221,7 +221,7 @@ def test_messages_that_never_end_have_a_bound(bed: Bed, client: RawClient, monke
 
 def test_memory_stays_flat_whatever_is_promised(bed: Bed) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    plains = [Plain(bed, HANDSHAKE + b"\2" + struct.pack(">Q", MOST_MESSAGE_BYTES) + bytes(1000)) for _ in range(50)]
+    plains = [Plain(bed, HANDSHAKE + b"\2" + struct.pack(">Q", MAX_MESSAGE_BYTES) + bytes(1000)) for _ in range(50)]
     bed.settle()
     assert bed.port.num_clients == len(plains)
 
@@ -269,7 +269,7 @@ def test_another_user_is_not_let_in(tmp_path: Path) -> None:
 
 
 def test_too_many_clients_are_refused(bed: Bed, client: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(port_module, "MAX_CLIENTS", 2)
     second = Plain(bed)
     bed.settle()
     third = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -160,7 +160,7 @@ def test_of_requests_that_are_over_the_last_of_each_document_is_kept() -> None:
 def test_what_is_kept_of_requests_that_are_over_has_a_bound(
     monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ) -> None:
-    monkeypatch.setattr(token_keys, "MOST_OVER_BYTES", 50_000)
+    monkeypatch.setattr(token_keys, "MAX_OVER_BYTES", 50_000)
     keys = TokenKeys(CHUNK)
     for number in range(20):
         keys.names("r", "", raw([number, *range(1000, 1400)]))

@@ -83,11 +83,11 @@ def num_blocks(span: ReceivedSpan) -> int:
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [(0.0, 0, 0), (0.2, 120, 280), (1.0, 1000, 1000)])
-def test_about_the_configured_part_is_sampled(sample: float, least: int, most: int) -> None:
+def test_about_the_configured_part_is_sampled(sample: float, minimum: int, limit: int) -> None:
     with otlp_receiver() as receiver, closing(Tracer(SpanSender(receiver.url, "test"), sample)) as tracer:
         for number in range(1000):  # of one request all or nothing
             tracer.on_record(RequestRecord(f"request {number}", None, "m", 0.0, TokenBalance(), lookup_s=1.0))
             tracer.on_part("kvtier.retrieve", f"request {number}", 0.0, 1.0, {})
 
-    assert 2 * least <= len(receiver.spans) <= 2 * most
+    assert 2 * minimum <= len(receiver.spans) <= 2 * limit
     assert len({span.trace_id for span in receiver.spans}) * 2 == len(receiver.spans)

@@ -107,7 +107,7 @@ def test_an_engine_that_attaches_while_all_changes_knows_what_is_so(
 
 def test_an_engine_that_does_not_read_is_told_no_more_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "PAGE_BLOCKS", 1)
-    monkeypatch.setattr(feed_module, "MOST_UNREAD_BYTES", 200)
+    monkeypatch.setattr(feed_module, "MAX_UNREAD_BYTES", 200)
     with engine_bed(tmp_path) as bed:
         engine = Engine(bed, groups=[wire.GroupShape(1, False, 16)])
         num_blocks = 600  # more than the kernel keeps for one that does not read
@@ -129,7 +129,7 @@ def test_an_engine_that_does_not_read_is_told_no_more_pages(tmp_path: Path, monk
 
 
 def test_an_engine_that_never_reads_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "MOST_QUEUED_BYTES", 100_000)
+    monkeypatch.setattr(port_module, "MAX_QUEUED_BYTES", 100_000)
     with engine_bed(tmp_path) as bed:
         engine, deaf = Engine(bed), Engine(bed)
         deaf.reserve(3)

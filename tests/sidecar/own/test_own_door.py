@@ -556,7 +556,7 @@ def test_an_engine_is_told_why_each_block_did_not_come_in_time(small: Bed) -> No
 
 @pytest.mark.parametrize("has_room", [False, True])
 def test_what_did_not_come_in_time_counts_no_more(small: Bed, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
-    monkeypatch.setattr("kvtier.sidecar.own.session.MOST_BLOCKS", 5)
+    monkeypatch.setattr("kvtier.sidecar.own.session.MAX_BLOCKS", 5)
     engine = Engine(small)
     fill(engine)
     slots = leave_no_room(engine, num_slots=3 * has_room)
@@ -759,7 +759,7 @@ MALFORMED: dict[str, Callable[[Engine, Engine], wire.FromEngine]] = {
     "an unknown group to reserve": lambda engine, _: wire.Reserve(2, 1),
     "a negative group": lambda engine, _: wire.Reserve(-1, 1),
     "a negative number of slots": lambda engine, _: wire.Reserve(0, -1),
-    "too many slots": lambda engine, _: wire.Reserve(0, wire.MOST_BLOCKS + 1),
+    "too many slots": lambda engine, _: wire.Reserve(0, wire.MAX_BLOCKS + 1),
     "another's slots to publish": lambda engine, other: publication(engine, names(1, 2), other.reserve(2)),
     "slots that nobody reserved": lambda engine, _: publication(engine, names(1, 2), [3, 4]),
     "another group's slots": lambda engine, _: publication(engine, names(1, 2), engine.reserve(2), group=1),
@@ -862,7 +862,7 @@ def test_blocks_that_came_while_an_engine_wrote_them_are_there_once(bed: Bed, en
 
 
 def test_more_than_an_engine_may_wait_for_fails(bed: Bed, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.sidecar.own.session.MOST_BLOCKS", 5)
+    monkeypatch.setattr("kvtier.sidecar.own.session.MAX_BLOCKS", 5)
     engine.store(1, 6)
     engine.fetch(names(1, 4))
     engine.next(wire.Fetched)

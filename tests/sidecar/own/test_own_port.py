@@ -22,7 +22,7 @@ from waiting import DEADLINE_S
 from kvtier.engine.attached import wire
 from kvtier.sidecar.config import SocketConfig
 from kvtier.sidecar.doors import engine_door, socket_path
-from kvtier.sidecar.port import MOST_MESSAGES
+from kvtier.sidecar.port import MAX_MESSAGES
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -81,7 +81,7 @@ def test_engines_have_turns(bed: Bed, engine: Engine) -> None:
     engine.hear()
 
     assert wire.Pong() in engine.told
-    assert bed.door.counts().operations["ping"] <= MOST_MESSAGES + 1
+    assert bed.door.counts().operations["ping"] <= MAX_MESSAGES + 1
     flood.close()
 
 
@@ -89,7 +89,7 @@ def test_memory_stays_flat_whatever_is_promised(bed: Bed, engine: Engine) -> Non
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plains = [Plain(bed) for _ in range(50)]
     for plain in plains:
-        plain.send(wire.frame_of(hello()) + (wire.MOST_FRAME_BYTES).to_bytes(4, "little") + bytes(1000))
+        plain.send(wire.frame_of(hello()) + (wire.MAX_FRAME_BYTES).to_bytes(4, "little") + bytes(1000))
     bed.settle()
 
     assert bed.port.num_clients == len(plains) + 1
@@ -339,9 +339,9 @@ class Attacker:
         drawn = self._odd(drawn, [drawn + drawn, document[:1] * 40])
         return wire.joined(drawn)[self._odd(0, [1]) :]
 
-    def _some_slots(self, group: int, most: int = 5) -> bytes:
+    def _some_slots(self, group: int, limit: int = 5) -> bytes:
         own = self._slots[group & 1]
-        num = min(most, len(own))
+        num = min(limit, len(own))
         drawn, self._slots[group & 1] = own[:num], own[num:]
         return wire.packed(self._odd(drawn, [[1], [0, 0], [-1], [1 << 30], drawn + drawn]))
 

@@ -118,7 +118,7 @@ def test_a_trace_that_is_not_sampled_or_none_has_no_span(traced_bed: Bed, receiv
         [Traced(TraceContext.root(is_sampled=True).header, wire.packed([3]))],
         [Traced(TraceContext.root(is_sampled=True).header, wire.packed([-1]))],
         [Traced(TraceContext.root(is_sampled=True).header, b"\0")],
-        [Traced(TraceContext.root(is_sampled=True).header, b"")] * (wire.MOST_TRACED + 1),
+        [Traced(TraceContext.root(is_sampled=True).header, b"")] * (wire.MAX_TRACED + 1),
     ],
 )
 def test_what_no_engine_says_of_traces_ends_the_connection(traced_bed: Bed, traced: list[Traced]) -> None:

@@ -11,7 +11,7 @@ from waiting import DEADLINE_S, interrupted_once, join, wait_for
 from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb.writer import GroupCommit
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Acts:
@@ -22,7 +22,7 @@ class Acts:
         self.evicted: list[bytes] = []
         self.before: Callable[[Sequence[Blob]], None] = lambda _: None
         self.writer = threading.RLock()
-        self.group = GroupCommit(self.writer, MOST_BYTES, self.act)
+        self.group = GroupCommit(self.writer, MAX_BYTES, self.act)
 
     def act(self, blobs: Sequence[Blob]) -> list[bytes]:
         self.before(blobs)

@@ -20,7 +20,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.change import Change
-from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.data_file import max_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
 from kvtier.store.slab import Slabs, Slot
@@ -457,8 +457,8 @@ def test_a_lowered_capacity_takes_small_changes_and_few_punches(
     punched: list[int] = []
     give_back, punch = Change.give_back, slab.SlabFile.punch
 
-    def note(change: Change, limit_bytes: int, most: int = 128) -> list[Slot]:
-        slots = give_back(change, limit_bytes, most)
+    def note(change: Change, limit_bytes: int, limit: int = 128) -> list[Slot]:
+        slots = give_back(change, limit_bytes, limit)
         taken.append(len(slots))
         return slots
 
@@ -486,7 +486,7 @@ def test_a_store_of_small_blocks_takes_large_ones_and_the_other_way_round(tmp_pa
                 number += count
             store.check()
             assert store.contains(key_of(number - 1))
-        assert store.statistics().file_bytes <= most_bytes(6 << 20)
+        assert store.statistics().file_bytes <= max_bytes(6 << 20)
 
 
 # a process forked from one that has a store open

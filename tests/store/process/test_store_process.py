@@ -265,7 +265,7 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
     for _ in range(3):
         wait_for(lambda: read(store, 1) is not Fault.IO_ERROR)
         num_more = len(results) + 2 * len(threads)
-        wait_for(lambda least=num_more: len(results) > least)  # type: ignore[misc]
+        wait_for(lambda minimum=num_more: len(results) > minimum)  # type: ignore[misc]
         os.kill(pid_of(store), signal.SIGKILL)
     wait_for(lambda: not isinstance(read(store, 1), Fault))
     num_before = len(results)

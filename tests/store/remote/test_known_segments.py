@@ -17,7 +17,7 @@ def known_keys(known: KnownSegments) -> list[int]:
 
 
 def test_what_was_used_least_lately_is_forgotten_first() -> None:
-    known = KnownSegments(most_keys=30)
+    known = KnownSegments(max_keys=30)
     for number in range(3):
         known.add(segment(str(number), KEYS[10 * number : 10 * number + 10]))
     known.places(KEYS[:1])
@@ -28,7 +28,7 @@ def test_what_was_used_least_lately_is_forgotten_first() -> None:
 
 
 def test_a_segment_that_is_too_long_to_remember_is_forgotten_at_once() -> None:
-    known = KnownSegments(most_keys=5)
+    known = KnownSegments(max_keys=5)
     known.add(segment("a", KEYS))
 
     assert known_keys(known) == []

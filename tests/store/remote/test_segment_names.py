@@ -5,7 +5,7 @@ import random
 import pytest
 from chains import chain_keys, records_of
 
-from kvtier.store.remote.objects.segment_names import MOST_BYTES, TOP, SegmentName, cut, level_of
+from kvtier.store.remote.objects.segment_names import MAX_BYTES, TOP, SegmentName, cut, level_of
 from kvtier.store.remote_store import RemoteRecord
 
 
@@ -48,10 +48,10 @@ def test_a_long_run_takes_few_segments() -> None:
 def test_a_segment_has_no_more_than_its_bytes_but_for_a_block_alone() -> None:
     block_bytes = 5 << 20
     records = records_of(chain_keys(500), block_bytes)
-    huge = records_of(chain_keys(3), MOST_BYTES + 1)
+    huge = records_of(chain_keys(3), MAX_BYTES + 1)
 
     sizes = [len(segment.records) * block_bytes for segment in cut(records)]
-    assert max(sizes) <= MOST_BYTES
+    assert max(sizes) <= MAX_BYTES
     assert sum(sizes) / len(sizes) >= 8 << 20
     assert [len(segment.records) for segment in cut(huge)] == [1, 1, 1]
 

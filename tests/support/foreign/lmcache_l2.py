@@ -21,15 +21,15 @@ from lmcache.v1.memory_management import MemoryObj, MemoryObjMetadata, TensorMem
 from lmcache.v1.platform import consume_fd
 
 OBJECT_BYTES = 256 << 10
-MOST_OBJECTS = 64  # of one call
+MAX_OBJECTS = 64  # of one call
 TIMEOUT_MS = 60_000
 
 adapter: L2AdapterInterface
 shm_name = f"lmcache_told_{os.getpid()}" if sys.argv[1] == "shared" else None
 memory = (
-    _allocate_cpu_memory(OBJECT_BYTES * MOST_OBJECTS, shm_name=shm_name)
+    _allocate_cpu_memory(OBJECT_BYTES * MAX_OBJECTS, shm_name=shm_name)
     if shm_name
-    else torch.empty(OBJECT_BYTES * MOST_OBJECTS, dtype=torch.uint8)
+    else torch.empty(OBJECT_BYTES * MAX_OBJECTS, dtype=torch.uint8)
 )
 
 

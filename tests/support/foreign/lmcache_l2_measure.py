@@ -48,8 +48,8 @@ class Adapter:
         whole = {"in_flight": 1, "num_keys": NUM_KEYS, "rounds": 1, "log": lambda line: None}
         sized = whole | {"data_size": KEY_BYTES, "keys_for_round": lambda _: [keys]}
         self._take("store", bench_store(self._adapter, objs_for_round=lambda _: [self._stored], **sized), NUM_KEYS)
-        for what, asked, most in (("lookup of hits", keys, NUM_KEYS), ("lookup of misses", absent, 0)):
-            self._take(what, bench_lookup(self._adapter, keys_for_round=lambda _, a=asked: [a], **whole), most)
+        for what, asked, limit in (("lookup of hits", keys, NUM_KEYS), ("lookup of misses", absent, 0)):
+            self._take(what, bench_lookup(self._adapter, keys_for_round=lambda _, a=asked: [a], **whole), limit)
         for what in ("load", "load again"):
             self._take(what, bench_load(self._adapter, objs_for_round=lambda _: [self._loaded], **sized), NUM_KEYS)
             for stored, loaded in zip(self._stored, self._loaded, strict=True):

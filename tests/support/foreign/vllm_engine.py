@@ -34,8 +34,8 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 
 OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
-MOST_TOKENS = 1000  # of a request that is aborted before
-MOST_STEPS = 50  # without a request, until the last one's blocks are let go
+MAX_TOKENS = 1000  # of a request that is aborted before
+MAX_STEPS = 50  # without a request, until the last one's blocks are let go
 SETTLES_WITHIN_S = 120.0  # a disk that has not written by then hangs
 
 
@@ -141,7 +141,7 @@ class Engine:
         """Have one token of each of the prompts, one after the other, while the prompt *decoding* goes on, a token a
         step: seconds until their first tokens, between two tokens of the other, and in hooks of each step."""
         engine, at_once = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        parameters = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, ignore_eos=True)
+        parameters = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         engine.add_request("decoding", {"prompt_token_ids": decoding}, parameters)
         while not engine.step():
             pass
@@ -168,7 +168,7 @@ class Engine:
 
     def reset(self) -> dict:
         """Forget the engine's own prefix cache."""
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             self.core.step_fn()
             if self.llm.reset_prefix_cache():
                 return {"reset": True}

@@ -751,24 +751,24 @@ def test_the_order_is_put_together_a_part_at_a_time() -> None:
     pool.release(slots)
     rng = random.Random(1)
     places = {slot: pool.order.place(slot) for slot in slots}
-    num_moved = most_moved = 0
+    num_moved = max_moved = 0
     for _ in range(2000):
         some = rng.sample(slots, 10)
         pool.refresh(some)
         moved = {slot for slot in slots if pool.order.place(slot) != places[slot]} - set(some)
         places = {slot: pool.order.place(slot) for slot in slots}
         num_moved += len(moved)
-        most_moved = max(most_moved, len(moved))
+        max_moved = max(max_moved, len(moved))
 
     assert num_moved > num_slots  # the order had to be put together
-    assert most_moved <= 2 * (eviction_order.SWEPT * 10 + eviction_order.MANY)  # lease and release
+    assert max_moved <= 2 * (eviction_order.SWEPT * 10 + eviction_order.MANY)  # lease and release
     pool.check()
 
 
 def test_a_walk_over_the_order_goes_on_where_it_was_after_the_places_are_counted_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eviction_order, "MOST_PLACES", 1000)
+    monkeypatch.setattr(eviction_order, "MAX_PLACES", 1000)
     pool = BlockPool(20)
     slots = admit(pool, "abcdefghijklmnopqrst")
     free(pool, slots)

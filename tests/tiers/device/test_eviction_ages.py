@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtier.tiers.device.group_slots import MOST_MARKERS, EvictionAges, GroupSlots
+from kvtier.tiers.device.group_slots import MAX_MARKERS, EvictionAges, GroupSlots
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_leave_faster_are_younger() -> None:
 
 def test_a_pool_that_evicts_nothing_has_no_ages() -> None:
     play = Play(num_slots=100_000, seed=1)
-    for _ in range(3 * MOST_MARKERS):
+    for _ in range(3 * MAX_MARKERS):
         play.now += 10.0
         play.step(2)
 

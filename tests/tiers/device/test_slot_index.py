@@ -3,12 +3,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.tiers.device.block_pool import MOST_IN_ONE, SlotIndex
+from kvtier.tiers.device.block_pool import MAX_IN_ONE, SlotIndex
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 
 
-@pytest.mark.parametrize("num_slots", [1000, MOST_IN_ONE + 1, 1_000_000])
+@pytest.mark.parametrize("num_slots", [1000, MAX_IN_ONE + 1, 1_000_000])
 def test_an_index_agrees_with_a_dict_whatever_comes_and_goes(num_slots: int) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -45,4 +45,4 @@ def test_what_is_made_anew_at_once_stays_small_in_a_large_pool() -> None:
 
     index.give_all([BlockName(rng.randbytes(32)) for _ in range(200_000)], range(200_000))
 
-    assert index.most_in_one < 200_000 / 100
+    assert index.max_in_one < 200_000 / 100

@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.tiers.lower.clean_ahead import HEADROOM, RATE_MEMORY_S, CleanAhead
 
-LEAST, MOST = 32, 20_000
+MIN, MAX = 32, 20_000
 
 
 class FakeClock:
@@ -29,23 +29,23 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def window(clock: FakeClock) -> CleanAhead:
-    return CleanAhead(LEAST, MOST, clock)
+    return CleanAhead(MIN, MAX, clock)
 
 
 def test_before_anything_is_measured_the_window_is_the_least(window: CleanAhead) -> None:
-    assert window.num_blocks == LEAST
+    assert window.num_blocks == MIN
 
 
 def test_allocations_alone_do_not_widen_the_window(window: CleanAhead, clock: FakeClock) -> None:
     allocate_steadily(window, clock, 100_000)
 
-    assert window.num_blocks == LEAST
+    assert window.num_blocks == MIN
 
 
 def test_spills_alone_do_not_widen_the_window(window: CleanAhead) -> None:
     window.on_spilled(60.0)
 
-    assert window.num_blocks == LEAST
+    assert window.num_blocks == MIN
 
 
 def test_slow_allocation_never_narrows_the_window_below_the_least(window: CleanAhead, clock: FakeClock) -> None:
@@ -53,7 +53,7 @@ def test_slow_allocation_never_narrows_the_window_below_the_least(window: CleanA
 
     allocate_steadily(window, clock, 100)
 
-    assert window.num_blocks == LEAST
+    assert window.num_blocks == MIN
 
 
 def test_the_window_is_never_wider_than_the_most(window: CleanAhead, clock: FakeClock) -> None:
@@ -61,11 +61,11 @@ def test_the_window_is_never_wider_than_the_most(window: CleanAhead, clock: Fake
 
     allocate_steadily(window, clock, 100_000)
 
-    assert window.num_blocks == MOST
+    assert window.num_blocks == MAX
 
 
 def test_a_pool_smaller_than_the_least_window_is_the_window(clock: FakeClock) -> None:
-    assert CleanAhead(LEAST, 5, clock).num_blocks == 5
+    assert CleanAhead(MIN, 5, clock).num_blocks == 5
 
 
 @pytest.mark.parametrize(("blocks_per_s", "spill_s"), [(10_000, 0.1), (20_000, 0.1), (10_000, 0.2), (5_000, 1.0)])
@@ -80,7 +80,7 @@ def test_the_window_is_what_is_allocated_during_a_spill_with_headroom(
 
 
 def test_a_burst_at_one_moment_counts_as_much_as_the_same_blocks_one_by_one(clock: FakeClock) -> None:
-    at_once, one_by_one = CleanAhead(1, MOST, clock), CleanAhead(1, MOST, clock)
+    at_once, one_by_one = CleanAhead(1, MAX, clock), CleanAhead(1, MAX, clock)
     for window in (at_once, one_by_one):
         window.on_spilled(1.0)
 
@@ -117,7 +117,7 @@ def test_a_long_idle_time_brings_the_window_back_to_the_least(window: CleanAhead
 
     clock.now += 3600.0
 
-    assert window.num_blocks == LEAST
+    assert window.num_blocks == MIN
 
 
 def test_asking_for_the_window_does_not_change_it(window: CleanAhead, clock: FakeClock) -> None:

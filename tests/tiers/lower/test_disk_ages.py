@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tiers.lower.disk_tier import EVERY_S, MOST_MARKERS, DiskAges
+from kvtier.tiers.lower.disk_tier import EVERY_S, MAX_MARKERS, DiskAges
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -36,7 +36,7 @@ def test_blocks_of_an_earlier_process_have_no_age() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_still_right() -> None:
-    now, num_blocks = 0.0, 4 * MOST_MARKERS
+    now, num_blocks = 0.0, 4 * MAX_MARKERS
     ages = DiskAges(lambda: now)
     for number in range(num_blocks):
         now += EVERY_S

@@ -58,7 +58,7 @@ class SpillBed(Bed):
 
 @pytest.fixture(autouse=True)
 def one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_spill, "MOST_IN_BATCH", 1)
+    monkeypatch.setattr(disk_spill, "MAX_IN_BATCH", 1)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the later one first"])

@@ -31,8 +31,8 @@ def test_names_agree_with_a_plain_set_whatever_comes_and_goes() -> None:
     rng = random.Random(seed)
     names, model = NameSet(), set[BlockName]()
     for step in range(400):
-        make, most = (alike, 100) if rng.random() < 0.2 else (name, 3000)
-        some = [make(rng.randrange(most)) for _ in range(rng.choice([0, 1, 5, 60, 300]))]
+        make, limit = (alike, 100) if rng.random() < 0.2 else (name, 3000)
+        some = [make(rng.randrange(limit)) for _ in range(rng.choice([0, 1, 5, 60, 300]))]
         action = rng.random()
         if action < 0.4:
             is_new = names.add(rows_of(some))
@@ -92,16 +92,16 @@ def test_pages_have_all_that_stays_and_nothing_that_left_while_names_come_and_go
 def test_growing_is_done_in_parts() -> None:
     rng = np.random.default_rng(1)
     names = NameSet()
-    most_split = most_bytes = 0
+    max_split = max_bytes = 0
     for _ in range(2000):
         buckets, num_bytes = names.num_buckets, names.num_bytes
         names.add(rng.integers(1 << 63, size=(100, 4), dtype=np.uint64))
-        most_split = max(most_split, names.num_buckets - buckets)
-        most_bytes = max(most_bytes, names.num_bytes - num_bytes)
+        max_split = max(max_split, names.num_buckets - buckets)
+        max_bytes = max(max_bytes, names.num_bytes - num_bytes)
 
     assert len(names) == 200_000
-    assert most_split <= 100 / MEAN + 1  # of 57,000 buckets in the end
-    assert most_bytes <= 5 << 20
+    assert max_split <= 100 / MEAN + 1  # of 57,000 buckets in the end
+    assert max_bytes <= 5 << 20
     buckets = names.num_buckets
     for number in range(1000):
         names.add_one(name(number))

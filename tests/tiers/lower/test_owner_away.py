@@ -13,7 +13,7 @@ from kvtier.transfer.transfer_engine import Route
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_spill, "MOST_IN_BATCH", 1)
+    monkeypatch.setattr(disk_spill, "MAX_IN_BATCH", 1)
     monkeypatch.setattr(reads, "BATCH_BLOCKS", 1)
 
 

@@ -83,7 +83,7 @@ def test_a_salt_that_came_and_went_leaves_nothing_behind() -> None:
 
 def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_quotas, "QUOTA_PART", 5)
-    monkeypatch.setattr(host_quotas, "MOST_SHED", 2)
+    monkeypatch.setattr(host_quotas, "MAX_SHED", 2)
     looked_at: list[int] = []
     part = EvictionOrder.part
     monkeypatch.setattr(EvictionOrder, "part", lambda *a: [looked_at.append(a[2]), part(*a)][1])
@@ -160,7 +160,7 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
 def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_quotas, "MOST_SHED", 2)
+    monkeypatch.setattr(host_quotas, "MAX_SHED", 2)
     w = world({ANN: 0}, {})
     read(w, "ann")
     push_out(w)

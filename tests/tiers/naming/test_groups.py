@@ -163,12 +163,12 @@ def test_the_first_needed_block_has_the_oldest_token_that_is_read(
         assert group.first_needed(token) == oldest // block_size, f"after {token} tokens"
 
 
-def random_group(pick: random.Random, block_size: int, most_tokens: int) -> AttentionGroup:
+def random_group(pick: random.Random, block_size: int, max_tokens: int) -> AttentionGroup:
     return pick.choice(
         [
             lambda: FullAttention(block_size),
-            lambda: SlidingWindow(block_size, pick.randint(1, most_tokens)),
-            lambda: ChunkedLocal(block_size, pick.randint(1, most_tokens)),
+            lambda: SlidingWindow(block_size, pick.randint(1, max_tokens)),
+            lambda: ChunkedLocal(block_size, pick.randint(1, max_tokens)),
             lambda: RecurrentState(block_size),
         ]
     )()

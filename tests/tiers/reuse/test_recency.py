@@ -17,7 +17,7 @@ def some_names(rng: random.Random, num_names: int) -> list[BlockName]:
 def test_distances_of_all_blocks_are_those_of_a_list(seed: int) -> None:
     rng = random.Random(seed)
     names = {size: some_names(rng, 40) for size in (100, 700)}
-    recency = Recency(most_blocks=1000, rate=1.0)
+    recency = Recency(max_blocks=1000, rate=1.0)
     used: list[tuple[BlockName, int]] = []  # newest last
     for _ in range(300):
         size = rng.choice([100, 700])
@@ -37,7 +37,7 @@ def test_distances_of_all_blocks_are_those_of_a_list(seed: int) -> None:
 
 def test_the_sample_is_the_same_blocks_each_time_and_about_as_many_as_its_rate() -> None:
     names = some_names(random.Random(1), 20_000)
-    recency = Recency(most_blocks=100_000, rate=0.1)
+    recency = Recency(max_blocks=100_000, rate=0.1)
 
     first, again = recency.sampled(names), recency.sampled(names)
 
@@ -47,7 +47,7 @@ def test_the_sample_is_the_same_blocks_each_time_and_about_as_many_as_its_rate()
 
 def test_beyond_the_most_blocks_the_sample_becomes_a_smaller_share() -> None:
     rng = random.Random(2)
-    recency = Recency(most_blocks=500, rate=0.25)
+    recency = Recency(max_blocks=500, rate=0.25)
     for _ in range(100):
         recency.use(recency.sampled(some_names(rng, 400)), 10)
         recency.check()
@@ -59,7 +59,7 @@ def test_beyond_the_most_blocks_the_sample_becomes_a_smaller_share() -> None:
 
 def test_what_is_too_far_away_is_forgotten_and_makes_room_in_the_sample() -> None:
     rng = random.Random(3)
-    recency = Recency(most_blocks=500, rate=0.25)
+    recency = Recency(max_blocks=500, rate=0.25)
     for _ in range(1000):
         names = some_names(rng, 400)
         recency.use(recency.sampled(names), 10)
@@ -72,7 +72,7 @@ def test_what_is_too_far_away_is_forgotten_and_makes_room_in_the_sample() -> Non
 
 
 def test_nothing_was_used_before_the_first_use() -> None:
-    recency = Recency(most_blocks=10, rate=1.0)
+    recency = Recency(max_blocks=10, rate=1.0)
 
     assert recency.distances(recency.sampled(some_names(random.Random(4), 5))) == []
     assert len(recency.sampled([])) == 0

@@ -12,7 +12,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 ANSWER_S = 0.1  # for which a request waits for an answer
 FIRST_NAMES = 64  # asked about at first: of a prompt that was never seen it is one question of a few kilobytes
-MOST_NAMES = 4096  # in one question
+MAX_NAMES = 4096  # in one question
 GROWTH = 8  # of each further one
 NOTHING = bytes(32)  # a block that nobody has: whether the store answers is asked with it
 
@@ -96,13 +96,13 @@ class Inquiries:
             self._ask(0, [BlockName(NOTHING)], 1, self._clock(), [])
 
     def _ask(
-        self, group_id: int, names: Sequence[BlockName], most: int, began_at: float, waiting: list[RemoteInquiry]
+        self, group_id: int, names: Sequence[BlockName], limit: int, began_at: float, waiting: list[RemoteInquiry]
     ) -> bool:
         """Ask about the first of *names*; False if the store is to be left alone, or the lane is full."""
         attempt = self._remote.asking.begin()
         if attempt is None:
             return False
-        question = Question(group_id, names, min(most, len(names)), attempt, self._clock(), began_at, waiting)
+        question = Question(group_id, names, min(limit, len(names)), attempt, self._clock(), began_at, waiting)
         keys = [self._remote.key(group_id, name) for name in names[: question.num_asked]]
         apart = self._forgets[group_id]
         remote = self._remote
@@ -141,8 +141,8 @@ class Inquiries:
             if are_there[first_hole] is False and names[first_hole] != NOTHING:
                 presence.note_absent(group_id, names[first_hole])
             return False
-        rest, most = names[question.num_asked :], min(GROWTH * question.num_asked, MOST_NAMES)
-        return bool(rest) and self._ask(group_id, rest, most, question.began_at, question.waiting)
+        rest, limit = names[question.num_asked :], min(GROWTH * question.num_asked, MAX_NAMES)
+        return bool(rest) and self._ask(group_id, rest, limit, question.began_at, question.waiting)
 
     def _let_go_on(self, question: Question) -> None:
         """Let those go on that wait for this answer."""

@@ -10,9 +10,9 @@ from kvtier.tiers.lower.name_set import NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 LASTS_S = 60.0  # for which an answer is believed, up to twice as long
-MOST_NAMES = 1 << 18  # of answers believed in one period; some 18 MiB
+MAX_NAMES = 1 << 18  # of answers believed in one period; some 18 MiB
 ABSENT_LASTS_S = 10.0  # for which it is believed that nothing is there
-MOST_ABSENT = 1 << 14
+MAX_ABSENT = 1 << 14
 
 
 class Presence:
@@ -79,7 +79,7 @@ class Presence:
         self.remove(group_id, name)
         self._absent[group_id, name] = self._clock() + ABSENT_LASTS_S
         self._absent.move_to_end((group_id, name))
-        if len(self._absent) > MOST_ABSENT:
+        if len(self._absent) > MAX_ABSENT:
             self._absent.popitem(last=False)
 
     def is_absent(self, group_id: int, name: BlockName) -> bool:
@@ -95,6 +95,6 @@ class Presence:
     def _turn(self) -> None:
         """Begin a new period if this one is over, or full."""
         num_names = sum(map(len, self._present.values()))
-        if self._clock() - self._began_at > LASTS_S or num_names > MOST_NAMES:
+        if self._clock() - self._began_at > LASTS_S or num_names > MAX_NAMES:
             self._earlier, self._present = self._present, defaultdict(NameSet)
             self._began_at = self._clock()

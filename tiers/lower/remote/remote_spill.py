@@ -19,10 +19,10 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_WANTED = 1 << 16  # blocks
-MOST_MISSED = 1 << 20  # blocks remembered that were asked for once, in vain: 8 MiB
-MOST_IN_BATCH = 256  # blocks
-MOST_IN_FLIGHT = 2  # batches: one at work and one behind it
+MAX_WANTED = 1 << 16  # blocks
+MAX_MISSED = 1 << 20  # blocks remembered that were asked for once, in vain: 8 MiB
+MAX_IN_BATCH = 256  # blocks
+MAX_IN_FLIGHT = 2  # batches: one at work and one behind it
 BATCH_BYTES = 64 << 20  # a store that packs blocks packs those of one batch
 
 
@@ -58,8 +58,8 @@ class RemoteSpill:
         self._clock = clock
         self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
         self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # and not there yet
-        self._missed = RememberedBlocks(MOST_MISSED)
-        self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MOST_IN_FLIGHT, clock)
+        self._missed = RememberedBlocks(MAX_MISSED)
+        self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MAX_IN_FLIGHT, clock)
 
     @property
     def num_wanted(self) -> int:
@@ -105,10 +105,10 @@ class RemoteSpill:
     def _start(self, group_id: int) -> bool:
         """Start to put one batch; False if it cannot be now, or nothing is left."""
         pool, memory = self._index.host[group_id].pool, self._memories[group_id]
-        most = self.copies.most(pool, blocks_in_batch(memory.block_bytes, 1, MOST_IN_BATCH, BATCH_BYTES))
-        if not most or not self._remote.writing.allows():
+        limit = self.copies.max_blocks(pool, blocks_in_batch(memory.block_bytes, 1, MAX_IN_BATCH, BATCH_BYTES))
+        if not limit or not self._remote.writing.allows():
             return False
-        names = list(islice(self._wanted[group_id], most))
+        names = list(islice(self._wanted[group_id], limit))
         for name in names:
             del self._wanted[group_id][name]
         slots = pool.find_all(names)
@@ -162,10 +162,10 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Put the names before all others: a prefix comes in parts, its tail first. Of more than `MOST_WANTED` the last
+    """Put the names before all others: a prefix comes in parts, its tail first. Of more than `MAX_WANTED` the last
     go."""
     for name in reversed(names):
         noted[name] = None
         noted.move_to_end(name, last=False)
-    while len(noted) > MOST_WANTED:
+    while len(noted) > MAX_WANTED:
         noted.popitem()

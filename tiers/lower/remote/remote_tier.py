@@ -18,8 +18,8 @@ from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
 
-MOST_REST_S = 1.0  # of a store that fails: to try it again costs no request anything
-MOST_SPOILT = 1 << 10  # blocks remembered whose record is to be written over
+MAX_REST_S = 1.0  # of a store that fails: to try it again costs no request anything
+MAX_SPOILT = 1 << 10  # blocks remembered whose record is to be written over
 
 
 class RemoteRecords(Protocol):
@@ -50,14 +50,14 @@ class RemoteTier:
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = Presence(clock)
-        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MOST_REST_S)  # requests wait for it
-        self.reading = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
-        self.writing = CircuitBreaker(clock, max_rest_s=MOST_REST_S)
+        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)  # requests wait for it
+        self.reading = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
+        self.writing = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # of what `RemoteStatistics` has a number
         self._records = records
         self._namespace = namespace
-        self._spoilt: deque[bytes] = deque(maxlen=MOST_SPOILT)
+        self._spoilt: deque[bytes] = deque(maxlen=MAX_SPOILT)
         self._why_failed = {"ask": "", "read": "", "write": ""}  # set by lanes' threads
 
     def key(self, group_id: int, name: BlockName) -> bytes:

@@ -428,7 +428,7 @@ function disk() {
       }
     }
     found.push(["pinned in host memory", bytes(series.now("pinned.bytes"))]);
-    if (facts.pins) found.push(["pins", count(facts.pins.num)], ["may be pinned", bytes(facts.pins.most_bytes)]);
+    if (facts.pins) found.push(["pins", count(facts.pins.num)], ["may be pinned", bytes(facts.pins.max_bytes)]);
     if (series.has("backed.bytes")) found.push(["host memory backed", `${bytes(series.now("backed.bytes"))} of ${bytes(facts.segment_bytes)}`]);
     return found;
   };

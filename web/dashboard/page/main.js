@@ -9,8 +9,8 @@ import { Tiles } from "./tiles.js";
 
 const RANGES = [["10 min", 600], ["2 h", 7200], ["24 h", 86400], ["14 d", 1209600]];
 const THEMES = ["auto", "light", "dark"];
-const LEAST_WAIT_S = 1;
-const MOST_WAIT_S = 15;
+const MIN_WAIT_S = 1;
+const MAX_WAIT_S = 15;
 
 const api = new Api();
 const page = {
@@ -103,7 +103,7 @@ const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * s
 
 // Follow the stream for as long as the page is looked at.
 async function watch() {
-  let waitS = LEAST_WAIT_S;
+  let waitS = MIN_WAIT_S;
   for (;;) {
     if (document.hidden) {
       await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
@@ -112,7 +112,7 @@ async function watch() {
     page.connection = new AbortController();
     try {
       await follow(page.connection.signal);
-      waitS = LEAST_WAIT_S;
+      waitS = MIN_WAIT_S;
       tell("wait", "the server has ended; trying again");
     } catch (error) {
       if (page.connection.signal.aborted) continue;
@@ -121,7 +121,7 @@ async function watch() {
         continue;
       }
       tell("bad", error instanceof Refused ? error.message : "no connection; trying again");
-      waitS = error.retryS || Math.min(MOST_WAIT_S, waitS * 2);
+      waitS = error.retryS || Math.min(MAX_WAIT_S, waitS * 2);
     }
     await sleep(waitS);
   }

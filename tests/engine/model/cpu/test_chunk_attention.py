@@ -93,7 +93,7 @@ def test_a_token_is_the_same_number_for_number_alone_in_smaller_chunks_and_on_an
                 assert torch.equal(attended([smaller], query[:, :, rows], slab, 1, scoring), together[rows])
 
     monkeypatch.setattr(chunk_attention, "WORTH_A_THREAD", 1000)
-    monkeypatch.setattr(chunk_attention, "MOST_TOKENS", 50)
+    monkeypatch.setattr(chunk_attention, "MAX_TOKENS", 50)
     assert torch.equal(attended(segments, query, slab, 1, scoring, 3), together)
 
 

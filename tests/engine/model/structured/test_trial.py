@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.engine.model.sampling import WrongParameter
-from kvtier.engine.model.structured.structured_outputs import MOST_CHARACTERS, StructuredOutputs
+from kvtier.engine.model.structured.structured_outputs import MAX_CHARACTERS, StructuredOutputs
 from kvtier.engine.model.structured.trial import try_out
 
 # What each did in a process without bounds stands beside it.
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_told(name: str) -> None:
 
 def test_what_is_too_large_is_not_even_tried() -> None:
     with pytest.raises(WrongParameter, match="65,536 at most"):
-        StructuredOutputs(regex="a" * (MOST_CHARACTERS + 1))
+        StructuredOutputs(regex="a" * (MAX_CHARACTERS + 1))
 
 
 @pytest.mark.parametrize(

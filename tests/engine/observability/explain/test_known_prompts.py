@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtier.engine.observability.explain.known_prompts import MOST_PROMPTS, KnownPrompts, Nearest
+from kvtier.engine.observability.explain.known_prompts import MAX_PROMPTS, KnownPrompts, Nearest
 from kvtier.engine.observability.explain.prompt_print import PromptPrint, PromptPrinter
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora, MultimodalItem
 
@@ -101,7 +101,7 @@ def test_an_image_is_a_part_of_the_blocks_that_it_is_in() -> None:
 
 def test_so_many_prompts_are_known_and_no_more() -> None:
     known = KnownPrompts()
-    for number in range(MOST_PROMPTS + 1):
+    for number in range(MAX_PROMPTS + 1):
         known.add(printed([number, 1, 2, 3, 4]))
 
     assert known.older(known.num_added).nearest(printed([0, 1]), 0) is None
@@ -109,7 +109,7 @@ def test_so_many_prompts_are_known_and_no_more() -> None:
 
 
 def test_the_oldest_prompts_make_way() -> None:
-    known = KnownPrompts(most_tokens=10 * SIZE)
+    known = KnownPrompts(max_tokens=10 * SIZE)
     first = list(range(4 * SIZE))
     known.add(printed(first))
     for number in range(3):

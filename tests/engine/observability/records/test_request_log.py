@@ -18,9 +18,9 @@ from waiting import DEADLINE_S, wait_for
 from kvtier import LLM, SamplingParams
 from kvtier.engine.config import RequestLogConfig
 from kvtier.engine.observability.records.request_log import (
-    MOST_AT_ONCE,
-    MOST_NAMES,
-    MOST_WAITING,
+    MAX_AT_ONCE,
+    MAX_NAMES,
+    MAX_WAITING,
     LogCounts,
     RequestLog,
     coarse_names,
@@ -72,11 +72,11 @@ def test_a_line_has_the_request_in_names_and_numbers(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, MOST_NAMES, MOST_NAMES + 1, 8192, 8193])
+@pytest.mark.parametrize("num_blocks", [0, 1, MAX_NAMES, MAX_NAMES + 1, 8192, 8193])
 def test_a_long_prompt_is_told_of_at_a_coarser_grain_and_a_prefix_of_it_still_agrees(num_blocks: int) -> None:
-    long, short = coarse_names(trail_of(num_blocks)), coarse_names(trail_of(min(num_blocks, MOST_NAMES)))
+    long, short = coarse_names(trail_of(num_blocks)), coarse_names(trail_of(min(num_blocks, MAX_NAMES)))
 
-    assert len(long[1]) <= MOST_NAMES
+    assert len(long[1]) <= MAX_NAMES
     assert long[0] * (len(long[1]) + 1) > num_blocks
     assert short[1][long[0] - 1 :: long[0]] == long[1][: len(short[1]) // long[0]]
 
@@ -112,13 +112,13 @@ def test_a_disk_that_hangs_delays_nobody_and_what_finds_no_room_is_counted(tmp_p
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # reads nothing: 64 KiB fit into a pipe
     log = RequestLog(pipe, 1 << 40, 2)
     trail = trail_of(64)
-    for _ in range(3 * MOST_WAITING):
+    for _ in range(3 * MAX_WAITING):
         log.on_record(RECORD, trail)
 
     assert log.counts().num_dropped > 0
-    assert log.counts().num_written < 3 * MOST_WAITING
+    assert log.counts().num_written < 3 * MAX_WAITING
     num_lines = close_reading(log, reader).count(b"\n")
-    assert num_lines == log.counts().num_written == 3 * MOST_WAITING - log.counts().num_dropped
+    assert num_lines == log.counts().num_written == 3 * MAX_WAITING - log.counts().num_dropped
 
 
 def test_lines_that_a_slow_disk_is_being_given_are_bounded_too(tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_lines_that_a_slow_disk_is_being_given_are_bounded_too(tmp_path: Path) -
             os.read(reader, 1 << 16)
         return log.counts().num_written > 0
 
-    add(3 * MOST_WAITING)
+    add(3 * MAX_WAITING)
     wait_for(has_written)  # the disk takes a while's lines, and hangs again
-    num_dropped = add(2 * MOST_WAITING)
+    num_dropped = add(2 * MAX_WAITING)
     close_reading(log, reader)
 
-    assert num_dropped >= 2 * MOST_WAITING - 3 * MOST_AT_ONCE  # one batch under way, one taken, one written
+    assert num_dropped >= 2 * MAX_WAITING - 3 * MAX_AT_ONCE  # one batch under way, one taken, one written
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")

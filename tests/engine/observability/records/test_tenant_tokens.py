@@ -21,13 +21,13 @@ def test_few_tenants_are_all_shown_and_requests_without_one_are_not() -> None:
 
 def test_a_million_requests_of_ten_thousand_tenants_show_twenty_and_others() -> None:
     tokens, rng = TenantTokens(20), random.Random(1)
-    most = set()
+    limit = set()
 
     for _ in range(50_000):
         tokens.on_record(replace(RECORD, tenant=str(rng.randrange(10_000))))
-        most.add(len(tokens.statistics()))
+        limit.add(len(tokens.statistics()))
 
-    assert max(most) == 21
+    assert max(limit) == 21
 
 
 def test_tokens_add_up_and_no_count_shrinks() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.engine.observability.tracing import spill_traces
-from kvtier.engine.observability.tracing.spill_traces import MOST_LINKS, MOST_OWNERS, TracedBlocks
+from kvtier.engine.observability.tracing.spill_traces import MAX_LINKS, MAX_OWNERS, TracedBlocks
 from kvtier.engine.observability.tracing.trace_context import TraceContext
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -41,26 +41,26 @@ def test_a_request_that_has_more_blocks_later_has_all_of_them() -> None:
 
 
 def test_of_many_requests_with_one_block_the_newest_are_told() -> None:
-    many = requests(3 * MOST_OWNERS)
+    many = requests(3 * MAX_OWNERS)
     blocks = TracedBlocks()
     for request in many:
         blocks.add(request, names(1))
 
-    assert list(blocks.find(names(1))) == many[-MOST_OWNERS:]
+    assert list(blocks.find(names(1))) == many[-MAX_OWNERS:]
 
 
 def test_a_batch_has_no_more_requests_than_a_span_may_have_links() -> None:
     blocks = TracedBlocks()
-    for number, request in enumerate(requests(2 * MOST_LINKS)):
+    for number, request in enumerate(requests(2 * MAX_LINKS)):
         blocks.add(request, names(number))
 
-    assert len(blocks.find(names(*range(2 * MOST_LINKS)))) == MOST_LINKS
+    assert len(blocks.find(names(*range(2 * MAX_LINKS)))) == MAX_LINKS
 
 
 @pytest.mark.parametrize("most", [1, 20])
-def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(spill_traces, "MOST_BLOCKS", most)
-    monkeypatch.setattr(spill_traces, "MOST_OWNERS", 2 * most)
+def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(spill_traces, "MAX_BLOCKS", limit)
+    monkeypatch.setattr(spill_traces, "MAX_OWNERS", 2 * limit)
     seed = random.randrange(1 << 32)
     rng, blocks = random.Random(seed), TracedBlocks()
     added: list[tuple[TraceContext, Sequence[BlockName]]] = []
@@ -69,7 +69,7 @@ def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.Mo
         added.append((request, names(*rng.sample(range(12), rng.randint(1, 6)))))
         blocks.add(*added[-1])
 
-        while sum(len(own) for _, own in added) > most and len(added) > 1:
+        while sum(len(own) for _, own in added) > limit and len(added) > 1:
             added.pop(0)
         asked = names(*rng.sample(range(12), 5))
         model = {each: [asked.index(name) for name in asked if name in own] for each, own in added}

@@ -204,7 +204,7 @@ def test_a_library_traces_too(own_receiver: OtlpReceiver) -> None:
 def test_a_collector_that_is_not_there_delays_nobody_and_is_told_of_once(
     own_receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_sender, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(span_sender, "MAX_AT_ONCE", 1)
     own_receiver.status = 400
     sender = SpanSender(own_receiver.url, "test")
     with closing(sender), caplog.at_level(logging.WARNING):

@@ -39,7 +39,7 @@ def test_what_is_there_is_believed_for_one_period_and_the_next(presence: Presenc
 
 
 def test_a_period_that_is_full_ends_early(presence: Presence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_NAMES", 0)
+    monkeypatch.setattr(module, "MAX_NAMES", 0)
 
     for each in NAMES:
         presence.add(0, [each])

@@ -1,4 +1,4 @@
-"""LeastTokens: a lower bound of a text's tokens, found without tokenizing all of it."""
+"""MinTokens: a lower bound of a text's tokens, found without tokenizing all of it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,20 +10,20 @@ from transformers import PreTrainedTokenizerBase
 
 PIECE = 4  # characters per token of the limit that are looked at together: about what a token of a usual text has
 _FREE = 2  # a text of so few pieces is not looked at: tokenizing it tells as soon
-_MOST_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and its like; NFC)
+_MAX_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and its like; NFC)
 _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # these drop nothing of a text
 
 
 class TooManyTokens(ValueError):
     """A text has more tokens than it may; at least *num_least* were found, without reading all of it."""
 
-    def __init__(self, num_least: int, most: int) -> None:
-        super().__init__(f"it has {num_least} tokens or more, and may have {most}; shorten it")
-        self.num_least = num_least
-        self.most = most
+    def __init__(self, min_num_tokens: int, limit: int) -> None:
+        super().__init__(f"it has {min_num_tokens} tokens or more, and may have {limit}; shorten it")
+        self.min_num_tokens = min_num_tokens
+        self.limit = limit
 
 
-class LeastTokens:
+class MinTokens:
     """Refuses texts that are too long, in less time than it takes to tokenize them. Many threads may use it.
 
     First by length: no token is longer than the longest of the vocabulary. That bound is sound only where the tokenizer
@@ -39,27 +39,27 @@ class LeastTokens:
         self._decomposes = _kinds(described.get("normalizer")) & {"NFC", "NFKC"} != set()
         self.longest_token = _longest_token(described)
 
-    def check(self, text: str, most: int) -> None:
-        """TooManyTokens if *text* is sure to have more than *most* tokens; a text that passes may still have more."""
+    def check(self, text: str, limit: int) -> None:
+        """TooManyTokens if *text* is sure to have more than *limit* tokens; a text that passes may still have more."""
         longest = self.longest_token
         if longest is not None and not text.isascii() and self._decomposes:
-            longest *= _MOST_DECOMPOSED
-        if longest is not None and len(text) > longest * most:
-            raise TooManyTokens(-(-len(text) // longest), most)
-        if self._backend is not None and len(text) > PIECE * _FREE * most:
-            self._look(self._backend, text, most)
+            longest *= _MAX_DECOMPOSED
+        if longest is not None and len(text) > longest * limit:
+            raise TooManyTokens(-(-len(text) // longest), limit)
+        if self._backend is not None and len(text) > PIECE * _FREE * limit:
+            self._look(self._backend, text, limit)
 
-    def _look(self, backend: Tokenizer, text: str, most: int) -> None:
-        start, num_least, length = 0, 0, PIECE * max(1, most)
+    def _look(self, backend: Tokenizer, text: str, limit: int) -> None:
+        start, min_num_tokens, length = 0, 0, PIECE * max(1, limit)
         while len(text) - start > length:
             (encoding,) = backend.encode_batch([text[start : start + length]], add_special_tokens=False)
             words = encoding.word_ids
             last = next((word for word in reversed(words) if word is not None), None)
             if last is None or (span := encoding.word_to_chars(last)) is None or not span[0]:
                 return  # one word, or none that counts
-            num_least += words.index(last)
-            if num_least > most:
-                raise TooManyTokens(num_least, most)
+            min_num_tokens += words.index(last)
+            if min_num_tokens > limit:
+                raise TooManyTokens(min_num_tokens, limit)
             start += span[0]
 
 

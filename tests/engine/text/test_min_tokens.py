@@ -1,4 +1,4 @@
-"""LeastTokens: texts that are too long are refused before they are tokenized."""
+"""MinTokens: texts that are too long are refused before they are tokenized."""
 
 import random
 
@@ -8,10 +8,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.cli.demo.model import build_tokenizer
-from kvtier.engine.text.least_tokens import LeastTokens, TooManyTokens
+from kvtier.engine.text.min_tokens import MinTokens, TooManyTokens
 
 WORDS = ["the", "code", "of", "Falmouth", "is", "yarrow", "naïve", "e\u0301te\u0301", "한글", "1234567", "\t", "\n\n"]
-MOST = 50
+MAX = 50
 
 
 class CountingBackend:
@@ -110,12 +110,12 @@ def random_text(rng: random.Random) -> str:
     return "".join(parts)
 
 
-def refused_at(least_tokens: LeastTokens, text: str, most: int) -> int | None:
+def refused_at(min_tokens: MinTokens, text: str, limit: int) -> int | None:
     """The tokens that a refused text has at least."""
     try:
-        least_tokens.check(text, most)
+        min_tokens.check(text, limit)
     except TooManyTokens as refused:
-        return refused.num_least
+        return refused.min_num_tokens
     return None
 
 
@@ -124,14 +124,14 @@ def refused_at(least_tokens: LeastTokens, text: str, most: int) -> int | None:
 def test_what_is_refused_has_more_tokens_than_it_may(kind: str) -> None:
     tokenizer, seed = KINDS[kind](), random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, least_tokens, num_refused = random.Random(seed), LeastTokens(tokenizer), 0
+    rng, min_tokens, num_refused = random.Random(seed), MinTokens(tokenizer), 0
 
     for _ in range(400):
-        text, most = random_text(rng), rng.choice([0, 1, 5, MOST, 300])
-        num_least = refused_at(least_tokens, text, most)
-        if num_least is not None:
+        text, limit = random_text(rng), rng.choice([0, 1, 5, MAX, 300])
+        min_num_tokens = refused_at(min_tokens, text, limit)
+        if min_num_tokens is not None:
             num_refused += 1
-            assert most < num_least <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            assert limit < min_num_tokens <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     assert num_refused > 20
 
@@ -142,11 +142,11 @@ def test_a_long_text_is_refused_after_a_look_at_a_small_part_of_it(kind: str) ->
     text = "the code of Falmouth is yarrow. " * 20_000
 
     with pytest.raises(TooManyTokens):
-        LeastTokens(tokenizer).check(text, MOST)
+        MinTokens(tokenizer).check(text, MAX)
 
-    assert tokenizer.backend_tokenizer.num_characters < 20 * MOST
+    assert tokenizer.backend_tokenizer.num_characters < 20 * MAX
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("bytes", 1), ("as_qwen", 64), ("demo", None), ("as_bert", None)])
 def test_the_longest_token_is_known_where_nothing_of_a_text_is_dropped(kind: str, longest: int | None) -> None:
-    assert LeastTokens(KINDS[kind]()).longest_token == longest
+    assert MinTokens(KINDS[kind]()).longest_token == longest
