@@ -105,11 +105,13 @@ RESULTS = [
     Result("observability_page", "bench.observability", ["page"]),
     Result("observability_cost", "bench.observability", ["cost"]),
     Result("cluster", "bench.cluster", _OF_ENGINES, needs=[Need.REDIS, Need.ENGINES]),
-    _with_engines("doors_cost", "bench.connectors", "hits", "cost"),
-    _with_engines("doors_cold", "bench.connectors", "cold"),
-    _with_engines("doors_faults", "bench.connectors", "faults", is_sampled=True),
-    _with_engines("doors_tiers", "bench.connectors", "tiers", "tier_cost", "tier_capacity"),
-    _with_engines("doors_peers", "bench.connectors", "lmcache_l2", "corruption_peers", "generate", is_sampled=True),
+    _with_engines("connectors_cost", "bench.connectors", "hits", "cost"),
+    _with_engines("connectors_cold", "bench.connectors", "cold"),
+    _with_engines("connectors_faults", "bench.connectors", "faults", is_sampled=True),
+    _with_engines("connectors_tiers", "bench.connectors", "tiers", "tier_cost", "tier_capacity"),
+    _with_engines(
+        "connectors_peers", "bench.connectors", "lmcache_l2", "corruption_peers", "generate", is_sampled=True
+    ),
     _with_engines("sidecar", "bench.sidecar", "reuse"),
     _with_engines("sidecar_faults", "bench.sidecar", "faults", is_sampled=True),
     _with_engines("sidecar_speed", "bench.sidecar", "speed"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvtier.engine.config import size_text
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.sidecar.doors import socket_path
+from kvtier.sidecar.endpoints import socket_path
 from kvtier.sidecar.lmcache.wire import NEEDED_CLIENT
 from kvtier.sidecar.process import refuse_mistakes, run_process, url_of
 
@@ -26,7 +26,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
 
 def attach_command(config: SidecarConfig) -> str:
     """What an engine's operator types, to be pasted into a shell."""
-    assert config.lmcache is not None, "no door for LMCache's client"
+    assert config.lmcache is not None, "no endpoint for LMCache's client"
     extra: dict[str, object] = {}
     scheme, _, address = config.lmcache.listen.partition("://")
     if scheme == "ipc":  # host and port are joined with a colon

@@ -84,7 +84,7 @@ def rendered(view: View, before: View | None) -> RenderableType:
         return Group(
             _head(stats),
             _tiers(stats),
-            _doors(stats),
+            _endpoints(stats),
             _lanes(view, before),
             _layouts(stats),
             _clients(view.clients),
@@ -171,18 +171,18 @@ def _tiers(stats: _Object) -> Table:
     return table
 
 
-def _doors(stats: _Object) -> Table:
-    table = _table("door", "asked", "hits", "hit ratio", "loaded", "stored", "lost", "refused")
-    for door in stats["doors"]:
+def _endpoints(stats: _Object) -> Table:
+    table = _table("endpoint", "asked", "hits", "hit ratio", "loaded", "stored", "lost", "refused")
+    for endpoint in stats["endpoints"]:
         table.add_row(
-            _plain(door["kind"]),
-            f"{door['num_asked']:,}",
-            f"{door['num_promised']:,}",
-            _percent(door["num_promised"], door["num_asked"]),
-            f"{door['num_loaded']:,}",
-            f"{door['num_stored']:,}",
-            f"{sum(door['lost'].values()):,}",
-            f"{sum(door['refused'].values()):,}",
+            _plain(endpoint["kind"]),
+            f"{endpoint['num_asked']:,}",
+            f"{endpoint['num_promised']:,}",
+            _percent(endpoint["num_promised"], endpoint["num_asked"]),
+            f"{endpoint['num_loaded']:,}",
+            f"{endpoint['num_stored']:,}",
+            f"{sum(endpoint['lost'].values()):,}",
+            f"{sum(endpoint['refused'].values()):,}",
         )
     return table
 

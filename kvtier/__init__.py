@@ -39,7 +39,7 @@ __all__ = [
 _HOMES = {
     "engine.async_llm": ["AsyncLLM", "Piece"],
     "engine.config": ["Config", "ConfigError", "load_config"],
-    "engine.doors.transformers": ["KVTierCache"],
+    "connectors.transformers": ["KVTierCache"],
     "engine.llm": ["LLM"],
     "engine.model.sampling": ["SamplingParams"],
     "engine.model.structured.structured_outputs": ["StructuredOutputs"],

@@ -203,9 +203,7 @@ class Generation:
         except TooManyTokens as error:
             num_new, min_num_tokens = self._max_new_tokens(0), error.min_num_tokens + len(self._document)
             if limit is not None and limit <= longest - num_new:
-                message = (
-                    f"the prompt has {min_num_tokens} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
-                )
+                message = f"the prompt has {min_num_tokens} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
             else:
                 message = (
                     f"{ContextLimit.of(llm)}, and the prompt may have {max_prompt} of them besides {num_new} in the "

@@ -15,8 +15,8 @@ from kvtier.engine.stores.disk_store import codec_of_others, store_settings
 from kvtier.engine.stores.remote_store import open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.sidecar.config import SidecarConfig
-from kvtier.sidecar.door import Door
 from kvtier.sidecar.drive_life import DriveLife
+from kvtier.sidecar.endpoint import Endpoint
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
@@ -35,16 +35,16 @@ NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
 NUM_CHECKERS = 2  # threads that verify chunks for engines, and as many that take digests of new ones
 OPENING_WAIT_S = 5.0  # of the disk, before engines are let in; it may join later
 
-MakeDoors = Callable[[Layouts, TransferEngine], Sequence[Door]]
+MakeEndpoints = Callable[[Layouts, TransferEngine], Sequence[Endpoint]]
 
 
 def build_sidecar(
     config: SidecarConfig,
-    make_doors: MakeDoors,
+    make_endpoints: MakeEndpoints,
     progress: Callable[[str], None] = lambda line: None,
     left: int | None = None,
 ) -> Sidecar:
-    """A sidecar as the configuration has it; *make_doors* gives what engines attach to. *left*: a descriptor that may
+    """A sidecar as the configuration has it; *make_endpoints* gives what engines attach to. *left*: a descriptor that may
     be a predecessor's segment; one that is of no use is closed. OSError, ValueError, with what to do, for what cannot
     be had; what was made until then is closed."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
@@ -101,7 +101,7 @@ def build_sidecar(
             finished,
             transfers,
             layouts,
-            make_doors(layouts, transfers),
+            make_endpoints(layouts, transfers),
             store,
             life,
             request_log,

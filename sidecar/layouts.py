@@ -72,8 +72,8 @@ class Layouts:
         self.quarantine = Quarantine(clock)  # what sessions had leased whose processes may still copy
         self.tracer = tracer
         self.records = records or RecentRecords()  # of what engines have looked up
-        self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
-        self.explainer: Explainer | None = None  # of the door that is told of prompts
+        self.what_if = WhatIf(clock)  # told by endpoints that are told of each prompt
+        self.explainer: Explainer | None = None  # of the endpoint that is told of prompts
         self._seen = seen
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
@@ -121,7 +121,7 @@ class Layouts:
         return made
 
     def begin_explaining(self, chunk_tokens: int, note: str) -> Explainer:
-        """The explainer for a door that is told of each prompt, in chunks of so many tokens; it says the *note*."""
+        """The explainer for an endpoint that is told of each prompt, in chunks of so many tokens; it says the *note*."""
         self.explainer = Explainer(chunk_tokens, {}, self._clock, path=self._seen, notes=[note])
         return self.explainer
 

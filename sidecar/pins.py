@@ -6,7 +6,7 @@ from typing import cast
 
 import numpy as np
 
-from kvtier.sidecar.door import AttachedClient, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, Lease, LeaseUse
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.shared_fetch import SharedFetch

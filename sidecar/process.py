@@ -15,9 +15,9 @@ from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.extras import extra
-from kvtier.sidecar.build import MakeDoors, build_sidecar
+from kvtier.sidecar.build import MakeEndpoints, build_sidecar
 from kvtier.sidecar.config import ModelWeightsConfig, SidecarConfig
-from kvtier.sidecar.doors import doors_of
+from kvtier.sidecar.endpoints import endpoints_of
 from kvtier.sidecar.inherited import HTTP, Inherited
 from kvtier.sidecar.kept_files import KeptFiles
 from kvtier.sidecar.sidecar import Sidecar
@@ -46,17 +46,17 @@ def refuse_mistakes(config: SidecarConfig) -> None:
 
 
 def run_process(config: SidecarConfig) -> int:
-    """Serve engines at all doors that *config* names until a signal; return the exit status.
+    """Serve engines at all endpoints that *config* names until a signal; return the exit status.
 
     Raises ValueError or OSError for what cannot be used.
     """
     write_log(config.log_format)
     weights = weights_of(config.models, log.info)
-    return serve_engines(config, lambda listener: doors_of(config, weights, listener))
+    return serve_engines(config, lambda listener: endpoints_of(config, weights, listener))
 
 
-def serve_engines(config: SidecarConfig, doors: Callable[[Listener], MakeDoors]) -> int:
-    """Serve those that attach at the doors until a signal; the exit status. After one of `LEAVING`, by which the
+def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEndpoints]) -> int:
+    """Serve those that attach at the endpoints until a signal; the exit status. After one of `LEAVING`, by which the
     service manager says that another process comes after this one, sockets and host memory are left to that."""
     signals: list[int] = []
     with (
@@ -65,7 +65,7 @@ def serve_engines(config: SidecarConfig, doors: Callable[[Listener], MakeDoors])
         ExitStack() as running,
     ):
         kept = KeptFiles(systemd, inherited)
-        sidecar = build_sidecar(config, doors(kept.listener), log.info, kept.left_segment)
+        sidecar = build_sidecar(config, endpoints(kept.listener), log.info, kept.left_segment)
 
         def end(number: int, _: FrameType | None) -> None:
             signals.append(number)

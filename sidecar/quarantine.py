@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from kvtier.sidecar.door import AttachedClient, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, LeaseUse
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class QuarantineStatistics:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    door: str
+    endpoint: str
     client: AttachedClient
     holders: Callable[[], Sequence[str]]
     let_go: Callable[[], None]
@@ -99,7 +99,7 @@ class Quarantine:
 
     def hold(
         self,
-        door: str,
+        endpoint: str,
         client: AttachedClient,
         holders: Callable[[], Sequence[str]],
         let_go: Callable[[], None],
@@ -107,13 +107,13 @@ class Quarantine:
         """Keep the leases of *client* while *holders* names any process, then call *let_go*, which ends them.
 
         Calls *let_go* at once if the client leases nothing, or if no process is left. *holders* is called again and
-        again, and is asked no more once it has named no process. *door* begins the lines of the log.
+        again, and is asked no more once it has named no process. *endpoint* begins the lines of the log.
         """
         if not client.leases or not holders():
             let_go()
             return
         leases = tuple(replace(lease, use=LeaseUse.QUARANTINED) for lease in client.leases)
-        self._held.append(_Held(door, replace(client, since=self._clock(), leases=leases), holders, let_go))
+        self._held.append(_Held(endpoint, replace(client, since=self._clock(), leases=leases), holders, let_go))
 
     def poll(self) -> None:
         """Let go of what no process can copy any more, and tell the operator of what stays for long."""
@@ -125,7 +125,7 @@ class Quarantine:
                 continue
             held.let_go()
             if held.is_told:
-                log.info("%s: %d slots of %s left quarantine", held.door, held.num_chunks, held.client.name)
+                log.info("%s: %d slots of %s left quarantine", held.endpoint, held.num_chunks, held.client.name)
 
     def clients(self) -> list[AttachedClient]:
         """Those whose slots are in quarantine, and since when, by value."""
@@ -148,7 +148,7 @@ class Quarantine:
                 "%s: %d slots of %s are in quarantine since its session ended: %s may still copy from or to them; wake "
                 "it up or kill it: the slots become free once all its processes have ended or, with kvtier's own "
                 "client, once it attaches again",
-                held.door,
+                held.endpoint,
                 held.num_chunks,
                 held.client.name,
                 " and ".join(dict.fromkeys(names)),

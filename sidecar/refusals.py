@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 class Refusals:
     """At most one line about each kind in `QUIET_S`; what happens meanwhile is in the next one, with how often. Owned
-    by the door's thread."""
+    by the endpoint's thread."""
 
-    def __init__(self, clock: Callable[[], float], door: str = "lmcache") -> None:
-        """*door* begins each line."""
+    def __init__(self, clock: Callable[[], float], endpoint: str = "lmcache") -> None:
+        """*endpoint* begins each line."""
         self._clock = clock
-        self._door = door
+        self._endpoint = endpoint
         self.counts: Counter[str] = Counter()
         self._told: dict[str, int] = {}  # by kind, the count when there was a line last
         self._told_at: dict[str, float] = {}
@@ -30,4 +30,4 @@ class Refusals:
             return
         num_new = self.counts[kind] - self._told.get(kind, 0)
         self._told[kind], self._told_at[kind] = self.counts[kind], now
-        log.warning("%s: %s%s", self._door, what, f" ({num_new} times)" if num_new > 1 else "")
+        log.warning("%s: %s%s", self._endpoint, what, f" ({num_new} times)" if num_new > 1 else "")

@@ -13,8 +13,8 @@ from kvtier.engine.observability.records.request_log import RequestLog
 from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.engine.stores.remote_store import OpenRemote
 from kvtier.engine.stores.reopening_store import ReopeningStore
-from kvtier.sidecar.door import AttachedClient, Door
 from kvtier.sidecar.drive_life import DriveLife
+from kvtier.sidecar.endpoint import AttachedClient, Endpoint
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.layouts import Layouts
@@ -54,7 +54,7 @@ class Sidecar:
         finished: FinishedTransfers,
         transfers: TransferEngine,
         layouts: Layouts,
-        doors: Sequence[Door],
+        endpoints: Sequence[Endpoint],
         store: ReopeningStore | None,
         life: DriveLife | None = None,
         request_log: RequestLog | None = None,
@@ -64,7 +64,7 @@ class Sidecar:
         remote: OpenRemote | None = None,
     ) -> None:
         self.layouts = layouts
-        self.doors = doors
+        self.endpoints = endpoints
         self.pins = Pins(layouts.shares, clock)
         self._segment = segment
         self._finished = finished
@@ -80,7 +80,7 @@ class Sidecar:
         self._is_stopping = False
         self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        for file in (finished.file, *(door.file for door in doors)):
+        for file in (finished.file, *(endpoint.file for endpoint in endpoints)):
             self._selector.register(file, selectors.EVENT_READ)
 
     def run(self, look: Callable[[SidecarStatistics], None] = lambda statistics: None) -> None:
@@ -101,10 +101,10 @@ class Sidecar:
         self._answer_asked()
         self.layouts.poll()
         self.pins.poll()
-        for door in self.doors:
-            door.tick()
+        for endpoint in self.endpoints:
+            endpoint.tick()
         # Last: a socket that was sent to may have frames and tell of none until it is looked at again.
-        return sum(door.receive() for door in self.doors) > 0
+        return sum(endpoint.receive() for endpoint in self.endpoints) > 0
 
     def stop(self) -> None:
         """Have `run` return."""
@@ -133,20 +133,20 @@ class Sidecar:
         """Why engines cannot attach and store now, empty if they can."""
         if self._is_stopping:
             return "the sidecar is about to end"
-        if not self.doors:
-            return "no door is open"
+        if not self.endpoints:
+            return "no endpoint is open"
         if self._segment.backed_bytes < self.layouts.extents.extent_bytes:
             return "no host memory is backed yet"
         return ""
 
     @property
     def records(self) -> RecentRecords:
-        """What engines have looked up lately, as far as doors are told whose tokens they are."""
+        """What engines have looked up lately, as far as endpoints are told whose tokens they are."""
         return self.layouts.records
 
     def clients(self) -> list[AttachedClient]:
         """All engines that are attached, by value."""
-        return [client for door in self.doors for client in door.clients()]
+        return [client for endpoint in self.endpoints for client in endpoint.clients()]
 
     def quarantined(self) -> list[AttachedClient]:
         """All whose session has ended while one of their processes may still copy, by value."""
@@ -159,8 +159,8 @@ class Sidecar:
 
     def clear(self, layouts: Sequence[Layout]) -> None:
         """Forget every chunk of these layouts, also what engines are storing now."""
-        for door in self.doors:
-            door.on_clear(layouts)
+        for endpoint in self.endpoints:
+            endpoint.on_clear(layouts)
         for tiers in self.layouts:
             if tiers.layout in layouts:
                 tiers.clear()
@@ -169,11 +169,11 @@ class Sidecar:
         """Raise AssertionError if any two books of the layout disagree."""
         self.layouts.open(layout).check()
 
-    def check_doors(self) -> None:
-        """Raise AssertionError if any two books of a door, or of the pins, disagree."""
+    def check_endpoints(self) -> None:
+        """Raise AssertionError if any two books of an endpoint, or of the pins, disagree."""
         self.pins.check()
-        for door in self.doors:
-            door.check()
+        for endpoint in self.endpoints:
+            endpoint.check()
 
     def now(self) -> float:
         """The time of the clock by which clients and leases are as old as they are."""
@@ -186,12 +186,12 @@ class Sidecar:
         self._segment.leave()
 
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
-        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed.
+        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Endpoints are closed.
         *on_turn* is called again and again meanwhile."""
-        for door in self.doors:
-            self._selector.unregister(door.file)
-            door.close()
-        self.doors = ()
+        for endpoint in self.endpoints:
+            self._selector.unregister(endpoint.file)
+            endpoint.close()
+        self.endpoints = ()
         give_up_at = self._clock() + timeout_s
         while (num_left := self.layouts.num_unsaved) and self._clock() < give_up_at:
             self.turn()
@@ -204,17 +204,17 @@ class Sidecar:
     def statistics(self) -> SidecarStatistics:
         """Everything counted, by value."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
-        doors = tuple(door.counts() for door in self.doors)
+        endpoints = tuple(endpoint.counts() for endpoint in self.endpoints)
         life = None if self._life is None else self._life.statistics()
         request_log = None if self._request_log is None else self._request_log.counts()
         return statistics_of(
-            self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics(), life, request_log
+            self.layouts, self._segment, self._transfers, store, endpoints, self.pins.statistics(), life, request_log
         )
 
     def close(self) -> None:
         """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""
-        for door in self.doors:
-            door.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
         self._selector.close()
         if self._store is not None:
             self._store.stop_opening()
@@ -245,5 +245,5 @@ class Sidecar:
         """Wait for sockets and lanes, for as long as nothing is due."""
         if may_have_more or not self._finished.empty():
             return
-        is_busy = self._transfers.in_flight or any(door.is_waiting for door in self.doors)
+        is_busy = self._transfers.in_flight or any(endpoint.is_waiting for endpoint in self.endpoints)
         self._selector.select(TICK_S if is_busy else IDLE_TICK_S)

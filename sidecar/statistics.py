@@ -7,7 +7,7 @@ from functools import reduce
 
 from kvtier.engine.observability.records.request_log import LogCounts
 from kvtier.engine.stores.reopening_store import StoreStanding
-from kvtier.sidecar.door import DoorCounts
+from kvtier.sidecar.endpoint import ConnectorCounts
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
@@ -54,16 +54,16 @@ class SidecarStatistics:
     remote: RemoteStatistics | None  # the same
     routes: Mapping[Route, RouteStatistics]
     store: StoreStanding | None
-    doors: tuple[DoorCounts, ...]
+    endpoints: tuple[ConnectorCounts, ...]
     pins: PinStatistics
-    what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
+    what_if: HitRatios  # were a tier smaller or larger; of prompts that endpoints are told of
     quarantine: QuarantineStatistics
     request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
         """Where the tokens came from of all prompts that were looked up."""
-        return reduce(TokenBalance.plus, (door.tokens for door in self.doors), TokenBalance())
+        return reduce(TokenBalance.plus, (endpoint.tokens for endpoint in self.endpoints), TokenBalance())
 
 
 def statistics_of(
@@ -71,7 +71,7 @@ def statistics_of(
     segment: Segment,
     transfers: TransferEngine,
     store: tuple[StoreStanding, StoreStatistics] | None,
-    doors: tuple[DoorCounts, ...],
+    endpoints: tuple[ConnectorCounts, ...],
     pins: PinStatistics,
     life: SsdLifeStatistics | None = None,
     request_log: LogCounts | None = None,
@@ -110,7 +110,7 @@ def statistics_of(
         remote,
         transfers.statistics(),
         None if store is None else store[0],
-        doors,
+        endpoints,
         pins,
         layouts.what_if.hit_ratios(all_tiers),
         layouts.quarantine.statistics(),

@@ -12,7 +12,7 @@ ENDS_WITHIN_S = 60.0
 
 
 class SidecarProcess:
-    """`kvtier sidecar` with its own door in *folder*, killed and started as often as one likes."""
+    """`kvtier sidecar` with its own endpoint in *folder*, killed and started as often as one likes."""
 
     def __init__(self, folder: Path, host: str = HOST, disk: str | None = DISK) -> None:
         self.socket = folder / "kvtier.sock"

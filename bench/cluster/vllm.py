@@ -24,18 +24,18 @@ Start = Callable[[str, Path, Path, str, int], tuple[Sidecar, Vllm]]
 def vllm_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
     """By LMCache's client, by configuration alone; and by our own connector."""
     model, rows = make_model(python, folder), list[Row]()
-    doors: dict[str, Start] = {"vLLM by LMCache's client": by_lmcache, "vLLM by our connector": by_connector}
-    for name, start in doors.items():
+    endpoints: dict[str, Start] = {"vLLM by LMCache's client": by_lmcache, "vLLM by our connector": by_connector}
+    for name, start in endpoints.items():
         own = folder / start.__name__
         with running_server(own / "redis") as redis:
             where = f"redis://{redis.address}"
-            rows += door_rows(
+            rows += endpoint_rows(
                 name, [partial(start, python, model, own, where, number) for number in (1, 2)], redis, effort
             )
     return rows
 
 
-def door_rows(
+def endpoint_rows(
     name: str, starts: Sequence[Callable[[], tuple[Sidecar, Vllm]]], redis: RedisServer, effort: Effort
 ) -> list[Row]:
     """Prompts that the first engine was asked twice, asked of the second for the first time."""

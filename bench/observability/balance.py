@@ -2,7 +2,7 @@
 
 Whole engines over small models live in a world of mishaps: copies that fail, hang and come in any order, damaged blocks
 in host memory and on disk, a disk that is full or gone, requests that are aborted, preempted, split, late, that skip
-the cache or have a salt or an adapter. Then engines come and go at a sidecar's door for LMCache's client, over a
+the cache or have a salt or an adapter. Then engines come and go at a sidecar's endpoint for LMCache's client, over a
 segment too small for what they store. The record that each request leaves is compared with its prompt.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import fuzzed_engine
 import pytest
 import torch
-from door_play import play
+from endpoint_play import play
 from fuzzed_engine import FuzzedEngine
 from lmcache_bed import lmcache_bed
 from lora_adapters import ADAPTERS, save_adapter
@@ -40,8 +40,8 @@ from kvtier.tiers.naming.tier import Reason
 
 SLOW_COPY_S = 0.001
 ENGINE_STEPS = 1000  # things that happen to one engine
-DOOR_STEPS = 500
-DOOR_RECORD_BYTES = 4608  # on disk
+ENDPOINT_STEPS = 500
+ENDPOINT_RECORD_BYTES = 4608  # on disk
 SMALL = {**COMMON, "num_hidden_layers": 2, "initializer_range": 0.2}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
@@ -52,7 +52,7 @@ MODELS = {
 }
 # What the requests must have met, for the sums to show anything.
 MET = ("aborted", "preempted", "split", "corrupt", "cost", "deadline", "failed", "scored", "skipped")
-MET_AT_DOOR = ("capacity", "corrupt")
+MET_AT_ENDPOINT = ("capacity", "corrupt")
 REASONS = tuple(reason.value for reason in Reason)  # of which each has a row, met or not
 
 
@@ -83,7 +83,7 @@ class Sums:
 
 
 def balance_rows(effort: Effort, folder: Path) -> list[Row]:
-    """The sums of engines' requests, and of lookups at a sidecar's door."""
+    """The sums of engines' requests, and of lookups at a sidecar's endpoint."""
     logging.getLogger("kvtier").setLevel(logging.ERROR)  # mishaps are what this is about
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of models so small that threads only wait for each other
@@ -91,7 +91,7 @@ def balance_rows(effort: Effort, folder: Path) -> list[Row]:
     torch.set_num_threads(num_threads)
     return [
         *_rows("engine", engines, MET),
-        *_rows("LMCache's door", _of_door(folder, effort.of(1000, quick=40)), MET_AT_DOOR),
+        *_rows("LMCache's endpoint", _of_endpoint(folder, effort.of(1000, quick=40)), MET_AT_ENDPOINT),
     ]
 
 
@@ -162,22 +162,22 @@ def _lived(
     assert not prompts, "a request without a record of its own"
 
 
-def _of_door(folder: Path, num_lookups: int) -> Sums:
+def _of_endpoint(folder: Path, num_lookups: int) -> Sums:
     sums = Sums()
     for seed in range(num_lookups):
-        store = MemoryStore(40 * DOOR_RECORD_BYTES) if seed % 2 else None
+        store = MemoryStore(40 * ENDPOINT_RECORD_BYTES) if seed % 2 else None
         with lmcache_bed(folder, num_extents=2, store=store) as bed:
             looked_up: dict[str, int] = {}
-            for engine in play(bed, seed, DOOR_STEPS, looked_up):
+            for engine in play(bed, seed, ENDPOINT_STEPS, looked_up):
                 engine.scheduler.close()
                 engine.worker.close()
             bed.settle()
             records = bed.layouts.records.newest()
-            counted = bed.door.counts().tokens
+            counted = bed.endpoint.counts().tokens
         before = sums.tokens
         for record in records:
             sums.add(record, looked_up[record.request_id])
-        assert sums.tokens == before.plus(counted), "the door has counted other tokens than its records have"
+        assert sums.tokens == before.plus(counted), "the endpoint has counted other tokens than its records have"
         if sums.num_requests >= num_lookups:
             return sums
-    raise AssertionError("doors at which nobody looks anything up")
+    raise AssertionError("endpoints at which nobody looks anything up")

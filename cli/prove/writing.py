@@ -12,7 +12,7 @@ WORDS = tuple(
     able acid aged also area army away baby back ball band bank base bath bear beat bell belt best bird blow blue boat
     body bone book born both bowl bulk burn bush busy cake call calm camp card care case cash cast cell chat chip city
     club coal coat code cold come cook cool cope copy core cost crew crop dark data date dawn days dead deal dean dear
-    debt deep deny desk dial diet disc disk door dose down draw drew drop drug dual duke dust duty each earn ease east
+    debt deep deny desk dial diet disc disk endpoint dose down draw drew drop drug dual duke dust duty each earn ease east
     easy edge else even ever evil exit face fact fail fair fall farm fast fate fear feed feel feet fell felt file fill
     film find fine fire firm fish five flat flow food foot ford form fort four free from fuel full fund gain game gate
     gave gear gene gift girl give glad goal goes gold golf gone good gray grew grey grow gulf hair half hall hand hang

@@ -1,4 +1,4 @@
-"""What an engine and its sidecar say to each other at the sidecar's own door.
+"""What an engine and its sidecar say to each other at the sidecar's own endpoint.
 
 Both sides send frames over one Unix socket: four bytes of length, then one of the messages below as MessagePack. The
 engine says `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of its segment. From then on

@@ -9,7 +9,7 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Names and numbers only: no text, no token. A door that cannot know a number has None there.
+    """Names and numbers only: no text, no token. An endpoint that cannot know a number has None there.
 
     *tokens* add up to the prompt. Seconds are of one request: in the queue, until its cached prefix had come, until its
     first token from its arrival, and from its arrival to its end.

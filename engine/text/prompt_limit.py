@@ -19,7 +19,7 @@ class PromptLimit:
     max_tokens: int
 
     def check_text(self, text: str) -> None:
-        """Raise TooManyTokens if *text* is sure to have more than *max_tokens* tokens. A text that passes may have more."""
+        """Raise TooManyTokens if *text* surely has more than *max_tokens* tokens. A text that passes may have more."""
         self.min_tokens.check(text, self.max_tokens)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:

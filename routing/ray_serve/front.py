@@ -1,4 +1,4 @@
-"""Front: the application's door for HTTP, which finds out a request's prompt and has a replica answer."""
+"""Front: the application's endpoint for HTTP, which finds out a request's prompt and has a replica answer."""
 
 import asyncio
 import logging

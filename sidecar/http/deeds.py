@@ -33,13 +33,13 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 
 
 async def checked(owner: Owner) -> list[Layout]:
-    """The layouts, whose books all agree, and those of doors and pins. ApiError with the sentence that says which do
+    """The layouts, whose books all agree, and those of endpoints and pins. ApiError with the sentence that says which do
     not. The owner's thread goes on between two layouts."""
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:
         for layout in layouts:
             await owner.ask(partial(owner.sidecar.check, layout), CHECK_S)
-        await owner.ask(owner.sidecar.check_doors, CHECK_S)
+        await owner.ask(owner.sidecar.check_endpoints, CHECK_S)
     except AssertionError as error:
         log.error("http: the books do not agree: %s", error)
         raise ApiError(500, f"the books do not agree: {error}", code="check") from None

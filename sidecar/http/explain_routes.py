@@ -51,7 +51,7 @@ class ExplainRoutes:
         asked = parse(await read_body(request, BODY), ExplainRequest, (), {})
         explainer = self._layouts.explainer
         if explainer is None:
-            raise ApiError(404, "engines of kvtier explain their own requests: ask them", code="no_door")
+            raise ApiError(404, "engines of kvtier explain their own requests: ask them", code="no_endpoint")
         chain = BlockChain(explainer.block_size, ExtraKeys(cache_salt=asked.cache_salt or None))
         await asyncio.to_thread(chain.extend, asked.prompt)
         if asked.request_id is None:

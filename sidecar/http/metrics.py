@@ -65,20 +65,20 @@ class _SnapshotCollector(Collector):
             yield from request_log_metrics(statistics.request_log)
         yield from _state_metrics(snapshot)
         yield from _digest_metrics(statistics)
-        yield from _door_metrics(statistics)
+        yield from _endpoint_metrics(statistics)
         if "lmcache" in self._compat:
             yield from lmcache_metrics(_lower_numbers(statistics))
 
 
 def _lower_numbers(statistics: SidecarStatistics) -> LowerNumbers:
-    doors = statistics.doors
+    endpoints = statistics.endpoints
     return LowerNumbers(
         "",
         statistics.tokens,
         statistics.tiers,
         statistics.routes,
-        sum(door.num_loaded for door in doors),
-        sum(door.num_stored for door in doors),
+        sum(endpoint.num_loaded for endpoint in endpoints),
+        sum(endpoint.num_stored for endpoint in endpoints),
     )
 
 
@@ -105,12 +105,12 @@ def _digest_metrics(statistics: SidecarStatistics) -> Iterator[Metric]:
     yield names.SIDECAR_HASHED_SECONDS.by({lane: totals.seconds for lane, totals in lanes.items()})
 
 
-def _door_metrics(statistics: SidecarStatistics) -> Iterator[Metric]:
-    doors = statistics.doors
-    yield names.SIDECAR_ASKED_CHUNKS.by({door.kind: door.num_asked for door in doors})
-    yield names.SIDECAR_PROMISED_CHUNKS.by({door.kind: door.num_promised for door in doors})
-    yield names.SIDECAR_LOADED_CHUNKS.by({door.kind: door.num_loaded for door in doors})
-    yield names.SIDECAR_STORED_CHUNKS.by({door.kind: door.num_stored for door in doors})
-    yield names.SIDECAR_LOST_CHUNKS.by({(d.kind, why): n for d in doors for why, n in d.lost.items()})
-    yield names.SIDECAR_OPERATIONS.by({(d.kind, word): n for d in doors for word, n in d.operations.items()})
-    yield names.SIDECAR_REFUSED.by({(d.kind, why): n for d in doors for why, n in d.refused.items()})
+def _endpoint_metrics(statistics: SidecarStatistics) -> Iterator[Metric]:
+    endpoints = statistics.endpoints
+    yield names.SIDECAR_ASKED_CHUNKS.by({endpoint.kind: endpoint.num_asked for endpoint in endpoints})
+    yield names.SIDECAR_PROMISED_CHUNKS.by({endpoint.kind: endpoint.num_promised for endpoint in endpoints})
+    yield names.SIDECAR_LOADED_CHUNKS.by({endpoint.kind: endpoint.num_loaded for endpoint in endpoints})
+    yield names.SIDECAR_STORED_CHUNKS.by({endpoint.kind: endpoint.num_stored for endpoint in endpoints})
+    yield names.SIDECAR_LOST_CHUNKS.by({(d.kind, why): n for d in endpoints for why, n in d.lost.items()})
+    yield names.SIDECAR_OPERATIONS.by({(d.kind, word): n for d in endpoints for word, n in d.operations.items()})
+    yield names.SIDECAR_REFUSED.by({(d.kind, why): n for d in endpoints for why, n in d.refused.items()})

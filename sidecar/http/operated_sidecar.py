@@ -68,7 +68,9 @@ class OperatedSidecar:
                 409, "engines load or store, and would wait; ask again, or say now", code="busy", param="now"
             )
         layouts = await checked(self._owner)
-        return {"verified": [*(f"layout {each.digest.hex()}, of {each.model}" for each in layouts), "doors and pins"]}
+        return {
+            "verified": [*(f"layout {each.digest.hex()}, of {each.model}" for each in layouts), "endpoints and pins"]
+        }
 
     async def _purged(self, order: PurgeOrder) -> Answer:
         async with self._purging:

@@ -5,7 +5,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import chain
 
-from kvtier.sidecar.door import DoorCounts
+from kvtier.sidecar.endpoint import ConnectorCounts
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.views import LANES, Snapshot, clients_view, snapshot_of
 from kvtier.tiers.naming.tier import Tier
@@ -19,13 +19,13 @@ NUM_CLIENTS = 64  # that are shown
 NUM_PINS = 64
 TIERS = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
-_CHUNKS: Mapping[str, Callable[[DoorCounts], int]] = {
-    "asked": lambda door: door.num_asked,
-    "promised": lambda door: door.num_promised,
-    "loaded": lambda door: door.num_loaded,
-    "stored": lambda door: door.num_stored,
-    "lost": lambda door: sum(door.lost.values()),
-    "refused": lambda door: sum(door.refused.values()),
+_CHUNKS: Mapping[str, Callable[[ConnectorCounts], int]] = {
+    "asked": lambda endpoint: endpoint.num_asked,
+    "promised": lambda endpoint: endpoint.num_promised,
+    "loaded": lambda endpoint: endpoint.num_loaded,
+    "stored": lambda endpoint: endpoint.num_stored,
+    "lost": lambda endpoint: sum(endpoint.lost.values()),
+    "refused": lambda endpoint: sum(endpoint.refused.values()),
 }
 
 
@@ -86,7 +86,7 @@ class SidecarSource:
             levels |= parts.lane_levels(LANES[route], moved)
         levels |= self._ages.levels(monotonic_s, statistics.tiers) | parts.what_if_levels(statistics.what_if)
         for name, count in _CHUNKS.items():
-            totals[f"chunks.{name}"] = sum(count(door) for door in statistics.doors)
+            totals[f"chunks.{name}"] = sum(count(endpoint) for endpoint in statistics.endpoints)
         if statistics.disk is not None:
             totals["disk.written"] = statistics.disk.written_bytes_total
         return Sample(at, monotonic_s, totals, levels, self._facts(snapshot))
@@ -121,7 +121,7 @@ class SidecarSource:
                 }
                 for each in statistics.layouts
             ],
-            "doors": _doors(statistics.doors),
+            "endpoints": _endpoints(statistics.endpoints),
             "pins": {
                 "num": statistics.pins.num_pins,
                 "bytes": statistics.pins.num_bytes,
@@ -139,13 +139,13 @@ class SidecarSource:
         }
 
 
-def _doors(doors: Iterable[DoorCounts]) -> list[dict[str, object]]:
+def _endpoints(endpoints: Iterable[ConnectorCounts]) -> list[dict[str, object]]:
     return [
         {
-            "kind": door.kind,
-            **{name: count(door) for name, count in _CHUNKS.items()},
-            "why_lost": dict(door.lost),
-            "why_refused": dict(door.refused),
+            "kind": endpoint.kind,
+            **{name: count(endpoint) for name, count in _CHUNKS.items()},
+            "why_lost": dict(endpoint.lost),
+            "why_refused": dict(endpoint.refused),
         }
-        for door in doors
+        for endpoint in endpoints
     ]

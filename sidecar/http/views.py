@@ -8,7 +8,7 @@ import msgspec
 
 from kvtier.engine.stores.reopening_store import StoreStanding
 from kvtier.sidecar.config import SidecarConfig
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.sidecar import Sidecar
 from kvtier.sidecar.statistics import LayoutStatistics, SidecarStatistics
@@ -78,7 +78,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "pins": asdict(statistics.pins),
         "quarantine": asdict(statistics.quarantine),
         "what_if": what_if_view(statistics.what_if),
-        "doors": [_door_view(door) for door in statistics.doors],
+        "endpoints": [_endpoint_view(endpoint) for endpoint in statistics.endpoints],
     }
 
 
@@ -173,9 +173,9 @@ def _lane_view(totals: RouteStatistics) -> Object:
     return asdict(totals)
 
 
-def _door_view(door: DoorCounts) -> Object:
-    view = {name: _plain(getattr(door, name)) for name in DoorCounts.__slots__ if name != "tokens"}
-    return view | {"tokens": asdict(door.tokens)}
+def _endpoint_view(endpoint: ConnectorCounts) -> Object:
+    view = {name: _plain(getattr(endpoint, name)) for name in ConnectorCounts.__slots__ if name != "tokens"}
+    return view | {"tokens": asdict(endpoint.tokens)}
 
 
 def _plain(value: object) -> object:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from kvtier.sidecar.door import AttachedClient, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, Lease, LeaseUse
 from kvtier.sidecar.lmcache.promises import Promise
 from kvtier.sidecar.lmcache.registrations import Instance
 from kvtier.sidecar.lmcache.stores import Store

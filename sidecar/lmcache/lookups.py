@@ -25,7 +25,7 @@ RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
 
 class Lookups:
     """Counts each lookup once, when it is known what can be loaded. What an engine has on its device only lmcache 0.5.7
-    and later tells; of others it is asked for here like the rest. Owned by the door's thread."""
+    and later tells; of others it is asked for here like the rest. Owned by the endpoint's thread."""
 
     def __init__(
         self,

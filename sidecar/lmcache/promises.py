@@ -319,7 +319,7 @@ class Promise:
 
 class Promises:
     """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
-    would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the door's thread."""
+    would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the endpoint's thread."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Instance:
 
 class Registrations:
     """A worker is attached from its registration until it unregisters, registers anew, or its connection ends. Not
-    while it is silent: an engine without requests sends nothing at all. Owned by the door's thread."""
+    while it is silent: an engine without requests sends nothing at all. Owned by the endpoint's thread."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class Stores:
 
     A reservation ends with its commit or with its worker's process, and never by time: a thread that is stopped in the
     middle of a copy goes on with it whenever it is woken up, also while other threads of its process are served.
-    Owned by the door's thread.
+    Owned by the endpoint's thread.
     """
 
     def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:

@@ -72,7 +72,7 @@ class TokenKeys:
     are asked about one document.
 
     The last one of each beginning is kept also when it is over, up to `MAX_OVER_BYTES`; beyond that, and beyond
-    `MAX_BYTES`, the one goes that was used least lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the
+    `MAX_BYTES`, the one goes that was used least lately. Owned by the endpoint's thread. A key of 131,072 tokens: 9 ms the
     first time, 7.5 of them msgpack's, 2 in another request, 1.0 repeated in the same, of which msgpack takes 0.95 to
     find the end of the array.
     """

@@ -31,7 +31,7 @@ class Verifier:
     first still holds it: many requests for one document come at once. The lease of the first keeps the slot from all
     who ask for room, and its engine will copy these bytes without another look, so the second relies on no more than
     the first does. What neither can know is that a process of the same user has written where it was given nothing;
-    `FRESH_S` bounds for how long that is not seen. What no promise holds is always read again. Owned by the door's
+    `FRESH_S` bounds for how long that is not seen. What no promise holds is always read again. Owned by the endpoint's
     thread.
     """
 

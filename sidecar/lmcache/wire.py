@@ -31,7 +31,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Refused(ValueError):
-    """A request that cannot be understood, or that asks for what this door does not do; *kind* is counted."""
+    """A request that cannot be understood, or that asks for what this endpoint does not do; *kind* is counted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -1,1 +1,1 @@
-"""The door at which kvtier's own engines attach."""
+"""The endpoint at which kvtier's own engines attach."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Malformed
-from kvtier.sidecar.door import Lease, LeaseUse
+from kvtier.sidecar.endpoint import Lease, LeaseUse
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES

@@ -26,7 +26,14 @@ NO_RESULT = {
 # Results whose rows have other names than the benchmark's by now, as they are of other questions, until `make results`
 # measures them anew.
 OLD_RESULTS = {
-    *("observability_tokens", "doors_faults", "doors_tiers", "doors_cost", "sidecar", "sidecar_foul_clients"),
+    *(
+        "observability_tokens",
+        "connectors_faults",
+        "connectors_tiers",
+        "connectors_cost",
+        "sidecar",
+        "sidecar_foul_clients",
+    ),
 }
 LIST = """import json; from bench.catalogue import RESULTS
 print(json.dumps([

@@ -1,4 +1,4 @@
-"""An error of the connector's own: logged and counted once, never raised, and the door rests."""
+"""An error of the connector's own: logged and counted once, never raised, and the connector rests."""
 
 import logging
 

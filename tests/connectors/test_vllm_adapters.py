@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_door_bed import FakeAdapter, InlineThreads
+from vllm_connector_bed import FakeAdapter, InlineThreads
 from waiting import join
 
 from kvtier.connectors.vllm_connector.adapters import Adapters

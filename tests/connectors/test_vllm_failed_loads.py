@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from vllm_door_bed import BLOCK, FULL, HYBRID, DoorBed, FakeRequest
+from vllm_connector_bed import BLOCK, FULL, HYBRID, ConnectorBed, FakeRequest
 from vllm_play import VllmPlay
 
 from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
@@ -14,29 +14,29 @@ NUM_DOCUMENT = 40  # tokens: ten blocks
 
 
 @pytest.fixture(params=[FULL, HYBRID], ids=["full", "hybrid"])
-def bed(request: pytest.FixtureRequest) -> Iterator[DoorBed]:
-    bed = DoorBed(request.param)
+def bed(request: pytest.FixtureRequest) -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(request.param)
     yield bed
     bed.check()
     bed.close()
 
 
 @pytest.fixture
-def full() -> Iterator[DoorBed]:
-    bed = DoorBed(FULL)
+def full() -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(FULL)
     yield bed
     bed.check()
     bed.close()
 
 
-def stored(bed: DoorBed) -> list[int]:
+def stored(bed: ConnectorBed) -> list[int]:
     """A document whose ten blocks are below."""
     document = bed.prompt(NUM_DOCUMENT)
     bed.run(bed.request(document + bed.prompt(2)))
     return document
 
 
-def promised(bed: DoorBed, tokens: list[int]) -> FakeRequest:
+def promised(bed: ConnectorBed, tokens: list[int]) -> FakeRequest:
     """A request that vLLM was told to load a document for."""
     request = bed.request(tokens)
     assert bed.match(request) == NUM_DOCUMENT
@@ -44,7 +44,7 @@ def promised(bed: DoorBed, tokens: list[int]) -> FakeRequest:
     return request
 
 
-def recompute(bed: DoorBed, request: FakeRequest, num_good: int, chunk: int = 64) -> None:
+def recompute(bed: ConnectorBed, request: FakeRequest, num_good: int, chunk: int = 64) -> None:
     """As vLLM does with the policy "recompute": go back to the last good token, in the same pages."""
     request.num_computed_tokens = num_good
     while request.num_computed_tokens < request.num_tokens:
@@ -55,7 +55,7 @@ def recompute(bed: DoorBed, request: FakeRequest, num_good: int, chunk: int = 64
         bed.clock.now += 0.03
 
 
-def found_by_another_engine(bed: DoorBed, tokens: list[int]) -> int:
+def found_by_another_engine(bed: ConnectorBed, tokens: list[int]) -> int:
     """How many tokens a new engine loads of the prompt; it raises if any page is then wrong."""
     bed.check()
     bed.tiers.close()
@@ -63,7 +63,7 @@ def found_by_another_engine(bed: DoorBed, tokens: list[int]) -> int:
     return bed.run(bed.request([*tokens, 1, 2]))
 
 
-def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed: DoorBed) -> None:
+def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed: ConnectorBed) -> None:
     document = stored(bed)
     tokens = document + bed.prompt(20)
     request = promised(bed, tokens)
@@ -79,7 +79,7 @@ def test_what_a_step_computed_from_pages_that_were_not_loaded_is_never_found(bed
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
 
 
-def test_what_is_computed_again_from_the_last_good_token_on_is_stored(bed: DoorBed) -> None:
+def test_what_is_computed_again_from_the_last_good_token_on_is_stored(bed: ConnectorBed) -> None:
     document = stored(bed)
     tokens = document + bed.prompt(20)
     request = promised(bed, tokens)
@@ -94,7 +94,7 @@ def test_what_is_computed_again_from_the_last_good_token_on_is_stored(bed: DoorB
     assert found_by_another_engine(bed, tokens) == 60
 
 
-def test_pages_of_a_load_that_fails_half_way_are_told(full: DoorBed) -> None:
+def test_pages_of_a_load_that_fails_half_way_are_told(full: ConnectorBed) -> None:
     first, second = (full.request(stored(full) + full.prompt(20)) for _ in range(2))
     assert [full.match(request) for request in (first, second)] == [NUM_DOCUMENT, NUM_DOCUMENT]
     for request in (first, second):
@@ -112,7 +112,7 @@ def test_pages_of_a_load_that_fails_half_way_are_told(full: DoorBed) -> None:
 
 
 def test_pages_of_every_group_of_a_load_that_fails_half_way_are_told() -> None:
-    bed = DoorBed(HYBRID)
+    bed = ConnectorBed(HYBRID)
     tokens = stored(bed) + bed.prompt(20)
     request = promised(bed, tokens)
     bed.segment.fail_after(1)
@@ -126,7 +126,7 @@ def test_pages_of_every_group_of_a_load_that_fails_half_way_are_told() -> None:
     bed.close()
 
 
-def test_a_request_that_shares_pages_with_the_failed_one_stores_nothing_behind_them(full: DoorBed) -> None:
+def test_a_request_that_shares_pages_with_the_failed_one_stores_nothing_behind_them(full: ConnectorBed) -> None:
     document = stored(full)
     request = promised(full, document + full.prompt(20))
     other = full.request(document + full.prompt(20))
@@ -141,7 +141,7 @@ def test_a_request_that_shares_pages_with_the_failed_one_stores_nothing_behind_t
     assert found_by_another_engine(full, list(other.tokens)) == NUM_DOCUMENT
 
 
-def test_what_was_computed_behind_shared_pages_stays_untrusted_in_vllms_own_cache(full: DoorBed) -> None:
+def test_what_was_computed_behind_shared_pages_stays_untrusted_in_vllms_own_cache(full: ConnectorBed) -> None:
     """With the policy "fail" vLLM forgets the failed request's pages, and not those of the one that shared them."""
     document = stored(full)
     request = promised(full, document + full.prompt(20))
@@ -166,7 +166,7 @@ def test_what_was_computed_behind_shared_pages_stays_untrusted_in_vllms_own_cach
 
 def test_a_request_that_shares_only_what_the_failed_one_computed_stores_nothing_behind_it() -> None:
     """Where all layers forget, no page that was to be loaded is among its own."""
-    bed = DoorBed((SlidingWindow(BLOCK, 9),))
+    bed = ConnectorBed((SlidingWindow(BLOCK, 9),))
     document = stored(bed)
     request = promised(bed, document + bed.prompt(20))
     other = bed.request(list(request.tokens) + bed.prompt(20))
@@ -181,7 +181,7 @@ def test_a_request_that_shares_only_what_the_failed_one_computed_stores_nothing_
     bed.close()
 
 
-def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorBed) -> None:
+def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: ConnectorBed) -> None:
     document = stored(full)
     request = promised(full, document + full.prompt(2))
     other = full.request(document + full.prompt(20))
@@ -209,7 +209,7 @@ def test_pages_that_a_tainted_request_is_given_later_are_tainted_too(full: DoorB
     assert found_by_another_engine(full, list(third.tokens)) == 44
 
 
-def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(full: DoorBed) -> None:
+def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(full: ConnectorBed) -> None:
     """The request has them in a step in which nothing of it is stored, and is preempted in the next one."""
     request = promised(full, stored(full) + full.prompt(20))
     pages = request.pages[0]
@@ -236,7 +236,7 @@ def test_pages_that_are_given_before_the_failure_is_heard_of_are_tainted_too(ful
     assert found_by_another_engine(full, list(other.tokens)) == 44
 
 
-def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
+def test_pages_that_are_good_again_are_trusted_again(full: ConnectorBed) -> None:
     document = stored(full)
     request = promised(full, document + full.prompt(20))
     full.segment.fail_after(0)
@@ -260,7 +260,7 @@ def test_pages_that_are_good_again_are_trusted_again(full: DoorBed) -> None:
     assert found_by_another_engine(full, list(early.tokens)) == 60
 
 
-def test_pages_that_are_used_anew_are_trusted_again(full: DoorBed) -> None:
+def test_pages_that_are_used_anew_are_trusted_again(full: ConnectorBed) -> None:
     document = stored(full)
     failed = promised(full, document + full.prompt(20))
     full.segment.fail_after(0)
@@ -278,7 +278,7 @@ def test_pages_that_are_used_anew_are_trusted_again(full: DoorBed) -> None:
         assert found_by_another_engine(full, list(request.tokens)) == 60
 
 
-def test_what_a_later_chunk_computes_behind_the_hole_is_not_stored(full: DoorBed) -> None:
+def test_what_a_later_chunk_computes_behind_the_hole_is_not_stored(full: ConnectorBed) -> None:
     """With asynchronous scheduling the next step is scheduled before vLLM hears of the failure."""
     tokens = stored(full) + full.prompt(20)
     request = promised(full, tokens)
@@ -299,7 +299,7 @@ def test_what_a_later_chunk_computes_behind_the_hole_is_not_stored(full: DoorBed
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
-def test_a_request_that_ends_before_its_failure_is_heard_of_stores_nothing(full: DoorBed) -> None:
+def test_a_request_that_ends_before_its_failure_is_heard_of_stores_nothing(full: ConnectorBed) -> None:
     """With the policy "fail" vLLM ends the request first, and hands on the workers' report then."""
     tokens = stored(full) + full.prompt(20)
     request = promised(full, tokens)
@@ -316,7 +316,7 @@ def test_a_request_that_ends_before_its_failure_is_heard_of_stores_nothing(full:
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
-def test_a_request_that_has_ended_is_kept_in_mind_until_its_own_step_is_reported(full: DoorBed) -> None:
+def test_a_request_that_has_ended_is_kept_in_mind_until_its_own_step_is_reported(full: ConnectorBed) -> None:
     tokens = stored(full) + full.prompt(20)
     earlier, request = full.request(full.prompt(20)), full.request(tokens)
     full.match(earlier)
@@ -340,7 +340,7 @@ def test_a_request_that_has_ended_is_kept_in_mind_until_its_own_step_is_reported
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
-def test_a_request_that_is_preempted_before_its_failure_is_heard_of_stores_nothing(full: DoorBed) -> None:
+def test_a_request_that_is_preempted_before_its_failure_is_heard_of_stores_nothing(full: ConnectorBed) -> None:
     tokens = stored(full) + full.prompt(20)
     request = promised(full, tokens)
     full.segment.fail_after(0)
@@ -360,7 +360,7 @@ def test_a_request_that_is_preempted_before_its_failure_is_heard_of_stores_nothi
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_worker_that_fails_is_enough(rank: int) -> None:
-    bed = DoorBed(FULL, num_workers=2)
+    bed = ConnectorBed(FULL, num_workers=2)
     tokens = stored(bed) + bed.prompt(20)
     request = promised(bed, tokens)
     bed.segments[rank].fail_after(0)
@@ -376,7 +376,7 @@ def test_one_worker_that_fails_is_enough(rank: int) -> None:
 
 
 def test_what_some_workers_have_not_loaded_counts_although_others_say_nothing() -> None:
-    bed = DoorBed(FULL, num_workers=2)
+    bed = ConnectorBed(FULL, num_workers=2)
     request = promised(bed, stored(bed) + bed.prompt(20))
     work = bed.side.step({request.request_id: 12}, {request.request_id: request.pages}.get)
     request.num_computed_tokens += 12
@@ -390,7 +390,7 @@ def test_what_some_workers_have_not_loaded_counts_although_others_say_nothing() 
     bed.close()
 
 
-def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: DoorBed) -> None:
+def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: ConnectorBed) -> None:
     """Between what vLLM was told and the pages that it gives, another hook fails: all leases are let go."""
     tokens = stored(bed) + bed.prompt(20)
     request = bed.request(tokens)
@@ -408,7 +408,7 @@ def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: DoorBed) -> None:
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
 
 
-def test_a_request_whose_step_was_not_planned_stores_nothing_behind_it(full: DoorBed) -> None:
+def test_a_request_whose_step_was_not_planned_stores_nothing_behind_it(full: ConnectorBed) -> None:
     tokens = stored(full) + full.prompt(20)
     request = promised(full, tokens)
 
@@ -425,7 +425,7 @@ def test_a_request_whose_step_was_not_planned_stores_nothing_behind_it(full: Doo
     assert found_by_another_engine(full, tokens) == NUM_DOCUMENT
 
 
-def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: DoorBed) -> None:
+def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: ConnectorBed) -> None:
     """The hook has failed after all that it did, so the pages of the load are filled, and the others are not."""
     tokens = stored(bed) + bed.prompt(20)
     request = promised(bed, tokens)
@@ -440,7 +440,7 @@ def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: 
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
 
 
-def test_what_a_step_that_failed_was_to_store_is_never_found(full: DoorBed) -> None:
+def test_what_a_step_that_failed_was_to_store_is_never_found(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))  # slots lie ready
     first, second = (full.request(full.prompt(40)) for _ in range(2))
     for request in (first, second):
@@ -462,7 +462,7 @@ def test_what_a_step_that_failed_was_to_store_is_never_found(full: DoorBed) -> N
     assert found_by_another_engine(full, list(first.tokens)) == 0
 
 
-def test_pages_of_a_load_that_was_given_up_are_told_if_the_step_fails_too(full: DoorBed) -> None:
+def test_pages_of_a_load_that_was_given_up_are_told_if_the_step_fails_too(full: ConnectorBed) -> None:
     tokens = stored(full) + full.prompt(20)
     request = full.request(tokens)
     assert full.match(request) == NUM_DOCUMENT
@@ -479,7 +479,7 @@ def test_pages_of_a_load_that_was_given_up_are_told_if_the_step_fails_too(full: 
     assert full.worker.take_unloaded() == set(request.pages[0][:10])
 
 
-def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(full: DoorBed) -> None:
+def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(full: ConnectorBed) -> None:
     tokens = full.prompt(60)
     full.run(full.request(full.prompt(8)))
     request = full.request(tokens)
@@ -513,7 +513,7 @@ def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(
     assert found_by_another_engine(full, list(after.tokens)) == 16
 
 
-def test_blocks_before_the_hole_are_stored_all_the_same(full: DoorBed) -> None:
+def test_blocks_before_the_hole_are_stored_all_the_same(full: ConnectorBed) -> None:
     tokens = full.prompt(60)
     full.run(full.request(full.prompt(8)))
     request = full.request(tokens)
@@ -536,7 +536,7 @@ def test_blocks_before_the_hole_are_stored_all_the_same(full: DoorBed) -> None:
     assert found_by_another_engine(full, tokens) == 48
 
 
-def test_nothing_is_stored_while_the_connector_rests(full: DoorBed) -> None:
+def test_nothing_is_stored_while_the_connector_rests(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     request = full.request(full.prompt(20))
     full.match(request)
@@ -548,7 +548,7 @@ def test_nothing_is_stored_while_the_connector_rests(full: DoorBed) -> None:
     assert full.side.step({request.request_id: 20}, pages).stores
 
 
-def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:
+def test_pages_are_followed_while_the_connector_rests(full: ConnectorBed) -> None:
     document = stored(full)
     request = promised(full, document + full.prompt(20))
     full.segment.fail_after(0)
@@ -575,7 +575,7 @@ def test_pages_are_followed_while_the_connector_rests(full: DoorBed) -> None:
 @pytest.mark.parametrize("max_in_flight", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_loads_fail_no_engine_finds_a_wrong_block(recomputes: bool, max_in_flight: int, seed: int) -> None:
-    bed = DoorBed(FULL, num_bytes=256 << 10, seed=seed, num_workers=1 + seed % 2)
+    bed = ConnectorBed(FULL, num_bytes=256 << 10, seed=seed, num_workers=1 + seed % 2)
     play = VllmPlay(bed, recomputes, max_in_flight)
     documents = [bed.prompt(32) for _ in range(3)]
     prompts = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm_door_bed import BLOCK, FULL, HYBRID, MAX_STORED, DoorBed, FakeRequest, blocks_aligned
+from vllm_connector_bed import BLOCK, FULL, HYBRID, MAX_STORED, ConnectorBed, FakeRequest, blocks_aligned
 
 from kvtier.connectors.vllm_connector.counts import Unstored
 from kvtier.connectors.vllm_connector.step_work import StepWork
@@ -15,8 +15,8 @@ NUM_TOKENS = 42  # ten blocks and two tokens
 
 
 @pytest.fixture(params=[FULL, HYBRID], ids=["full", "hybrid"])
-def bed(request: pytest.FixtureRequest) -> Iterator[DoorBed]:
-    bed = DoorBed(request.param)
+def bed(request: pytest.FixtureRequest) -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(request.param)
     bed.run(bed.request(bed.prompt(8)))  # its workers map the memory
     yield bed
     bed.check()
@@ -24,15 +24,15 @@ def bed(request: pytest.FixtureRequest) -> Iterator[DoorBed]:
 
 
 @pytest.fixture
-def full() -> Iterator[DoorBed]:
-    bed = DoorBed(FULL)
+def full() -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(FULL)
     bed.run(bed.request(bed.prompt(8)))
     yield bed
     bed.check()
     bed.close()
 
 
-def computed(bed: DoorBed, num_tokens: int = NUM_TOKENS) -> FakeRequest:
+def computed(bed: ConnectorBed, num_tokens: int = NUM_TOKENS) -> FakeRequest:
     """A request whose prompt a step has just computed."""
     request = bed.request(bed.prompt(num_tokens))
     bed.match(request)
@@ -42,7 +42,7 @@ def computed(bed: DoorBed, num_tokens: int = NUM_TOKENS) -> FakeRequest:
     return request
 
 
-def in_the_pages_of(bed: DoorBed, request: FakeRequest, num_matched: int, tokens: list[int]) -> FakeRequest:
+def in_the_pages_of(bed: ConnectorBed, request: FakeRequest, num_matched: int, tokens: list[int]) -> FakeRequest:
     """A request that vLLM has given the pages of another one."""
     other = bed.request(tokens)
     other.pages = [list(ids) for ids in request.pages]
@@ -51,7 +51,7 @@ def in_the_pages_of(bed: DoorBed, request: FakeRequest, num_matched: int, tokens
     return other
 
 
-def num_found(bed: DoorBed, request: FakeRequest) -> int:
+def num_found(bed: ConnectorBed, request: FakeRequest) -> int:
     """How many tokens a new engine loads of the prompt; it raises if any page is then wrong."""
     bed.tiers.close()
     bed.start_engine()
@@ -63,7 +63,7 @@ def num_stored(work: StepWork) -> int:
     return sum(len(copies.pages) for copies in work.stores if copies.group_id == 0)
 
 
-def test_a_request_that_ends_in_the_step_that_computes_it_is_stored_in_the_next(bed: DoorBed) -> None:
+def test_a_request_that_ends_in_the_step_that_computes_it_is_stored_in_the_next(bed: ConnectorBed) -> None:
     request = computed(bed)
     bed.side.on_finished(request)
 
@@ -73,7 +73,7 @@ def test_a_request_that_ends_in_the_step_that_computes_it_is_stored_in_the_next(
     assert num_found(bed, request) == 40
 
 
-def test_pages_that_are_computed_anew_in_the_next_step_are_stored_before(bed: DoorBed) -> None:
+def test_pages_that_are_computed_anew_in_the_next_step_are_stored_before(bed: ConnectorBed) -> None:
     request = computed(bed)
     bed.side.on_finished(request)
     other = in_the_pages_of(bed, request, 0, bed.prompt(NUM_TOKENS))
@@ -86,7 +86,7 @@ def test_pages_that_are_computed_anew_in_the_next_step_are_stored_before(bed: Do
     assert num_found(bed, other) == 40
 
 
-def test_pages_that_are_loaded_anew_in_the_next_step_are_stored_before(full: DoorBed) -> None:
+def test_pages_that_are_loaded_anew_in_the_next_step_are_stored_before(full: ConnectorBed) -> None:
     document = full.prompt(NUM_TOKENS)
     full.run(full.request(document))
     other = full.request(document)
@@ -106,7 +106,7 @@ def test_pages_that_are_loaded_anew_in_the_next_step_are_stored_before(full: Doo
     assert num_found(full, request) == 40
 
 
-def test_pages_that_a_preempted_request_had_are_stored_before_others_write_to_them(bed: DoorBed) -> None:
+def test_pages_that_a_preempted_request_had_are_stored_before_others_write_to_them(bed: ConnectorBed) -> None:
     request = computed(bed)
     request.num_computed_tokens = 0  # and it waits for pages again
     other = in_the_pages_of(bed, request, 0, bed.prompt(NUM_TOKENS))
@@ -119,7 +119,7 @@ def test_pages_that_a_preempted_request_had_are_stored_before_others_write_to_th
     bed.side.on_finished(request)
 
 
-def test_a_request_that_is_aborted_while_its_step_is_computed_is_stored_as_it_was_computed(full: DoorBed) -> None:
+def test_a_request_that_is_aborted_while_its_step_is_computed_is_stored_as_it_was_computed(full: ConnectorBed) -> None:
     request = full.request(full.prompt(NUM_TOKENS))
     full.match(request)
     full.allocate(request, 0)
@@ -133,7 +133,7 @@ def test_a_request_that_is_aborted_while_its_step_is_computed_is_stored_as_it_wa
     assert num_found(full, request) == 40
 
 
-def test_pages_that_vllm_changes_first_are_not_stored(full: DoorBed) -> None:
+def test_pages_that_vllm_changes_first_are_not_stored(full: ConnectorBed) -> None:
     request = computed(full)
     full.side.on_finished(request)
     lost = request.pages[0][4:6]
@@ -153,7 +153,7 @@ def test_pages_that_vllm_changes_first_are_those_it_zeroes_and_those_it_copies_t
     assert overwritten_pages(SimpleNamespace(new_block_ids_to_zero=None, kv_cache_block_copies=None)) == set()
 
 
-def test_a_step_stores_a_bounded_number_of_blocks_and_the_next_ones_the_others(bed: DoorBed) -> None:
+def test_a_step_stores_a_bounded_number_of_blocks_and_the_next_ones_the_others(bed: ConnectorBed) -> None:
     request = computed(bed, 3 * MAX_STORED * BLOCK)
 
     works = []
@@ -170,7 +170,7 @@ def test_a_step_stores_a_bounded_number_of_blocks_and_the_next_ones_the_others(b
     assert num_found(bed, request) == blocks_aligned(bed.groups, request.num_tokens)
 
 
-def test_what_found_too_few_slots_is_offered_once_more_when_its_request_ends(full: DoorBed) -> None:
+def test_what_found_too_few_slots_is_offered_once_more_when_its_request_ends(full: ConnectorBed) -> None:
     request = computed(full, MAX_STORED * BLOCK)
     first = full.step({request.request_id: 0}, request)
 
@@ -184,7 +184,7 @@ def test_what_found_too_few_slots_is_offered_once_more_when_its_request_ends(ful
     assert not any(full.side.counts.unstored_blocks.values())
 
 
-def test_several_requests_of_a_step_share_its_bound(full: DoorBed) -> None:
+def test_several_requests_of_a_step_share_its_bound(full: ConnectorBed) -> None:
     requests = [full.request(full.prompt(MAX_STORED * BLOCK)) for _ in range(2)]
     for request in requests:
         full.match(request)
@@ -196,7 +196,7 @@ def test_several_requests_of_a_step_share_its_bound(full: DoorBed) -> None:
     assert num_stored(full.step()) == MAX_STORED
 
 
-def test_a_worker_that_was_not_called_first_has_stored_nothing(full: DoorBed) -> None:
+def test_a_worker_that_was_not_called_first_has_stored_nothing(full: ConnectorBed) -> None:
     request = computed(full)
     work = full.side.step({}, {}.get)
 
@@ -213,7 +213,7 @@ def test_a_worker_that_was_not_called_first_has_stored_nothing(full: DoorBed) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_one_worker_fails_to_copy_is_never_found(rank: int) -> None:
-    bed = DoorBed(FULL, num_workers=2)
+    bed = ConnectorBed(FULL, num_workers=2)
     bed.run(bed.request(bed.prompt(8)))
     request = computed(bed)
     bed.segments[rank].fail_after(0)
@@ -226,7 +226,7 @@ def test_a_store_that_one_worker_fails_to_copy_is_never_found(rank: int) -> None
     bed.close()
 
 
-def test_what_was_computed_with_the_weights_before_an_update_is_not_stored_after_it(full: DoorBed) -> None:
+def test_what_was_computed_with_the_weights_before_an_update_is_not_stored_after_it(full: ConnectorBed) -> None:
     request = computed(full)
     full.side.begin_anew()
 
@@ -234,7 +234,7 @@ def test_what_was_computed_with_the_weights_before_an_update_is_not_stored_after
     full.side.on_finished(request)
 
 
-def test_what_was_computed_before_a_step_that_failed_is_not_stored_twice(full: DoorBed) -> None:
+def test_what_was_computed_before_a_step_that_failed_is_not_stored_twice(full: ConnectorBed) -> None:
     request, other = computed(full), full.request(full.prompt(NUM_TOKENS))
     full.match(other)
     full.allocate(other, 0)

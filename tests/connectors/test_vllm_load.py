@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vllm_door_bed import BLOCK, FULL, InlineThreads
+from vllm_connector_bed import BLOCK, FULL, InlineThreads
 
 from kvtier.connectors.vllm_connector.digests import Digests
 from kvtier.connectors.vllm_connector.load import Load, Where

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm_bases import KVConnectorBase, OffloadingWorker, imported_with_vllm
 
-DOORS = "kvtier.connectors"
+CONNECTORS = "kvtier.connectors"
 NUM_PAGES, PAGE_BYTES = 6, 16
 
 
@@ -29,7 +29,7 @@ class Region:
 def test_a_load_that_is_to_be_expedited_brings_its_pages(
     monkeypatch: pytest.MonkeyPatch, expedited: dict[str, bool]
 ) -> None:
-    module = imported_with_vllm(monkeypatch, f"{DOORS}.vllm_offloading.cpu_worker")
+    module = imported_with_vllm(monkeypatch, f"{CONNECTORS}.vllm_offloading.cpu_worker")
     pages = torch.arange(NUM_PAGES * PAGE_BYTES, dtype=torch.int8).reshape(NUM_PAGES, PAGE_BYTES)
     expected, region = pages.clone(), Region()
     caches = SimpleNamespace(
@@ -53,7 +53,7 @@ def test_a_load_that_is_to_be_expedited_brings_its_pages(
 
 
 def test_the_connector_says_that_it_does_not_survive_vllms_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = imported_with_vllm(monkeypatch, f"{DOORS}.vllm_connector.connector").KVTierConnector
+    connector = imported_with_vllm(monkeypatch, f"{CONNECTORS}.vllm_connector.connector").KVTierConnector
 
     assert issubclass(connector, KVConnectorBase)
     assert KVConnectorBase.supports_sleep_mode({}) is True

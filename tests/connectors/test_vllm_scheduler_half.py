@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from vllm_door_bed import DoorBed
+from vllm_connector_bed import ConnectorBed
 from waiting import DEADLINE_S
 
 from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
@@ -14,15 +14,15 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 
 @pytest.fixture
-def bed() -> Iterator[DoorBed]:
-    bed = DoorBed()
+def bed() -> Iterator[ConnectorBed]:
+    bed = ConnectorBed()
     yield bed
     bed.check()
     bed.close()
 
 
 @pytest.fixture
-def half(bed: DoorBed) -> Iterator[SchedulerHalf]:
+def half(bed: ConnectorBed) -> Iterator[SchedulerHalf]:
     half = SchedulerHalf()
     half.attach(bed.side, bed.tiers, TransferEngine({}, Finished()), lambda: None)
     with half.guard.lock:  # which the thread that listens needs: the test has the bed to itself
@@ -30,7 +30,7 @@ def half(bed: DoorBed) -> Iterator[SchedulerHalf]:
     half.close()
 
 
-def test_what_is_computed_while_it_rests_is_not_stored(bed: DoorBed, half: SchedulerHalf) -> None:
+def test_what_is_computed_while_it_rests_is_not_stored(bed: ConnectorBed, half: SchedulerHalf) -> None:
     bed.run(bed.request(bed.prompt(8)))
     request = bed.request(bed.prompt(40))
     bed.match(request)
@@ -45,7 +45,7 @@ def test_what_is_computed_while_it_rests_is_not_stored(bed: DoorBed, half: Sched
 
 
 def test_what_is_computed_after_a_reset_is_apart_from_what_other_engines_share(
-    bed: DoorBed, half: SchedulerHalf
+    bed: ConnectorBed, half: SchedulerHalf
 ) -> None:
     prompt = bed.prompt(40)
     assert half.reset()
@@ -62,7 +62,7 @@ def test_what_is_computed_after_a_reset_is_apart_from_what_other_engines_share(
 
 
 @contextmanager
-def digests_under_way(bed: DoorBed, half: SchedulerHalf) -> Iterator[list[int]]:
+def digests_under_way(bed: ConnectorBed, half: SchedulerHalf) -> Iterator[list[int]]:
     """A prompt whose blocks have been copied. The thread that takes their digests waits for the lock, which the test
     gives up only where it waits itself."""
     prompt = bed.prompt(40)
@@ -77,12 +77,12 @@ def digests_under_way(bed: DoorBed, half: SchedulerHalf) -> Iterator[list[int]]:
     bed.threads.is_held = False
 
 
-def test_a_reset_waits_until_what_was_copied_is_let_go(bed: DoorBed, half: SchedulerHalf) -> None:
+def test_a_reset_waits_until_what_was_copied_is_let_go(bed: ConnectorBed, half: SchedulerHalf) -> None:
     with digests_under_way(bed, half):
         assert half.reset(), "blocks were leased"
 
 
-def test_what_was_copied_is_published_before_the_end(bed: DoorBed, half: SchedulerHalf) -> None:
+def test_what_was_copied_is_published_before_the_end(bed: ConnectorBed, half: SchedulerHalf) -> None:
     with digests_under_way(bed, half) as prompt:
         half.close()
 

@@ -1,4 +1,4 @@
-"""The connector's two halves on a sidecar's door, without vLLM: what is found, loaded and stored, and what goes
+"""The connector's two halves on a sidecar's connector, without vLLM: what is found, loaded and stored, and what goes
 wrong."""
 
 from collections import Counter
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_door_bed import (
+from vllm_connector_bed import (
     BLOCK,
     DEADLINE_S,
     FULL,
     HYBRID,
     PAGE_BYTES,
-    DoorBed,
+    ConnectorBed,
     FakeAdapter,
     FakeRequest,
     blocks_aligned,
@@ -30,22 +30,22 @@ NUM_TOKENS = 42  # ten blocks and two tokens
 
 
 @pytest.fixture(params=[FULL, HYBRID], ids=["full", "hybrid"])
-def bed(request: pytest.FixtureRequest) -> Iterator[DoorBed]:
-    bed = DoorBed(request.param)
+def bed(request: pytest.FixtureRequest) -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(request.param)
     yield bed
     bed.check()
     bed.close()
 
 
 @pytest.fixture
-def full() -> Iterator[DoorBed]:
-    bed = DoorBed(FULL)
+def full() -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(FULL)
     yield bed
     bed.check()
     bed.close()
 
 
-def test_what_one_request_has_computed_the_next_one_loads_into_its_own_pages(bed: DoorBed) -> None:
+def test_what_one_request_has_computed_the_next_one_loads_into_its_own_pages(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     other = bed.prompt(20)
 
@@ -56,7 +56,7 @@ def test_what_one_request_has_computed_the_next_one_loads_into_its_own_pages(bed
     assert bed.leased() == 0
 
 
-def test_another_engine_loads_what_the_first_has_stored(bed: DoorBed) -> None:
+def test_another_engine_loads_what_the_first_has_stored(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     bed.tiers.close()
@@ -66,7 +66,7 @@ def test_another_engine_loads_what_the_first_has_stored(bed: DoorBed) -> None:
     assert bed.run(bed.request(prompt)) == 40
 
 
-def test_what_a_step_computes_the_next_one_stores(bed: DoorBed) -> None:
+def test_what_a_step_computes_the_next_one_stores(bed: ConnectorBed) -> None:
     request = bed.request(bed.prompt(NUM_TOKENS))
     assert bed.match(request) == 0
     bed.allocate(request, 0)
@@ -77,7 +77,7 @@ def test_what_a_step_computes_the_next_one_stores(bed: DoorBed) -> None:
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
 
-def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: DoorBed) -> None:
+def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: ConnectorBed) -> None:
     began_at = full.clock.now
     for _ in range(3):
         request = full.request(full.prompt(NUM_TOKENS))
@@ -92,7 +92,7 @@ def test_workers_that_cannot_map_the_memory_are_waited_for_once(full: DoorBed) -
     assert not work.stores, "no worker could copy it"
 
 
-def test_nothing_is_promised_that_no_worker_could_copy(full: DoorBed) -> None:
+def test_nothing_is_promised_that_no_worker_could_copy(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
     full.tiers.close()
@@ -111,18 +111,18 @@ def test_nothing_is_promised_that_no_worker_could_copy(full: DoorBed) -> None:
     assert full.side.counts.late_loads == 2
 
 
-def test_so_many_loads_are_under_way_at_a_time(full: DoorBed) -> None:
+def test_so_many_loads_are_under_way_at_a_time(full: ConnectorBed) -> None:
     prompt = full.prompt(2 * BLOCK)
     full.run(full.request(prompt))
     full.listen()
-    before = full.sidecar.door.counts().num_asked
+    before = full.sidecar.connector.counts().num_asked
     full.threads.is_held = True
 
     requests = [full.request(prompt + full.prompt(2)) for _ in range(MAX_LOADS + 2)]
     assert {full.side.num_matched(request, 0) for request in requests} == {None}
     full.listen()
 
-    assert full.sidecar.door.counts().num_asked - before == 2 * MAX_LOADS
+    assert full.sidecar.connector.counts().num_asked - before == 2 * MAX_LOADS
     full.threads.is_held = False
     full.threads.go_on()
     assert [full.match(request) for request in requests] == [2 * BLOCK] * len(requests)
@@ -131,25 +131,25 @@ def test_so_many_loads_are_under_way_at_a_time(full: DoorBed) -> None:
     assert full.leased() == 0
 
 
-def test_a_lookup_asks_the_sidecar_nothing(full: DoorBed) -> None:
+def test_a_lookup_asks_the_sidecar_nothing(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(NUM_TOKENS)))
     full.listen()
-    before = full.sidecar.door.counts().operations
+    before = full.sidecar.connector.counts().operations
 
     assert full.side.num_matched(full.request(full.prompt(NUM_TOKENS)), 0) == 0
     full.listen()
 
-    assert full.sidecar.door.counts().operations == before
+    assert full.sidecar.connector.counts().operations == before
 
 
-def test_the_last_token_is_computed(full: DoorBed) -> None:
+def test_the_last_token_is_computed(full: ConnectorBed) -> None:
     prompt = full.prompt(40)
     full.run(full.request(prompt))
 
     assert full.run(full.request(prompt)) == 36
 
 
-def test_only_what_vllm_lacks_is_loaded(full: DoorBed) -> None:
+def test_only_what_vllm_lacks_is_loaded(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
 
@@ -157,7 +157,7 @@ def test_only_what_vllm_lacks_is_loaded(full: DoorBed) -> None:
     assert full.match(full.request(prompt), num_computed=40) == 0
 
 
-def test_what_vllm_has_lost_since_it_asked_is_loaded_too(full: DoorBed) -> None:
+def test_what_vllm_has_lost_since_it_asked_is_loaded_too(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
     request = full.request(prompt)
@@ -169,7 +169,7 @@ def test_what_vllm_has_lost_since_it_asked_is_loaded_too(full: DoorBed) -> None:
     full.finish(request)
 
 
-def test_salts_are_apart(full: DoorBed) -> None:
+def test_salts_are_apart(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt, cache_salt="ann"))
 
@@ -177,7 +177,7 @@ def test_salts_are_apart(full: DoorBed) -> None:
     assert full.run(full.request(prompt, cache_salt="ann")) == 40
 
 
-def test_blocks_are_their_salts_tenants(full: DoorBed) -> None:
+def test_blocks_are_their_salts_tenants(full: ConnectorBed) -> None:
     for salt in ("ann", "bob", None):
         full.run(full.request(full.prompt(NUM_TOKENS), cache_salt=salt))
 
@@ -195,7 +195,7 @@ def adapter(path: Path, number: int, weights: bytes) -> FakeAdapter:
     return FakeAdapter("legal", number, str(path))
 
 
-def test_two_adapters_of_one_name_and_place_are_apart(full: DoorBed, tmp_path: Path) -> None:
+def test_two_adapters_of_one_name_and_place_are_apart(full: ConnectorBed, tmp_path: Path) -> None:
     prompt = full.prompt(NUM_TOKENS)
     first = adapter(tmp_path / "a", 1, b"weights")
     full.run(full.request(prompt, lora_request=first))
@@ -212,7 +212,7 @@ def test_two_adapters_of_one_name_and_place_are_apart(full: DoorBed, tmp_path: P
 
 
 def test_an_adapter_whose_files_change_under_a_running_engine_is_not_kept_any_more(
-    full: DoorBed, tmp_path: Path
+    full: ConnectorBed, tmp_path: Path
 ) -> None:
     prompt = full.prompt(NUM_TOKENS)
     one = adapter(tmp_path / "a", 1, b"weights")
@@ -223,7 +223,7 @@ def test_an_adapter_whose_files_change_under_a_running_engine_is_not_kept_any_mo
     assert full.side.counts.stored_blocks == 10
 
 
-def test_an_adapter_that_is_no_folder_is_served_and_not_kept(full: DoorBed) -> None:
+def test_an_adapter_that_is_no_folder_is_served_and_not_kept(full: ConnectorBed) -> None:
     hub = FakeAdapter("legal", 1, "someone/legal")
     prompt = full.prompt(NUM_TOKENS)
 
@@ -231,7 +231,7 @@ def test_an_adapter_that_is_no_folder_is_served_and_not_kept(full: DoorBed) -> N
     assert full.side.counts.stored_blocks == 0
 
 
-def test_without_a_sidecar_nothing_is_waited_for(bed: DoorBed) -> None:
+def test_without_a_sidecar_nothing_is_waited_for(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     bed.sidecar.die()
@@ -241,7 +241,7 @@ def test_without_a_sidecar_nothing_is_waited_for(bed: DoorBed) -> None:
     assert bed.run(bed.request(prompt)) == 0
 
 
-def test_the_next_sidecar_is_used_as_the_first_was(bed: DoorBed) -> None:
+def test_the_next_sidecar_is_used_as_the_first_was(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     bed.sidecar.die()
@@ -253,7 +253,7 @@ def test_the_next_sidecar_is_used_as_the_first_was(bed: DoorBed) -> None:
     assert bed.run(bed.request(prompt)) == 40
 
 
-def test_a_stopped_sidecar_is_waited_for_until_the_deadline_and_leases_nothing_then(bed: DoorBed) -> None:
+def test_a_stopped_sidecar_is_waited_for_until_the_deadline_and_leases_nothing_then(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     began_at = bed.clock.now
@@ -272,7 +272,7 @@ def test_a_stopped_sidecar_is_waited_for_until_the_deadline_and_leases_nothing_t
     assert bed.leased() == 0
 
 
-def test_what_was_promised_is_right_although_the_sidecar_is_killed(bed: DoorBed) -> None:
+def test_what_was_promised_is_right_although_the_sidecar_is_killed(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     request = bed.request(prompt)
@@ -287,7 +287,7 @@ def test_what_was_promised_is_right_although_the_sidecar_is_killed(bed: DoorBed)
     assert not bed.worker.take_unloaded()
 
 
-def test_a_flipped_byte_is_found_counted_and_computed_again(full: DoorBed) -> None:
+def test_a_flipped_byte_is_found_counted_and_computed_again(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
     slots = full.sidecar.tiers.tiers.index.host[0].pool
@@ -304,7 +304,7 @@ def test_a_flipped_byte_is_found_counted_and_computed_again(full: DoorBed) -> No
     assert full.run(full.request(prompt)) == 40, "it was stored again"
 
 
-def test_digests_that_are_late_make_the_prefix_shorter(full: DoorBed) -> None:
+def test_digests_that_are_late_make_the_prefix_shorter(full: ConnectorBed) -> None:
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
     full.threads.is_held = True
@@ -318,7 +318,7 @@ def test_digests_that_are_late_make_the_prefix_shorter(full: DoorBed) -> None:
     assert full.leased() == 0
 
 
-def test_slots_that_the_worker_could_not_fill_are_never_found(full: DoorBed) -> None:
+def test_slots_that_the_worker_could_not_fill_are_never_found(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(NUM_TOKENS)))
     prompt = full.prompt(NUM_TOKENS)
     request = full.request(prompt)
@@ -343,7 +343,7 @@ def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
 
 
 def test_slots_that_a_worker_has_filled_in_part_are_never_found() -> None:
-    bed = DoorBed(HYBRID, num_workers=2)
+    bed = ConnectorBed(HYBRID, num_workers=2)
     bed.run(bed.request(bed.prompt(8)))
     request = bed.request(bed.prompt(40))
     bed.match(request)
@@ -361,7 +361,7 @@ def test_slots_that_a_worker_has_filled_in_part_are_never_found() -> None:
     bed.close()
 
 
-def test_a_worker_tells_at_once_that_it_maps_what_it_was_to_map(full: DoorBed) -> None:
+def test_a_worker_tells_at_once_that_it_maps_what_it_was_to_map(full: ConnectorBed) -> None:
     segment = full.side.step({}, lambda request_id: None).wanted
     assert segment is not None
     work = StepWork(1, segment)
@@ -375,7 +375,7 @@ def test_a_worker_tells_at_once_that_it_maps_what_it_was_to_map(full: DoorBed) -
 
 
 def test_blocks_whose_digests_could_not_be_taken_are_never_found(
-    full: DoorBed, monkeypatch: pytest.MonkeyPatch
+    full: ConnectorBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full.run(full.request(full.prompt(8)))
     request = full.request(full.prompt(40))
@@ -392,7 +392,7 @@ def test_blocks_whose_digests_could_not_be_taken_are_never_found(
     assert full.match(full.request(list(request.tokens))) == 0
 
 
-def test_what_two_requests_compute_in_one_step_is_copied_once(bed: DoorBed) -> None:
+def test_what_two_requests_compute_in_one_step_is_copied_once(bed: ConnectorBed) -> None:
     bed.run(bed.request(bed.prompt(8)))
     prompt = bed.prompt(40)
     requests = [bed.request(prompt), bed.request(prompt)]
@@ -407,7 +407,7 @@ def test_what_two_requests_compute_in_one_step_is_copied_once(bed: DoorBed) -> N
 
 
 def test_a_page_that_a_window_has_passed_is_not_stored() -> None:
-    bed = DoorBed(HYBRID)
+    bed = ConnectorBed(HYBRID)
     first = bed.request(bed.prompt(40))
     bed.match(first)
     bed.allocate(first, 0)
@@ -429,7 +429,7 @@ def test_a_page_that_a_window_has_passed_is_not_stored() -> None:
     bed.close()
 
 
-def test_a_request_that_has_no_pages_yet_stores_nothing(full: DoorBed) -> None:
+def test_a_request_that_has_no_pages_yet_stores_nothing(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     request = full.request(full.prompt(40))
     full.match(request)
@@ -440,7 +440,7 @@ def test_a_request_that_has_no_pages_yet_stores_nothing(full: DoorBed) -> None:
 
 
 def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None:
-    bed = DoorBed(FULL, num_workers=2)
+    bed = ConnectorBed(FULL, num_workers=2)
     bed.side.on_report(WorkerReport(0, bed.tiers.boot))
     assert not bed.side.is_mapped
 
@@ -460,7 +460,7 @@ def test_a_report_of_some_workers_only_is_of_no_mapping_and_of_no_copy() -> None
     bed.close()
 
 
-def test_slots_stay_leased_until_the_workers_have_copied_them(bed: DoorBed) -> None:
+def test_slots_stay_leased_until_the_workers_have_copied_them(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     request = bed.request(prompt)
@@ -473,7 +473,7 @@ def test_slots_stay_leased_until_the_workers_have_copied_them(bed: DoorBed) -> N
     assert bed.leased() == 0
 
 
-def test_an_aborted_request_leases_nothing(bed: DoorBed) -> None:
+def test_an_aborted_request_leases_nothing(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     asking, promised = bed.request(prompt), bed.request(prompt)
@@ -487,7 +487,7 @@ def test_an_aborted_request_leases_nothing(bed: DoorBed) -> None:
     assert bed.leased() == 0
 
 
-def test_a_request_that_was_preempted_looks_again(bed: DoorBed) -> None:
+def test_a_request_that_was_preempted_looks_again(bed: ConnectorBed) -> None:
     bed.run(bed.request(bed.prompt(NUM_TOKENS)))
     prompt = bed.prompt(NUM_TOKENS)
     request = bed.request(prompt)
@@ -503,7 +503,7 @@ def test_a_request_that_was_preempted_looks_again(bed: DoorBed) -> None:
     bed.finish(request)
 
 
-def test_a_prompt_that_is_computed_in_one_step_finds_slots_that_lie_ready(bed: DoorBed) -> None:
+def test_a_prompt_that_is_computed_in_one_step_finds_slots_that_lie_ready(bed: ConnectorBed) -> None:
     bed.run(bed.request(bed.prompt(8)))
     bed.clock.now += 5.0  # what was reserved for it only has gone back
     bed.listen()
@@ -517,7 +517,7 @@ def test_a_prompt_that_is_computed_in_one_step_finds_slots_that_lie_ready(bed: D
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
 
-def test_what_several_requests_complete_in_a_step_is_published_in_one_message(full: DoorBed) -> None:
+def test_what_several_requests_complete_in_a_step_is_published_in_one_message(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     requests = [full.request(full.prompt(8)) for _ in range(2)]
     for request in requests:
@@ -525,20 +525,20 @@ def test_what_several_requests_complete_in_a_step_is_published_in_one_message(fu
         full.allocate(request, 0)
     full.clock.now += 1.0  # all slots that are kept lie ready again
     full.listen()
-    before = full.sidecar.door.counts().operations
+    before = full.sidecar.connector.counts().operations
 
     full.step({request.request_id: 8 for request in requests}, *requests)
     work = full.step()
     full.listen()
 
-    told = full.sidecar.door.counts().operations
+    told = full.sidecar.connector.counts().operations
     assert sum(len(copies.slots) for copies in work.stores) == 4
     assert {kind: num - before.get(kind, 0) for kind, num in told.items() if num > before.get(kind, 0)} == {
         "publish": 1
     }
 
 
-def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) -> None:
+def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     full.sidecar.is_stopped = True
     for _ in range(2):  # the first one takes the slots that lie ready
@@ -553,12 +553,12 @@ def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) 
     full.sidecar.is_stopped = False
 
 
-def unstored(bed: DoorBed) -> dict[Unstored, int]:
+def unstored(bed: ConnectorBed) -> dict[Unstored, int]:
     """How many blocks were not stored, less the reasons that there were not."""
     return {why: number for why, number in bed.side.counts.unstored_blocks.items() if number}
 
 
-def run_unmatched(bed: DoorBed, request: FakeRequest) -> None:
+def run_unmatched(bed: ConnectorBed, request: FakeRequest) -> None:
     """Serve a request of which nothing is looked for."""
     bed.allocate(request, 0)
     bed.compute(request)
@@ -566,7 +566,7 @@ def run_unmatched(bed: DoorBed, request: FakeRequest) -> None:
 
 
 def test_what_a_full_sidecar_has_no_slot_for_is_counted_as_that() -> None:
-    bed = DoorBed(FULL, num_bytes=64 * 2 * PAGE_BYTES)
+    bed = ConnectorBed(FULL, num_bytes=64 * 2 * PAGE_BYTES)
     request = bed.request(bed.prompt(100 * BLOCK))
 
     bed.run(bed.request(bed.prompt(8)))  # its worker maps the memory
@@ -586,7 +586,7 @@ def test_what_a_full_sidecar_has_no_slot_for_is_counted_as_that() -> None:
     bed.close()
 
 
-def test_what_is_computed_before_the_workers_map_the_memory_is_counted_as_that(full: DoorBed) -> None:
+def test_what_is_computed_before_the_workers_map_the_memory_is_counted_as_that(full: ConnectorBed) -> None:
     request = full.request(full.prompt(NUM_TOKENS))
     full.allocate(request, 0)
 
@@ -598,7 +598,7 @@ def test_what_is_computed_before_the_workers_map_the_memory_is_counted_as_that(f
     assert unstored(full) == {Unstored.UNMAPPED: 10}
 
 
-def test_what_is_computed_without_a_sidecar_is_counted_as_that(full: DoorBed) -> None:
+def test_what_is_computed_without_a_sidecar_is_counted_as_that(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     full.sidecar.die()
     full.listen()
@@ -608,7 +608,7 @@ def test_what_is_computed_without_a_sidecar_is_counted_as_that(full: DoorBed) ->
     assert unstored(full) == {Unstored.NO_SIDECAR: 10}
 
 
-def test_what_is_computed_while_the_connector_rests_is_counted_as_that(full: DoorBed) -> None:
+def test_what_is_computed_while_the_connector_rests_is_counted_as_that(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     request = full.request(full.prompt(NUM_TOKENS))
     full.allocate(request, 0)
@@ -621,7 +621,7 @@ def test_what_is_computed_while_the_connector_rests_is_counted_as_that(full: Doo
     assert unstored(full) == {Unstored.RESTING: 10}
 
 
-def test_what_found_its_slots_in_a_later_step_is_not_counted(full: DoorBed) -> None:
+def test_what_found_its_slots_in_a_later_step_is_not_counted(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(8)))
     request = full.request(full.prompt(30 * BLOCK))
 
@@ -631,7 +631,7 @@ def test_what_found_its_slots_in_a_later_step_is_not_counted(full: DoorBed) -> N
     assert unstored(full) == {}
 
 
-def test_slots_lie_ready_at_once_after_a_reset(bed: DoorBed) -> None:
+def test_slots_lie_ready_at_once_after_a_reset(bed: ConnectorBed) -> None:
     """A reset gives back what lay ready."""
     bed.run(bed.request(bed.prompt(8)))
     bed.side.begin_anew()
@@ -647,7 +647,7 @@ def test_slots_lie_ready_at_once_after_a_reset(bed: DoorBed) -> None:
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
 
-def test_what_was_counted_is_handed_over_once_with_its_reasons(full: DoorBed) -> None:
+def test_what_was_counted_is_handed_over_once_with_its_reasons(full: ConnectorBed) -> None:
     counts = full.side.counts
     counts.stored_blocks += 3
     counts.unstored_blocks[Unstored.LATE] += 2
@@ -662,7 +662,7 @@ def test_what_was_counted_is_handed_over_once_with_its_reasons(full: DoorBed) ->
     assert not any(second.values())
 
 
-def test_what_vllm_was_told_of_is_told_to_be_missing_if_a_step_fails(full: DoorBed) -> None:
+def test_what_vllm_was_told_of_is_told_to_be_missing_if_a_step_fails(full: ConnectorBed) -> None:
     """Nothing that is known makes a step fail: it is the last line before wrong tokens."""
     prompt = full.prompt(NUM_TOKENS)
     full.run(full.request(prompt))
@@ -681,7 +681,7 @@ def test_what_vllm_was_told_of_is_told_to_be_missing_if_a_step_fails(full: DoorB
     assert full.leased() == 0
 
 
-def test_reset_forgets_all_of_it(bed: DoorBed) -> None:
+def test_reset_forgets_all_of_it(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
 
@@ -695,7 +695,7 @@ def test_reset_forgets_all_of_it(bed: DoorBed) -> None:
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_becomes_of_the_sidecar_no_page_is_wrong(groups: Sequence[AttentionGroup], seed: int) -> None:
-    bed = DoorBed(groups, seed=seed)
+    bed = ConnectorBed(groups, seed=seed)
     documents = [bed.prompt(32) for _ in range(4)]
     num_loaded = 0
     for _ in range(60):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_door_bed import FULL, NUM_PAGES, PAGE_BYTES, DoorBed, FakeRequest
+from vllm_connector_bed import FULL, NUM_PAGES, PAGE_BYTES, ConnectorBed, FakeRequest
 
 from kvtier.connectors.vllm_connector.step_work import StepWork
 from kvtier.sidecar.port import STUCK_S
@@ -30,8 +30,8 @@ OF_AN_ENGINE = (
 
 
 @pytest.fixture
-def bed() -> Iterator[DoorBed]:
-    bed = DoorBed(FULL, num_bytes=16 << 10)
+def bed() -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(FULL, num_bytes=16 << 10)
     yield bed
     bed.close()
 
@@ -39,7 +39,7 @@ def bed() -> Iterator[DoorBed]:
 class Stopped:
     """The bed's engine, which has no turn until it `goes_on`; another one has taken its place."""
 
-    def __init__(self, bed: DoorBed) -> None:
+    def __init__(self, bed: ConnectorBed) -> None:
         self._bed = bed
         self._parts = {name: getattr(bed, name) for name in OF_AN_ENGINE}
         self._client = next(iter(bed.sidecar.port.clients))
@@ -73,7 +73,7 @@ def close(other: dict[str, Any]) -> None:
     other["worker"].close()
 
 
-def promised(bed: DoorBed) -> tuple[FakeRequest, StepWork]:
+def promised(bed: ConnectorBed) -> tuple[FakeRequest, StepWork]:
     """A request that vLLM was promised a prefix of, and the step in which it is copied."""
     document = bed.prompt(42)
     bed.run(bed.request(document))
@@ -84,7 +84,7 @@ def promised(bed: DoorBed) -> tuple[FakeRequest, StepWork]:
     return request, bed.side.step({request.request_id: 2}, {request.request_id: request.pages}.get)
 
 
-def test_an_engine_that_is_stopped_before_its_copy_loads_what_it_was_promised(bed: DoorBed) -> None:
+def test_an_engine_that_is_stopped_before_its_copy_loads_what_it_was_promised(bed: ConnectorBed) -> None:
     request, work = promised(bed)
     stopped = Stopped(bed)
     stopped.wait_let_go()
@@ -97,7 +97,7 @@ def test_an_engine_that_is_stopped_before_its_copy_loads_what_it_was_promised(be
     close(other)
 
 
-def test_an_engine_that_is_stopped_in_its_copy_writes_to_no_slot_of_another_one(bed: DoorBed) -> None:
+def test_an_engine_that_is_stopped_in_its_copy_writes_to_no_slot_of_another_one(bed: ConnectorBed) -> None:
     request = bed.request(bed.prompt(42))
     bed.match(request)
     bed.allocate(request, 0)
@@ -123,7 +123,7 @@ def test_an_engine_that_is_stopped_in_its_copy_writes_to_no_slot_of_another_one(
     close(other)
 
 
-def test_slots_are_free_again_once_a_stopped_engine_has_gone_on(bed: DoorBed) -> None:
+def test_slots_are_free_again_once_a_stopped_engine_has_gone_on(bed: ConnectorBed) -> None:
     _, work = promised(bed)
     stopped = Stopped(bed)
     stopped.wait_let_go()
@@ -143,7 +143,7 @@ def test_slots_are_free_again_once_a_stopped_engine_has_gone_on(bed: DoorBed) ->
     close(other)
 
 
-def test_slots_of_a_stopped_engine_are_free_when_it_and_its_worker_have_ended(bed: DoorBed) -> None:
+def test_slots_of_a_stopped_engine_are_free_when_it_and_its_worker_have_ended(bed: ConnectorBed) -> None:
     promised(bed)
     stopped = Stopped(bed)
     stopped.wait_let_go()
@@ -160,7 +160,7 @@ def test_slots_of_a_stopped_engine_are_free_when_it_and_its_worker_have_ended(be
     close(other)
 
 
-def test_a_stopped_sidecar_is_found_out_also_by_an_engine_that_asks_nothing(bed: DoorBed) -> None:
+def test_a_stopped_sidecar_is_found_out_also_by_an_engine_that_asks_nothing(bed: ConnectorBed) -> None:
     prompt = bed.prompt(200)
     bed.run(bed.request(prompt))
     bed.sidecar.is_stopped = True
@@ -179,16 +179,16 @@ def test_a_stopped_sidecar_is_found_out_also_by_an_engine_that_asks_nothing(bed:
     assert bed.tiers.is_attached
 
 
-def test_slots_are_kept_when_an_engine_is_closed_while_a_copy_hangs(bed: DoorBed) -> None:
+def test_slots_are_kept_when_an_engine_is_closed_while_a_copy_hangs(bed: ConnectorBed) -> None:
     promised(bed)
     bed.worker.close()
     bed.tiers.close_while_copying()
     bed.sidecar.turn()
 
-    assert sum(lease.num_chunks for client in bed.sidecar.door.clients() for lease in client.leases) >= 10
+    assert sum(lease.num_chunks for client in bed.sidecar.connector.clients() for lease in client.leases) >= 10
     close_as_a_process_does(bed.sidecar.path)
     bed.sidecar.turn()
-    assert bed.sidecar.door.clients() == []
+    assert bed.sidecar.connector.clients() == []
 
 
 def close_as_a_process_does(path: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chaos import FakeClock
-from vllm_door_bed import FULL, HYBRID, DoorBed, FakeRequest
+from vllm_connector_bed import FULL, HYBRID, ConnectorBed, FakeRequest
 from waiting import wait_for
 
 from kvtier.connectors.disk_below.open import open_disk_below
@@ -23,8 +23,8 @@ NAME = BlockName(bytes(32))
 
 
 @pytest.fixture(params=[FULL, HYBRID], ids=["full", "hybrid"])
-def bed(request: pytest.FixtureRequest) -> Iterator[DoorBed]:
-    bed = DoorBed(request.param, MemoryStore(1 << 20))
+def bed(request: pytest.FixtureRequest) -> Iterator[ConnectorBed]:
+    bed = ConnectorBed(request.param, MemoryStore(1 << 20))
     yield bed
     bed.check()
     bed.close()
@@ -47,7 +47,7 @@ def test_a_lineage_has_names_of_its_own_and_each_new_one_again() -> None:
 # The connector of vLLM.
 
 
-def test_what_is_computed_after_a_reset_is_found_by_this_engine_and_by_no_other(bed: DoorBed) -> None:
+def test_what_is_computed_after_a_reset_is_found_by_this_engine_and_by_no_other(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
 
@@ -62,7 +62,7 @@ def test_what_is_computed_after_a_reset_is_found_by_this_engine_and_by_no_other(
     assert bed.run(bed.request(prompt)) == 40
 
 
-def test_a_reset_while_the_sidecar_is_away_finds_nothing_of_before_once_it_is_back(bed: DoorBed) -> None:
+def test_a_reset_while_the_sidecar_is_away_finds_nothing_of_before_once_it_is_back(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     bed.sidecar.die()
@@ -78,7 +78,7 @@ def test_a_reset_while_the_sidecar_is_away_finds_nothing_of_before_once_it_is_ba
     assert bed.run(bed.request(prompt)) == 40, "another engine does not find what is on disk"
 
 
-def begun(bed: DoorBed, prompt: Sequence[int]) -> FakeRequest:
+def begun(bed: ConnectorBed, prompt: Sequence[int]) -> FakeRequest:
     """A request that waits for the step which computes it."""
     request = bed.request(prompt)
     assert bed.match(request) == 0
@@ -86,7 +86,7 @@ def begun(bed: DoorBed, prompt: Sequence[int]) -> FakeRequest:
     return request
 
 
-def test_what_a_step_copies_while_the_cache_is_reset_is_never_published(bed: DoorBed) -> None:
+def test_what_a_step_copies_while_the_cache_is_reset_is_never_published(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     request = begun(bed, prompt)
 
@@ -104,7 +104,7 @@ def test_what_a_step_copies_while_the_cache_is_reset_is_never_published(bed: Doo
     assert bed.run(bed.request(prompt)) == 0
 
 
-def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed: DoorBed) -> None:
+def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed: ConnectorBed) -> None:
     request = begun(bed, bed.prompt(NUM_TOKENS))
     bed.threads.is_held = True
     bed.step({request.request_id: NUM_TOKENS}, request)
@@ -122,7 +122,7 @@ def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed:
     assert bed.leased() == 0
 
 
-def test_a_request_that_waits_beyond_a_reset_finds_nothing_of_before(bed: DoorBed) -> None:
+def test_a_request_that_waits_beyond_a_reset_finds_nothing_of_before(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
     waiting = bed.request(prompt)
@@ -135,7 +135,7 @@ def test_a_request_that_waits_beyond_a_reset_finds_nothing_of_before(bed: DoorBe
     assert bed.leased() == 0
 
 
-def test_a_request_that_runs_beyond_a_reset_stores_nothing_more(bed: DoorBed) -> None:
+def test_a_request_that_runs_beyond_a_reset_stores_nothing_more(bed: ConnectorBed) -> None:
     """What vLLM has of it was computed with other weights, in part or as a whole."""
     request = begun(bed, bed.prompt(NUM_TOKENS))
     bed.step({request.request_id: 20}, request)

@@ -35,7 +35,7 @@ def given(first: int, **files: int) -> dict[str, str]:
 
 
 def test_each_is_taken_once_by_its_name_and_passed_on_to_nobody(first: int) -> None:
-    environment = given(first, door=os.memfd_create("x"), other=os.memfd_create("y"))
+    environment = given(first, endpoint=os.memfd_create("x"), other=os.memfd_create("y"))
 
     with Inherited(environment, first) as inherited:
         assert inherited.take("nothing") is None
@@ -49,10 +49,10 @@ def test_each_is_taken_once_by_its_name_and_passed_on_to_nobody(first: int) -> N
 
 
 def test_what_is_another_processs_is_left_alone(first: int) -> None:
-    environment = given(first, door=os.memfd_create("x")) | {"LISTEN_PID": "1"}
+    environment = given(first, endpoint=os.memfd_create("x")) | {"LISTEN_PID": "1"}
 
     with Inherited(environment, first) as inherited:
-        assert inherited.take("door") is None
+        assert inherited.take("endpoint") is None
 
     assert environment == {"A": "b"}
     os.close(first)  # still open
@@ -65,7 +65,7 @@ def test_a_number_that_is_none_is_no_descriptor(first: int, number: str) -> None
 
 
 def test_descriptors_without_names_are_unknown(first: int) -> None:
-    environment = given(first, door=os.memfd_create("x"))
+    environment = given(first, endpoint=os.memfd_create("x"))
     del environment["LISTEN_FDNAMES"]
 
     with Inherited(environment, first) as inherited:
@@ -81,11 +81,11 @@ def test_only_what_listens_for_streams_is_a_listener(first: int, caplog: pytest.
         "file": os.memfd_create("x"),
         "packets": socket.socket(socket.AF_INET, socket.SOCK_DGRAM).detach(),
         "silent": socket.socket(socket.AF_INET, socket.SOCK_STREAM).detach(),
-        "door": listening.detach(),
+        "endpoint": listening.detach(),
     }
     with Inherited(given(first, **files), first) as inherited:
         assert [inherited.take_listener(name) for name in ("file", "packets", "silent")] == [None] * 3
-        found = inherited.take_listener("door")
+        found = inherited.take_listener("endpoint")
         assert found is not None
         assert found.getsockname() == address
         found.close()

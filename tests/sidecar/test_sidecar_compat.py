@@ -11,7 +11,7 @@ from waiting import wait_for
 from kvtier.engine.config import ConfigError
 from kvtier.engine.observability.metrics.compat.lmcache_names import LMCACHE_CATALOGUE
 from kvtier.sidecar.config import sidecar_config
-from kvtier.sidecar.door import DoorCounts
+from kvtier.sidecar.endpoint import ConnectorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
 
 
@@ -32,9 +32,9 @@ def told(running: RunningSidecar) -> dict[str, float]:
     }
 
 
-def test_lookups_loads_and_stores_are_those_of_the_doors(running: RunningSidecar) -> None:
+def test_lookups_loads_and_stores_are_those_of_the_endpoints(running: RunningSidecar) -> None:
     tokens = TokenBalance(device=40, host=512, disk=256, recomputed=300)
-    running.door.counted = DoorCounts("open", num_loaded=3, num_stored=5, tokens=tokens)
+    running.endpoint.counted = ConnectorCounts("open", num_loaded=3, num_stored=5, tokens=tokens)
 
     found = told(running)
 

@@ -15,7 +15,7 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_without_a_file_there_is_host_memory_and_a_door_and_no_disk() -> None:
+def test_without_a_file_there_is_host_memory_and_a_endpoint_and_no_disk() -> None:
     config = sidecar_config(None, {})
 
     assert config.host.capacity == 4 << 30

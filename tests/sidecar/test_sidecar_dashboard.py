@@ -11,7 +11,7 @@ from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S, wait_for
 from watching import watching
 
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason
 from kvtier.web.paths import DATA_PATHS, STREAM
@@ -34,7 +34,7 @@ def tick(running: RunningSidecar) -> tuple[dict[str, float], dict[str, Any]]:
 def test_a_tick_tells_the_numbers_of_stats(plain: RunningSidecar) -> None:
     plain.store(1, 6)
     tokens = TokenBalance(host=512, disk=0, recomputed=90, reasons={Reason.NEVER_SEEN: 90})
-    plain.door.counted = DoorCounts("open", num_asked=8, num_promised=6, lost={"late": 2}, tokens=tokens)
+    plain.endpoint.counted = ConnectorCounts("open", num_asked=8, num_promised=6, lost={"late": 2}, tokens=tokens)
 
     now, facts = tick(plain)
     stats = plain.get("/stats").json()
@@ -46,11 +46,11 @@ def test_a_tick_tells_the_numbers_of_stats(plain: RunningSidecar) -> None:
     for lane, moved in stats["lanes"].items():
         assert now[f"lane.{lane}.bytes"] == moved["num_bytes"]
     assert facts["layouts"][0]["chunks"] == 6
-    assert facts["doors"][0]["why_lost"] == {"late": 2}
+    assert facts["endpoints"][0]["why_lost"] == {"late": 2}
 
 
 def test_engines_that_are_attached_are_shown(plain: RunningSidecar) -> None:
-    plain.door.attached = [AttachedClient("instance 7", plain.sidecar.now() - 60.0, layout())]
+    plain.endpoint.attached = [AttachedClient("instance 7", plain.sidecar.now() - 60.0, layout())]
 
     now, facts = tick(plain)
 

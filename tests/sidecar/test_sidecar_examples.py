@@ -87,10 +87,10 @@ def test_the_unit_starts_the_sidecar_and_waits_as_long_as_it_takes(service: dict
 
 def test_the_socket_units_listen_where_the_sidecar_does_and_by_the_names_that_it_takes(service: dict[str, str]) -> None:
     config = sidecar_config(FOLDER / "sidecar.toml", {})
-    door, http = (section(file, "Socket") for file in SOCKETS)
+    endpoint, http = (section(file, "Socket") for file in SOCKETS)
 
     assert config.lmcache is not None
-    assert (f"tcp://{door['ListenStream']}", door["FileDescriptorName"]) == (config.lmcache.listen, LMCACHE)
+    assert (f"tcp://{endpoint['ListenStream']}", endpoint["FileDescriptorName"]) == (config.lmcache.listen, LMCACHE)
     assert (http["ListenStream"], http["FileDescriptorName"]) == (f"{config.http.host}:{config.http.port}", HTTP)
     assert http["Service"] == UNIT.name
     assert service["Sockets"].split() == [file.name for file in SOCKETS]

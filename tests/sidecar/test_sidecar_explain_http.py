@@ -1,4 +1,4 @@
-"""`/v1/kvtier/explain` of a sidecar: what a door was told of, over HTTP."""
+"""`/v1/kvtier/explain` of a sidecar: what an endpoint was told of, over HTTP."""
 
 import time
 
@@ -44,7 +44,7 @@ def test_a_lookup_is_explained_by_its_id_and_by_its_prompt() -> None:
     assert text.status_code == 400
 
 
-def test_without_a_door_that_is_told_of_prompts_nothing_is_known() -> None:
+def test_without_a_endpoint_that_is_told_of_prompts_nothing_is_known() -> None:
     with running_sidecar(small_config()) as sidecar:
         asked = sidecar.get(f"{EXPLAIN}/x"), sidecar.post(EXPLAIN, json={"model": "m", "prompt": PROMPT})
 

@@ -14,7 +14,7 @@ from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S, wait_for
 
 from kvtier.sidecar.config import HttpConfig
-from kvtier.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts, Lease, LeaseUse
 from kvtier.sidecar.http.access import HEALTH, token_of
 from kvtier.sidecar.http.app import PATHS
 from kvtier.sidecar.http.build import LIMITS, limits_of, serve_http
@@ -46,7 +46,7 @@ def attach(running: RunningSidecar) -> None:
     """Two clients, of which one has registered and loads."""
     now = running.sidecar.now()
     leases = (Lease(LeaseUse.PROMISED, 0, 3, now - 5.0), Lease(LeaseUse.WRITTEN, 0, 4, now - 9.0))
-    running.door.attached = [
+    running.endpoint.attached = [
         AttachedClient("instance 7, 127.0.0.1:4123", now - 60.0, layout(), leases),
         AttachedClient("connection 2", now, None),
     ]
@@ -61,19 +61,19 @@ def samples(running: RunningSidecar) -> dict[str, float]:
     }
 
 
-def test_a_sidecar_with_an_open_door_and_backed_memory_is_alive_and_ready(plain: RunningSidecar) -> None:
+def test_a_sidecar_with_an_open_endpoint_and_backed_memory_is_alive_and_ready(plain: RunningSidecar) -> None:
     assert plain.get("/health").json() == {"status": "alive"}
     assert plain.get("/ready").json() == {"status": "ready"}
 
 
-def test_a_sidecar_whose_doors_are_closed_is_alive_and_not_ready(plain: RunningSidecar) -> None:
-    def close_doors() -> None:
+def test_a_sidecar_whose_endpoints_are_closed_is_alive_and_not_ready(plain: RunningSidecar) -> None:
+    def close_endpoints() -> None:
         plain.sidecar.flush(0.0)
 
-    plain.ask(close_doors)
+    plain.ask(close_endpoints)
     answer = plain.get("/ready")
 
-    assert (answer.status_code, answer.json()) == (503, {"status": "no door is open"})
+    assert (answer.status_code, answer.json()) == (503, {"status": "no endpoint is open"})
     assert plain.get("/health").status_code == 200
 
 
@@ -192,7 +192,7 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
 def test_metrics_are_of_the_sidecar_and_no_label_is_a_clients(with_disk: RunningSidecar) -> None:
     with_disk.store(1, 6, model="a-name-that-a-client-chose")
     attach(with_disk)
-    with_disk.door.counted = DoorCounts("open", 10, 8, 7, 6, {"late": 2}, {"LOOKUP": 5}, {"garbage": 1})
+    with_disk.endpoint.counted = ConnectorCounts("open", 10, 8, 7, 6, {"late": 2}, {"LOOKUP": 5}, {"garbage": 1})
     with_disk.post("/spill")
     with_disk.get("/made/up")
 
@@ -244,14 +244,14 @@ def test_spill_without_a_disk_says_so(plain: RunningSidecar) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_disk")
 
 
-def test_clear_forgets_all_layouts_or_one_and_tells_the_doors_first(with_disk: RunningSidecar) -> None:
+def test_clear_forgets_all_layouts_or_one_and_tells_the_endpoints_first(with_disk: RunningSidecar) -> None:
     one, other = with_disk.store(1, 6, "one"), with_disk.store(1, 6, "other")
     with_disk.post("/spill")
 
     cleared = with_disk.post(f"/clear?layout={one.digest.hex()}").json()["cleared"]
     blocks = {each["model"]: each["host"]["num_blocks"] for each in with_disk.get("/stats").json()["layouts"]}
 
-    assert (cleared, with_disk.door.cleared) == ([one.digest.hex()], [one])
+    assert (cleared, with_disk.endpoint.cleared) == ([one.digest.hex()], [one])
     assert blocks == {"one": 0, "other": 6}
     assert with_disk.post("/clear").json()["cleared"] == [one.digest.hex(), other.digest.hex()]
     wait_for(lambda: with_disk.get("/tiers").json()["disk"]["num_blocks"] == 0)
@@ -263,23 +263,23 @@ def test_clear_of_a_layout_that_is_not_there_clears_nothing(plain: RunningSideca
     answer = plain.post("/clear?layout=00")
 
     assert answer.status_code == 404
-    assert plain.door.cleared == []
+    assert plain.endpoint.cleared == []
     assert plain.get("/tiers").json()["host"]["num_blocks"] == 6
 
 
 def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not(plain: RunningSidecar) -> None:
     plain.store(1, 6)
     good = plain.post("/check")
-    plain.door.damage = "door: 3 leases, 2 accounted for"
-    of_door = plain.post("/check")
-    plain.door.damage = ""
+    plain.endpoint.damage = "endpoint: 3 leases, 2 accounted for"
+    of_endpoint = plain.post("/check")
+    plain.endpoint.damage = ""
 
     plain.ask(lambda: plain.sidecar.layouts.extents.touch(99))  # which nobody has
     of_layout = plain.post("/check")
 
     assert (good.status_code, good.json()) == (200, {"status": "in order", "num_layouts": 1})
-    assert (of_door.status_code, of_layout.status_code) == (500, 500)
-    assert of_door.json()["error"]["message"] == "the books do not agree: door: 3 leases, 2 accounted for"
+    assert (of_endpoint.status_code, of_layout.status_code) == (500, 500)
+    assert of_endpoint.json()["error"]["message"] == "the books do not agree: endpoint: 3 leases, 2 accounted for"
     assert "an extent is used and has no holder" in of_layout.json()["error"]["message"]
 
 

@@ -155,7 +155,7 @@ def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.Captu
         (["--listen", "localhost"], "'localhost' is no endpoint; give tcp://127.0.0.1:PORT, or ipc:///PATH"),
         (["--listen", "tcp://127.0.0.1"], "is no endpoint"),
         (["--listen", "tcp://127.0.0.1:65536"], "is no endpoint"),
-        (["--listen", "ipc://door"], "is no endpoint"),
+        (["--listen", "ipc://endpoint"], "is no endpoint"),
         (["--listen", "tcp://0.0.0.0:1"], "this protocol has no keys"),
         (["--host", "1MiB"], "host.capacity 1048576: use 67108864 (one extent) or more"),
     ],

@@ -14,7 +14,7 @@ from sidecars import RunningSidecar, running_sidecar, small_config
 from waiting import wait_for
 
 from kvtier.cli.main import main
-from kvtier.sidecar.door import AttachedClient, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, Lease, LeaseUse
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.events import EventLog
@@ -149,15 +149,15 @@ def test_a_pinned_prompt_stays_until_it_is_unpinned(sidecar: RunningSidecar) -> 
 
 def test_check_is_refused_while_engines_load_unless_it_is_wanted_now(sidecar: RunningSidecar) -> None:
     sidecar.store(1, 6)
-    assert done(sidecar, "check")["verified"][-1] == "doors and pins"
+    assert done(sidecar, "check")["verified"][-1] == "endpoints and pins"
 
     lease = Lease(LeaseUse.PROMISED, 0, 3, 0.0)
-    sidecar.door.attached = [AttachedClient("instance 7", 0.0, layout(), (lease,))]
+    sidecar.endpoint.attached = [AttachedClient("instance 7", 0.0, layout(), (lease,))]
     assert operate(sidecar, "check").status_code == 409
     assert len(done(sidecar, "check", now=True)["verified"]) == 2
-    sidecar.door.damage = "a door's books do not agree"
+    sidecar.endpoint.damage = "an endpoint's books do not agree"
     assert operate(sidecar, "check", {"now": True}).status_code == 500
-    sidecar.door.damage = ""
+    sidecar.endpoint.damage = ""
 
 
 def test_operators_and_those_who_may_read_have_tokens_of_their_own(sidecar: RunningSidecar, audit: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_command_does_the_same(sidecar: RunningSidecar, capsys: pytest.Captu
     assert "no JSON array of integers" in capsys.readouterr().err
 
 
-def test_engines_at_the_own_door_are_told_what_has_left(tmp_path: Path) -> None:
+def test_engines_at_the_own_endpoint_are_told_what_has_left(tmp_path: Path) -> None:
     bed, events = LayoutBed(Path("/dev/shm"), num_extents=8, store=MemoryStore(4 << 20)), EventLog()
     tiers = bed.layouts.open(layout(), events)
     bed.put(tiers, 1, 6)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     options = ["--host", "64MiB", "--disk", f"{tmp_path / 'store'}:64MiB", "--chunk-tokens", str(CHUNK)]
-    with Sidecar(f"ipc://{tmp_path / 'door.sock'}", *options) as running:
+    with Sidecar(f"ipc://{tmp_path / 'endpoint.sock'}", *options) as running:
         yield running
 
 

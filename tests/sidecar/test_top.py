@@ -22,7 +22,7 @@ from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S
 
 from kvtier.cli.main import main
-from kvtier.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts, Lease, LeaseUse
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def running(tmp_path: Path) -> Iterator[RunningSidecar]:
         made.post("/spill")
         now = made.sidecar.now()
         lease = Lease(LeaseUse.READ, 0, 3, now - 5.0)
-        made.door.attached = [AttachedClient("instance 7 \x1b[2J", now - 7300.0, layout("a-model"), (lease,))]
-        made.door.counted = DoorCounts("open", 10, 8, 7, 6, {"late": 2})
+        made.endpoint.attached = [AttachedClient("instance 7 \x1b[2J", now - 7300.0, layout("a-model"), (lease,))]
+        made.endpoint.counted = ConnectorCounts("open", 10, 8, 7, 6, {"late": 2})
         yield made
 
 
@@ -98,7 +98,7 @@ def test_the_view_lives_in_a_terminal_and_ends_with_ctrl_c(running: RunningSidec
         running.store(2, 6, "another-model")
         read_until(terminal, "another-model")
         running.ask(lambda: running.sidecar.flush(0.0))
-        read_until(terminal, "no door is open")
+        read_until(terminal, "no endpoint is open")
         child.send_signal(signal.SIGINT)
         last = read_until(terminal, "kvtier: stopped")
 

@@ -31,7 +31,7 @@ def arguments(tmp_path: Path, host: str = "64MiB") -> list[str]:
     return [
         "sidecar",
         *("--config", str(tmp_path / "sidecar.toml"), "--host", host, "--disk", f"{tmp_path / 'store'}:64MiB"),
-        *("--listen", f"ipc://{tmp_path / 'door.sock'}", "--chunk-tokens", str(CHUNK), "--http-port", "none"),
+        *("--listen", f"ipc://{tmp_path / 'endpoint.sock'}", "--chunk-tokens", str(CHUNK), "--http-port", "none"),
         *("--socket", str(tmp_path / "own.sock")),
     ]
 
@@ -45,7 +45,7 @@ def register_again(engine: Engine) -> Any:
 @pytest.mark.parametrize("how", [signal.SIGUSR1, signal.SIGKILL])
 def test_an_engine_goes_on_with_the_next_process(tmp_path: Path, manager: ServiceManager, how: signal.Signals) -> None:
     manager.start(*arguments(tmp_path))
-    engine = Engine(f"ipc://{tmp_path / 'door.sock'}")
+    engine = Engine(f"ipc://{tmp_path / 'endpoint.sock'}")
     engine.store("cold", fill=65)
     segment = Path("/dev/shm") / engine.pool["shm_name"].lstrip("/")
     inode = segment.stat().st_ino
@@ -79,7 +79,7 @@ def test_where_an_engine_may_still_be_copying_the_next_process_puts_nothing(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     manager.start(*arguments(tmp_path))
-    engine = Engine(f"ipc://{tmp_path / 'door.sock'}")
+    engine = Engine(f"ipc://{tmp_path / 'endpoint.sock'}")
     before = engine.ask("prepare_store", engine.key("begun"), 1)["context"]["slots"]
     assert len(before) == NUM_CHUNKS
     manager.end(signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_segment_of_another_size_is_dropped_and_told(tmp_path: Path, manager: 
 
     manager.start(*arguments(tmp_path, host="32MiB"))
 
-    engine = Engine(f"ipc://{tmp_path / 'door.sock'}")
+    engine = Engine(f"ipc://{tmp_path / 'endpoint.sock'}")
     assert not before.exists()
     assert engine.pool["pool_size"] == 32 << 20
     assert "is not taken over: it has another size than host.capacity and extent say" in manager.log.read_text()
@@ -127,20 +127,20 @@ def test_a_stop_leaves_nothing_to_anybody(tmp_path: Path, manager: ServiceManage
 
 
 def test_sockets_of_a_socket_unit_are_served_and_requests_from_before_the_start_too(tmp_path: Path) -> None:
-    door, http = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
-    door_port, http_port = door.getsockname()[1], http.getsockname()[1]
+    endpoint, http = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    endpoint_port, http_port = endpoint.getsockname()[1], http.getsockname()[1]
     other = socket.create_server(("127.0.0.1", 0))
-    with door, http, other, ServiceManager(tmp_path, lmcache=door, http=http, metrics=other) as manager:
+    with endpoint, http, other, ServiceManager(tmp_path, lmcache=endpoint, http=http, metrics=other) as manager:
         early = socket.create_connection(("127.0.0.1", http_port), DEADLINE_S)
         early.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         options = arguments(tmp_path)
-        options[options.index("--listen") + 1] = f"tcp://127.0.0.1:{door_port}"
+        options[options.index("--listen") + 1] = f"tcp://127.0.0.1:{endpoint_port}"
         options[options.index("--http-port") + 1] = str(http_port)
         manager.start(*options)
 
         assert early.recv(100).startswith(b"HTTP/1.1 200")
         early.close()
-        engine = Engine(f"tcp://127.0.0.1:{door_port}")
+        engine = Engine(f"tcp://127.0.0.1:{endpoint_port}")
         engine.store("a", fill=1)
         assert engine.lookup("b") == NUM_CHUNKS
         assert httpx.get(f"http://127.0.0.1:{http_port}/clients", timeout=DEADLINE_S).json()["clients"]
@@ -156,7 +156,7 @@ def test_a_socket_that_listens_elsewhere_is_not_served(tmp_path: Path) -> None:
         manager.start(*arguments(tmp_path))
 
         assert "listens at ('127.0.0.2'" in manager.log.read_text()
-        engine = Engine(f"ipc://{tmp_path / 'door.sock'}")
+        engine = Engine(f"ipc://{tmp_path / 'endpoint.sock'}")
         assert engine.lookup("a") == 0
         engine.close()
         assert manager.stop() == 0

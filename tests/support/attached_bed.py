@@ -1,4 +1,4 @@
-"""A sidecar's door over real sockets and real shared memory, which has its turn when the engine polls, and can die."""
+"""A sidecar's endpoint over real sockets and real shared memory, which has its turn when the engine polls, and can die."""
 
 import random
 import secrets
@@ -18,7 +18,7 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, new_engine
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.own.block_layout import BlockLayout, BlockShape
-from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.endpoint import EngineEndpoint
 from kvtier.sidecar.own.framing import EngineFrames
 from kvtier.sidecar.port import Port, listen_at_path
 from kvtier.sidecar.refusals import Refusals
@@ -51,7 +51,7 @@ class NoLane:
 
 
 class SidecarBed:
-    """A sidecar without its loop: layouts and a door in this process, which `turn`, `die` and `start` again."""
+    """A sidecar without its loop: layouts and an endpoint in this process, which `turn`, `die` and `start` again."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SidecarBed:
         self.layouts.shares = Shares(lambda: 1 << 40, self.layouts.ledger)  # one engine may have all
         refusals = Refusals(self._clock, "engine")
         self.port = Port([listen_at_path(self.path)], self._clock, refusals.refused, EngineFrames)
-        self.door = EngineDoor(self.port, self.layouts, refusals, self._clock, "a test")
+        self.endpoint = EngineEndpoint(self.port, self.layouts, refusals, self._clock, "a test")
         self.is_alive = True
 
     def die(self) -> None:
@@ -107,7 +107,7 @@ class SidecarBed:
         if self.is_alive:
             self.is_alive = False
             self.num_deaths += 1
-            self.door.close()
+            self.endpoint.close()
             self.transfers.close()
             self.segment.close()
             Path(self.path).unlink()
@@ -120,16 +120,16 @@ class SidecarBed:
     def turn(self) -> None:
         """Do what the sidecar's loop does, but for looking at the lanes."""
         if self.is_alive and not self.is_stopped:
-            self.door.receive()
+            self.endpoint.receive()
             self.transfers.poll()
             self.layouts.poll()
-            self.door.tick()
-            self.door.receive()
+            self.endpoint.tick()
+            self.endpoint.receive()
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""
         if self.is_alive:
-            self.door.check()
+            self.endpoint.check()
             self.layouts.check()
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class SteppedTiers(SidecarTiers):
             self.num_changes,
             self.num_attached,
             self.is_attached,
-            sum(self.bed.door.counts().operations.values()),
+            sum(self.bed.endpoint.counts().operations.values()),
             self.bed.transfers.in_flight,
         )
         if said != self._said:

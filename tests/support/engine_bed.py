@@ -1,4 +1,4 @@
-"""A sidecar with its own door over real shared memory and a real Unix socket, turned by hand, and engines that say what
+"""A sidecar with its own endpoint over real shared memory and a real Unix socket, turned by hand, and engines that say what
 a test has them say."""
 
 import contextlib
@@ -21,7 +21,7 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
-from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.endpoint import EngineEndpoint
 from kvtier.sidecar.own.framing import EngineFrames
 from kvtier.sidecar.port import Port, listen_at_path
 from kvtier.sidecar.refusals import Refusals
@@ -100,13 +100,13 @@ class Bed:
             allowed_uids,
             farewell=lambda why: wire.frame_of(wire.Refused(why)),
         )
-        self.door = EngineDoor(self.port, self.layouts, self.refusals, self.clock, "kvtier test")
+        self.endpoint = EngineEndpoint(self.port, self.layouts, self.refusals, self.clock, "kvtier test")
         self.sidecar = Sidecar(
             self.segment,
             finished,
             self.transfers,
             self.layouts,
-            [self.door],
+            [self.endpoint],
             None,  # the store is Layouts'
             clock=self.clock,
         )
@@ -137,12 +137,12 @@ class Bed:
         return sum(tiers.num_leased for tiers in self.layouts)
 
     def check(self) -> None:
-        self.door.check()
+        self.endpoint.check()
         self.layouts.check()
 
 
 class Plain:
-    """A connection to the door that says what it is told to, and never waits: in one process what one side has sent the
+    """A connection to the endpoint that says what it is told to, and never waits: in one process what one side has sent the
     other can read."""
 
     def __init__(self, bed: Bed) -> None:

@@ -38,7 +38,7 @@ def content(layout: ChunkLayout, rank: int, name: BlockName) -> bytes:
 
 
 class LayoutBed:
-    """What engines do with the sidecar's layouts, without a door."""
+    """What engines do with the sidecar's layouts, without an endpoint."""
 
     def __init__(self, folder: Path, num_extents: int = 4, store: MemoryStore | None = None) -> None:
         self.clock = FakeClock()

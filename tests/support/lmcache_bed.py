@@ -1,4 +1,4 @@
-"""A door of LMCache's protocol over real tiers and real shared memory, and clients of raw ZeroMQ frames."""
+"""An endpoint of LMCache's protocol over real tiers and real shared memory, and clients of raw ZeroMQ frames."""
 
 import mmap
 import sys
@@ -16,7 +16,7 @@ from chaos import FakeClock
 from waiting import DEADLINE_S
 
 from kvtier.sidecar.layouts import Layouts
-from kvtier.sidecar.lmcache.door import LmcacheDoor
+from kvtier.sidecar.lmcache.endpoint import LmcacheEndpoint
 from kvtier.sidecar.lmcache.zmtp import Zmtp
 from kvtier.sidecar.port import Port, listen
 from kvtier.sidecar.refusals import Refusals
@@ -172,9 +172,9 @@ class RawClient:
 
     def close(self) -> None:
         """End the connection, as a process that is killed does."""
-        before = self._bed.door.statistics().num_clients
+        before = self._bed.endpoint.statistics().num_clients
         self.socket.close(0)
-        self._bed.until(lambda: self._bed.door.statistics().num_clients < before or None)
+        self._bed.until(lambda: self._bed.endpoint.statistics().num_clients < before or None)
 
     # Whole stories.
 
@@ -234,7 +234,7 @@ class Bed:
         self.clock = FakeClock()
         self.turn_s = 0.0  # that passes with each turn
         self.context = stack.enter_context(zmq.Context())
-        self.url = f"ipc://{folder}/door.sock"
+        self.url = f"ipc://{folder}/endpoint.sock"
         self.segment = stack.enter_context(Segment(num_extents * EXTENT_BYTES))
         assert self.segment.wait_backed(DEADLINE_S)
         finished = Finished()
@@ -245,16 +245,16 @@ class Bed:
         )
         self.refusals = Refusals(self.clock)
         self.port = stack.enter_context(Port([listen(self.url)], self.clock, self.refusals.refused, Zmtp))
-        self.door = LmcacheDoor(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
+        self.endpoint = LmcacheEndpoint(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
 
     def turn(self) -> None:
         self.clock.now += self.turn_s
-        self.door.receive()
+        self.endpoint.receive()
         for lane in self.lanes.values():
             lane.work()
         self.transfers.poll()
         self.layouts.poll()
-        self.door.tick()
+        self.endpoint.tick()
 
     def until(self, happens: Callable[[], Any]) -> Any:
         """Turn the loop until that gives something. ZeroMQ's thread brings it, so real time passes."""
@@ -285,7 +285,7 @@ class Bed:
         return sum(tiers.num_leased for tiers in self.layouts)
 
     def check(self) -> None:
-        self.door.check()
+        self.endpoint.check()
         self.layouts.check()
         shares = self.layouts.shares
         assert self.num_leases() or not (shares.leased.num_bytes or shares.num_coming_bytes), "shares are left"

@@ -1,4 +1,4 @@
-"""A connection to a bed's door whose bytes are said one by one."""
+"""A connection to a bed's endpoint whose bytes are said one by one."""
 
 import contextlib
 import socket

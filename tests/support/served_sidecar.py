@@ -1,18 +1,18 @@
-"""A process that serves a sidecar as `kvtier sidecar` does, at a door that gets stuck once a file is there:
+"""A process that serves a sidecar as `kvtier sidecar` does, at an endpoint that gets stuck once a file is there:
 `python served_sidecar.py CONFIG FILE`."""
 
 import sys
 import threading
 from pathlib import Path
 
-from sidecars import OpenDoor
+from sidecars import OpenEndpoint
 
 from kvtier.sidecar.config import sidecar_config
 from kvtier.sidecar.process import serve_engines
 from kvtier.web.log_lines import write_log
 
 
-class StickingDoor(OpenDoor):
+class StickingEndpoint(OpenEndpoint):
     """Waits without end in the owner's thread, once *file* is there."""
 
     def __init__(self, file: Path) -> None:
@@ -26,4 +26,4 @@ class StickingDoor(OpenDoor):
 
 if __name__ == "__main__":
     write_log("human")
-    sys.exit(serve_engines(sidecar_config(sys.argv[1], {}), lambda _: lambda *_: [StickingDoor(Path(sys.argv[2]))]))
+    sys.exit(serve_engines(sidecar_config(sys.argv[1], {}), lambda _: lambda *_: [StickingEndpoint(Path(sys.argv[2]))]))

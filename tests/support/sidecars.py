@@ -1,4 +1,4 @@
-"""Sidecars for tests: real ones, small, on a thread of the test's process, with a door at which the test attaches."""
+"""Sidecars for tests: real ones, small, on a thread of the test's process, with an endpoint at which the test attaches."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from waiting import DEADLINE_S, join, wait_for
 
 from kvtier.sidecar.build import build_sidecar
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.http.build import serve_http
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.sidecar import Sidecar
@@ -32,15 +32,15 @@ TOKEN = "a-token-of-operators"
 # and that keeps no connections closes some that are another thread's by then (httpcore 1.0).
 
 
-class OpenDoor:
-    """A `Door` at which no frame ever comes; tests say who is attached."""
+class OpenEndpoint:
+    """A `Endpoint` at which no frame ever comes; tests say who is attached."""
 
     is_waiting = False
 
     def __init__(self) -> None:
         self.file = os.eventfd(0, os.EFD_CLOEXEC)
         self.attached: list[AttachedClient] = []
-        self.counted = DoorCounts("open")
+        self.counted = ConnectorCounts("open")
         self.cleared: list[Layout] = []
         self.damage = ""
 
@@ -56,7 +56,7 @@ class OpenDoor:
     def clients(self) -> Sequence[AttachedClient]:
         return list(self.attached)
 
-    def counts(self) -> DoorCounts:
+    def counts(self) -> ConnectorCounts:
         return self.counted
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class RunningSidecar:
     """A sidecar that another thread runs, with HTTP beside it."""
 
     sidecar: Sidecar
-    door: OpenDoor
+    endpoint: OpenEndpoint
     port: int
 
     @property
@@ -137,13 +137,13 @@ def running_sidecar(
     config: SidecarConfig, answer_s: float = DEADLINE_S, operating: Operating | None = None
 ) -> Iterator[RunningSidecar]:
     """A sidecar that is ready; it ends with the context."""
-    door = OpenDoor()
-    sidecar = build_sidecar(config, lambda layouts, transfers: [door])
+    endpoint = OpenEndpoint()
+    sidecar = build_sidecar(config, lambda layouts, transfers: [endpoint])
     thread = threading.Thread(target=sidecar.run)
     thread.start()
     try:
         with serve_http(sidecar, config, answer_s, operating=operating) as http:
-            running = RunningSidecar(sidecar, door, http.port)
+            running = RunningSidecar(sidecar, endpoint, http.port)
             wait_for(lambda: not running.ask(lambda: sidecar.why_not_ready))
             yield running
     finally:

@@ -1,4 +1,4 @@
-"""The classes of vLLM 0.33 that our doors derive from, as far as they are needed to import these without vLLM."""
+"""The classes of vLLM 0.33 that our endpoints derive from, as far as they are needed to import these without vLLM."""
 
 import enum
 import importlib

@@ -1,11 +1,11 @@
 """A small scheduler that treats requests as vLLM's does: chunked prefill, a prefix cache of its own, preemption, steps
-in flight, and both of its policies for loads that fail. It plays on a `DoorBed` with one group of full attention."""
+in flight, and both of its policies for loads that fail. It plays on a `ConnectorBed` with one group of full attention."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_door_bed import BLOCK, DoorBed, FakeRequest
+from vllm_connector_bed import BLOCK, ConnectorBed, FakeRequest
 
 from kvtier.connectors.vllm_connector.step_work import StepWork
 
@@ -25,7 +25,7 @@ class _InFlight:
 class VllmPlay:
     """Requests from their arrival to their end. *max_in_flight* is 1 without asynchronous scheduling."""
 
-    bed: DoorBed
+    bed: ConnectorBed
     recomputes: bool
     max_in_flight: int
     num_failed_loads: int = 0

@@ -1,7 +1,7 @@
 """Engines of two processes on a sidecar: one leases slots, as a scheduler does, and one copies, as a worker does.
 
 Every block's bytes tell which block it is, and each copy is compared with them. A worker that gets SIGUSR1 stops itself
-in the middle of its next copy. Started by `stopped_engines`, as a scheduler, a worker, or both for LMCache's door.
+in the middle of its next copy. Started by `stopped_engines`, as a scheduler, a worker, or both for LMCache's endpoint.
 """
 
 import mmap

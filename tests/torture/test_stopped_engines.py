@@ -1,4 +1,4 @@
-"""Engines at both doors that are stopped, continued and killed at random, and sidecars that are restarted."""
+"""Engines at both endpoints that are stopped, continued and killed at random, and sidecars that are restarted."""
 
 import contextlib
 import os

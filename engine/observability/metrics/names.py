@@ -185,16 +185,18 @@ SIDECAR_HASHED_BYTES = counter(
     "lane",
 )
 SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Time that this ran", "lane")
-SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks that lookups asked for", "door")
+SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks that lookups asked for", "endpoint")
 SIDECAR_PROMISED_CHUNKS = counter(
-    "kvtier_sidecar_promised_chunks", "Of them those that were found, verified and promised", "door"
+    "kvtier_sidecar_promised_chunks", "Of them those that were found, verified and promised", "endpoint"
 )
-SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded", "door")
-SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored", "door")
+SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded", "endpoint")
+SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored", "endpoint")
 SIDECAR_LOST_CHUNKS = counter(
-    "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by why", "door", "why"
+    "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by why", "endpoint", "why"
 )
-SIDECAR_OPERATIONS = counter("kvtier_sidecar_operations", "Requests of engines, by kind", "door", "operation")
-SIDECAR_REFUSED = counter("kvtier_sidecar_refused", "Requests and connections that were refused, by why", "door", "why")
+SIDECAR_OPERATIONS = counter("kvtier_sidecar_operations", "Requests of engines, by kind", "endpoint", "operation")
+SIDECAR_REFUSED = counter(
+    "kvtier_sidecar_refused", "Requests and connections that were refused, by why", "endpoint", "why"
+)
 
 CATALOGUE: tuple[MetricName, ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricName))

@@ -1,4 +1,4 @@
-"""What tests of LMCache's door start from."""
+"""What tests of LMCache's endpoint start from."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from lmcache_bed import FORMS, Bed, RawClient, lmcache_bed
 
 @pytest.fixture(params=FORMS)
 def bed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
-    """A door whose clients speak one form of the protocol."""
+    """An endpoint whose clients speak one form of the protocol."""
     with lmcache_bed(tmp_path, form=request.param) as bed:
         yield bed
 

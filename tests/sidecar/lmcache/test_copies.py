@@ -14,7 +14,7 @@ from layout_bed import layout
 from lmcache_bed import CHUNK, REGISTRATION, Bed, RawClient, content, key
 from plain_connection import Plain
 
-from kvtier.sidecar.door import LeaseUse
+from kvtier.sidecar.endpoint import LeaseUse
 from kvtier.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.sidecar.lmcache.registrations import Instance
 from kvtier.sidecar.lmcache.stores import Stores
@@ -159,7 +159,7 @@ def test_what_is_written_while_another_layout_is_cleared_is_found(bed: Bed, clie
     own = key(DOCUMENT, "r")
     context = client.ask("prepare_store", own, 1)["context"]
 
-    bed.door.on_clear([layout("another model")])
+    bed.endpoint.on_clear([layout("another model")])
 
     client.write(context, own)
     assert client.ask("commit_store", own, 1, b"") is True
@@ -212,7 +212,7 @@ def test_each_of_two_loads_of_the_same_chunks_has_its_own_end(bed: Bed, client: 
 
     client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
     assert bed.num_leases() == 0
-    assert bed.door.statistics().promised.num_loaded == 12
+    assert bed.endpoint.statistics().promised.num_loaded == 12
 
 
 def test_the_word_for_some_chunks_ends_no_load_of_others(bed: Bed, client: RawClient) -> None:
@@ -240,7 +240,7 @@ def test_of_two_loads_of_the_same_chunks_the_older_one_ends_first(bed: Bed, clie
 
     client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
 
-    leases = [lease for each in bed.door.clients() for lease in each.leases if lease.use == LeaseUse.READ]
+    leases = [lease for each in bed.endpoint.clients() for lease in each.leases if lease.use == LeaseUse.READ]
     assert [lease.since for lease in leases] == begun_at[1:]
     client.ask("commit_retrieve", key(DOCUMENT, "r"), 1)
 
@@ -295,7 +295,7 @@ def test_a_load_that_is_over_before_it_is_answered_leaves_nothing(bed: Bed, clie
     bed.settle()
     bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
     uid = client.send("prepare_retrieve", key(DOCUMENT, "r"), 1)
-    bed.until(lambda: bed.door.is_waiting or None)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
 
     done = client.send("commit_retrieve", key(DOCUMENT, "r"), 1)  # it has waited for mq_timeout
 
@@ -316,7 +316,7 @@ def worker_by_hand(bed: Bed) -> tuple[Plain, Client[list[bytes]]]:
     return plain, bed.port.clients[-1]
 
 
-def test_a_connection_that_the_door_has_ended_keeps_its_slots_until_the_other_side_is_closed(bed: Bed) -> None:
+def test_a_connection_that_the_endpoint_has_ended_keeps_its_slots_until_the_other_side_is_closed(bed: Bed) -> None:
     plain, client = worker_by_hand(bed)
     plain.send(b"\xff" * 100)
     bed.until(lambda: None if client.is_open else True)

@@ -24,7 +24,7 @@ def test_one_engine_cannot_lease_all_of_host_memory(bed: Bed, client: RawClient)
 
     assert promised == [16] * 7 + [0]
     assert bed.num_leases() == 112
-    assert bed.door.counts().lost["over_share"] == 16
+    assert bed.endpoint.counts().lost["over_share"] == 16
 
     newcomer = RawClient(bed)
     newcomer.register(instance_id=2)
@@ -51,7 +51,7 @@ def test_one_engine_cannot_reserve_all_of_host_memory(bed: Bed, client: RawClien
     slots = client.ask("prepare_store", key(document(1, 128), "all"), 1)["context"]["slots"]
     assert len(slots) == 112
     assert client.ask("prepare_store", key(document(2, 8), "more"), 1)["context"]["slots"] == []
-    assert bed.door.counts().lost["over_share"] == 16 + 8
+    assert bed.endpoint.counts().lost["over_share"] == 16 + 8
 
     newcomer = RawClient(bed)
     newcomer.register(instance_id=2)

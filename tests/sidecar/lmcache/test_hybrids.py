@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from door_play import play
+from endpoint_play import play
 from hybrid_client import FULL, NUM_BYTES, SHAPES, WINDOW, HybridClient
 from lmcache_bed import CHUNK, Bed, RawClient, content, key, lmcache_bed
 
@@ -44,7 +44,7 @@ def test_what_one_engine_stores_another_loads(bed: Bed, client: HybridClient) ->
     assert bed.num_leases() == 6 + 2
     assert other.retrieve(DOCUMENT, "warm", instance=2)
     assert bed.num_leases() == 0
-    assert bed.door.statistics().promised.num_loaded == 6
+    assert bed.endpoint.statistics().promised.num_loaded == 6
     assert client.store_parts(DOCUMENT, "again") == []
 
 
@@ -146,7 +146,7 @@ def test_a_flipped_byte_makes_the_prefix_shorter_where_it_is_needed(
 
     assert bed.num_leases() == found + min(found, 2)
     assert not found or client.retrieve(DOCUMENT, "second", end=found * CHUNK)
-    assert bed.door.statistics().promised.num_corrupt == (found < 6)
+    assert bed.endpoint.statistics().promised.num_corrupt == (found < 6)
     client.ask("end_session", "second")
     assert bed.num_leases() == 0
 
@@ -419,7 +419,7 @@ def test_who_may_not_have_all_leased_has_the_longest_hit_that_has_its_window(tmp
         assert other.lookup(second, "d") == 50  # 96 chunks at most, as an eighth of what is free has to stay so
 
         assert bed.num_leases() == 32 + 52
-        assert bed.door.counts().lost["over_share"] == 48
+        assert bed.endpoint.counts().lost["over_share"] == 48
         assert other.retrieve(second, "d", instance=2, end=50 * CHUNK)
 
 
@@ -463,7 +463,7 @@ def test_what_is_promised_is_loaded_and_right(tmp_path: Path, seed: int) -> None
         looked_up: dict[str, int] = {}
         engines = play(bed, seed, 1500, looked_up, HybridClient)
 
-        assert bed.door.statistics().promised.num_loaded > 0, "the test does not load"
+        assert bed.endpoint.statistics().promised.num_loaded > 0, "the test does not load"
         for record in bed.layouts.records.newest():
             tokens = record.tokens
             assert tokens.num_tokens == looked_up[record.request_id]
@@ -473,4 +473,4 @@ def test_what_is_promised_is_loaded_and_right(tmp_path: Path, seed: int) -> None
             engine.worker.close()
         bed.settle()
         assert bed.num_leases() == 0
-        assert not bed.door.statistics().num_promises
+        assert not bed.endpoint.statistics().num_promises

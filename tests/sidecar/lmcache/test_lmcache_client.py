@@ -1,4 +1,4 @@
-"""LMCache's own client classes at the door, in an interpreter of their own: KVTIER_LMCACHE_PYTHON."""
+"""LMCache's own client classes at the endpoint, in an interpreter of their own: KVTIER_LMCACHE_PYTHON."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from foreign.told_script import ToldScript, clients_of_lmcache
 
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layouts import Layouts
-from kvtier.sidecar.lmcache.door import LmcacheDoor
+from kvtier.sidecar.lmcache.endpoint import LmcacheEndpoint
 from kvtier.sidecar.lmcache.zmtp import Zmtp
 from kvtier.sidecar.port import Port, listen
 from kvtier.sidecar.refusals import Refusals
@@ -46,7 +46,7 @@ class LmcacheClient(ToldScript):
 
 
 class Served:
-    """A sidecar with LMCache's door, on a thread of its own."""
+    """A sidecar with LMCache's endpoint, on a thread of its own."""
 
     def __init__(self, url: str) -> None:
         self.segment = Segment(64 << 20)
@@ -56,8 +56,8 @@ class Served:
         layouts = Layouts(self.segment, transfers, extent_bytes=8 << 20)
         self.refusals = Refusals(time.monotonic)
         self.port = Port([listen(url)], time.monotonic, self.refusals.refused, Zmtp)
-        self.door = LmcacheDoor(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
-        self._sidecar = Sidecar(self.segment, finished, transfers, layouts, [self.door], None)
+        self.endpoint = LmcacheEndpoint(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
+        self._sidecar = Sidecar(self.segment, finished, transfers, layouts, [self.endpoint], None)
         self._thread = threading.Thread(target=self._sidecar.run)
         self._thread.start()
 
@@ -88,7 +88,7 @@ class Served:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/door.sock"
+    return f"ipc://{tmp_path}/endpoint.sock"
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_flipped_byte_is_found_before_it_is_promised(served: Served, client: L
     assert client.store(1, TOKENS, "again", BLOCKS) is True
     assert client.lookup(TOKENS, "healed") == 8
     assert client.retrieve(1, TOKENS, "healed", OTHER_BLOCKS, "again") == [True, True]
-    assert served.ask(served.door.statistics).promised.num_corrupt == 1
+    assert served.ask(served.endpoint.statistics).promised.num_corrupt == 1
 
 
 def test_a_worker_that_unregisters_leaves_what_it_stored(served: Served, client: LmcacheClient) -> None:
@@ -235,7 +235,7 @@ def test_a_worker_that_is_stopped_in_a_store_and_registers_anew_writes_to_no_chu
         found = [second.load_found(2, [2, document, *TOKENS[2:]], f"look {document}", "all") for document in range(8)]
         assert sum(num_loaded for _, num_loaded, _ in found) > 8
         assert [num_wrong for _, _, num_wrong in found] == [0] * 8
-        assert served.ask(served.door.statistics).promised.num_corrupt == 0
+        assert served.ask(served.endpoint.statistics).promised.num_corrupt == 0
         first.process.kill()
         served.until_no_lease()
 

@@ -30,7 +30,7 @@ def test_a_lookup_has_one_record_that_adds_up(bed: Bed, client: RawClient) -> No
     reasons = {Reason.NEVER_SEEN: 6 * CHUNK, Reason.LAST_BLOCK: 3}
     assert cold.tokens == TokenBalance(recomputed=len(DOCUMENT), reasons=reasons)
     assert warm.tokens == TokenBalance(host=6 * CHUNK, recomputed=3, reasons={Reason.LAST_BLOCK: 3})
-    assert bed.door.counts().tokens == cold.tokens.plus(warm.tokens)
+    assert bed.endpoint.counts().tokens == cold.tokens.plus(warm.tokens)
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,12 @@ def test_clients_have_turns(bed: Bed) -> None:
     other.socket.sendall(NOOP)
 
     for _ in range(8):
-        bed.door.receive()
+        bed.endpoint.receive()
 
     other.socket.settimeout(DEADLINE_S)
     assert other.socket.recv(1000).endswith(NOOP_ANSWER)
-    assert 16 <= bed.door.statistics().operations["noop"] < 200
-    assert bed.door.receive() is True  # the flood's are left
+    assert 16 <= bed.endpoint.statistics().operations["noop"] < 200
+    assert bed.endpoint.receive() is True  # the flood's are left
 
 
 def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed: Bed, client: RawClient) -> None:
@@ -95,7 +95,7 @@ def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed
 
     other.socket.settimeout(DEADLINE_S)
     assert other.socket.recv(1000).endswith(message_bytes([*map(msgspec.msgpack.encode, (2, 9, 8))]))
-    assert bed.door.statistics().operations["noop"] <= 16 * 6
+    assert bed.endpoint.statistics().operations["noop"] <= 16 * 6
 
 
 def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
@@ -108,8 +108,8 @@ def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
     (client,) = bed.port.clients
     client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     served = -1
-    while bed.door.statistics().operations.get("noop", 0) > served:  # until nothing moves any more
-        served = bed.door.statistics().operations.get("noop", 0)
+    while bed.endpoint.statistics().operations.get("noop", 0) > served:  # until nothing moves any more
+        served = bed.endpoint.statistics().operations.get("noop", 0)
         with contextlib.suppress(BlockingIOError):
             deaf.socket.send(NOOP * 1000)
         bed.settle()
@@ -131,11 +131,11 @@ def test_a_flood_of_small_messages_is_kept_as_it_came(bed: Bed) -> None:
     flood.socket.settimeout(DEADLINE_S)
     flood.socket.sendall(NOOP * 10_000)
 
-    while bed.door.receive():
+    while bed.endpoint.receive():
         assert len(client.messages) <= 16
         assert client.framing.num_held_bytes <= port_module.PIECE_BYTES
 
-    bed.until(lambda: bed.door.statistics().operations["noop"] == 10_000 or None)
+    bed.until(lambda: bed.endpoint.statistics().operations["noop"] == 10_000 or None)
 
 
 def test_answers_that_were_held_wait_for_a_client_that_reads(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +155,20 @@ def test_answers_that_were_held_wait_for_a_client_that_reads(bed: Bed, monkeypat
         message_bytes([*map(msgspec.msgpack.encode, (uid, 18, key(document, f"r{uid}"), 2))]) for uid in range(50)
     ]  # each is answered with 100 slots, 6 KB
     deaf.send(register + b"".join(ask))
-    bed.until(lambda: bed.door.statistics().num_held == 50 or None)
+    bed.until(lambda: bed.endpoint.statistics().num_held == 50 or None)
 
     bed.lanes["host_to_device"].is_stopped = False
     bed.settle()
 
     assert 4000 < len(client.unread) < 4000 + 10_000
-    assert bed.door.statistics().num_held > 30
+    assert bed.endpoint.statistics().num_held > 30
     bed.pass_time(3600)
     assert client.is_open, "it may be copying: its first answers say where"
     assert bed.num_leases() >= 100
     deaf.socket.close()
     bed.settle()
     assert not client.is_open
-    assert bed.door.statistics().num_held == 0
+    assert bed.endpoint.statistics().num_held == 0
     assert bed.num_leases() == 0
 
 
@@ -229,7 +229,7 @@ def test_memory_stays_flat_whatever_is_promised(bed: Bed) -> None:
 
 
 def test_a_path_is_its_users_alone(tmp_path: Path) -> None:
-    path = tmp_path / "door.sock"
+    path = tmp_path / "endpoint.sock"
     listener = listen(f"ipc://{path}")
 
     assert path.stat().st_mode & 0o777 == 0o600

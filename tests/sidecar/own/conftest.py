@@ -1,4 +1,4 @@
-"""What tests of the own door start from."""
+"""What tests of the own endpoint start from."""
 
 from collections.abc import Iterator
 from pathlib import Path

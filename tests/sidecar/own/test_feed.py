@@ -134,13 +134,13 @@ def test_an_engine_that_never_reads_is_let_go(tmp_path: Path, monkeypatch: pytes
         engine, deaf = Engine(bed), Engine(bed)
         deaf.reserve(3)
         turns = 0
-        while len(bed.door.clients()) == 2:
+        while len(bed.endpoint.clients()) == 2:
             engine.store(turns % 7, 50)
             engine.say(wire.Forget(0, wire.joined(names(turns % 7, 50))))
             turns += 1
             assert turns < 2000
 
-        assert bed.door.counts().refused == {"unread": 1}
+        assert bed.endpoint.counts().refused == {"unread": 1}
         assert bed.num_leases() == 3, "it may still write there"
         assert engine.store(9, 10) == 10
         engine.close()

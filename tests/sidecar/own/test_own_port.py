@@ -1,4 +1,4 @@
-"""The own door's socket: clients that behave badly, or are killed; memory that stays flat."""
+"""The own endpoint's socket: clients that behave badly, or are killed; memory that stays flat."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from waiting import DEADLINE_S
 
 from kvtier.engine.attached import wire
 from kvtier.sidecar.config import SocketConfig
-from kvtier.sidecar.doors import engine_door, socket_path
+from kvtier.sidecar.endpoints import engine_endpoint, socket_path
 from kvtier.sidecar.port import MAX_MESSAGES
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockName
@@ -59,7 +59,7 @@ def test_garbage_ends_its_connection_and_no_other(bed: Bed, engine: Engine, garb
     plain.read()
 
     assert plain.is_ended
-    assert sum(bed.door.counts().refused.values()) == 1
+    assert sum(bed.endpoint.counts().refused.values()) == 1
     assert engine.ask(wire.Ping(), wire.Pong)
 
 
@@ -81,7 +81,7 @@ def test_engines_have_turns(bed: Bed, engine: Engine) -> None:
     engine.hear()
 
     assert wire.Pong() in engine.told
-    assert bed.door.counts().operations["ping"] <= MAX_MESSAGES + 1
+    assert bed.endpoint.counts().operations["ping"] <= MAX_MESSAGES + 1
     flood.close()
 
 
@@ -106,11 +106,11 @@ def test_a_client_waits_while_no_descriptor_is_left(bed: Bed, engine: Engine) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
         bed.settle()
-        assert bed.door.counts().refused == {"descriptors": 1}
-        assert not select.select([bed.door.file], [], [], 0)[0], "the sidecar's loop would not rest"
+        assert bed.endpoint.counts().refused == {"descriptors": 1}
+        assert not select.select([bed.endpoint.file], [], [], 0)[0], "the sidecar's loop would not rest"
         assert engine.ask(wire.Ping(), wire.Pong)  # others are served
         bed.pass_time(1.1)
-        assert bed.door.counts().refused == {"descriptors": 2}
+        assert bed.endpoint.counts().refused == {"descriptors": 2}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -172,7 +172,7 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing(bed: Bed, engin
         bed.turn(2)
 
         assert bed.num_leases() == 0
-        assert len(bed.door.clients()) == 1
+        assert len(bed.endpoint.clients()) == 1
         bed.check()
         assert engine.store(10 + number, 3) == 3
     assert engine.load(1, 10) == (list(range(10)), {})
@@ -182,7 +182,7 @@ def turn_until_readable(bed: Bed, file: int) -> None:
     """The other side is a process of its own: the bed turns when that has sent something."""
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
-        selector.register(bed.door.file, selectors.EVENT_READ)
+        selector.register(bed.endpoint.file, selectors.EVENT_READ)
         while True:
             ready = selector.select(DEADLINE_S)
             assert ready, "nothing has come"
@@ -196,23 +196,23 @@ def turn_until_readable(bed: Bed, file: int) -> None:
 
 def test_the_socket_is_this_users_alone_unless_others_are_let_in(bed: Bed, tmp_path: Path) -> None:
     own, all_users = str(tmp_path / "own.sock"), str(tmp_path / "all.sock")
-    doors = [engine_door(own, [], bed.layouts), engine_door(all_users, [os.geteuid() + 1], bed.layouts)]
+    endpoints = [engine_endpoint(own, [], bed.layouts), engine_endpoint(all_users, [os.geteuid() + 1], bed.layouts)]
 
     assert Path(own).stat().st_mode & 0o777 == 0o600
     assert Path(all_users).stat().st_mode & 0o777 == 0o666
-    for door in doors:
-        door.close()
+    for endpoint in endpoints:
+        endpoint.close()
 
 
 def test_a_socket_that_was_left_is_taken_over_and_one_in_use_is_an_error(bed: Bed, tmp_path: Path) -> None:
     path = str(tmp_path / "engines")
-    first = engine_door(path, [], bed.layouts)
+    first = engine_endpoint(path, [], bed.layouts)
     with pytest.raises(OSError, match=r"another sidecar listens there.*choose another --socket"):
-        engine_door(path, [], bed.layouts)
+        engine_endpoint(path, [], bed.layouts)
 
     first.close()
 
-    engine_door(path, [], bed.layouts).close()
+    engine_endpoint(path, [], bed.layouts).close()
 
 
 def test_where_the_socket_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

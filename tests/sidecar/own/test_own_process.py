@@ -1,4 +1,4 @@
-"""The own door as people see it: HTTP, metrics, `kvtier top`, and what the command prints and refuses."""
+"""The own endpoint as people see it: HTTP, metrics, `kvtier top`, and what the command prints and refuses."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ from kvtier.cli.main import main
 from kvtier.engine.attached import wire
 from kvtier.sidecar.build import build_sidecar
 from kvtier.sidecar.config import sidecar_config
-from kvtier.sidecar.doors import doors_of
+from kvtier.sidecar.endpoints import endpoints_of
 from kvtier.sidecar.http.build import serve_http
 
 
@@ -37,7 +37,7 @@ class Attached:
 def attached(tmp_path: Path) -> Iterator[Attached]:
     path = str(tmp_path / "engines.sock")
     config = small_config(socket={"path": path}, lmcache={"listen": f"ipc://{tmp_path}/lmcache.sock"})
-    sidecar = build_sidecar(config, doors_of(config, {}))
+    sidecar = build_sidecar(config, endpoints_of(config, {}))
     thread = threading.Thread(target=sidecar.run)
     thread.start()
     try:
@@ -78,7 +78,7 @@ def test_http_tells_of_engines_and_what_they_lease(attached: Attached) -> None:
 def test_metrics_count_what_engines_do(attached: Attached) -> None:
     lines = attached.get("/metrics").text.splitlines()
 
-    assert 'kvtier_sidecar_operations_total{door="engine",operation="reserve"} 1.0' in lines
+    assert 'kvtier_sidecar_operations_total{endpoint="engine",operation="reserve"} 1.0' in lines
     assert "kvtier_sidecar_clients 1.0" in lines
     assert "kvtier_sidecar_leased_chunks 3.0" in lines
     assert "kvtier_sidecar_unknown_weights_layouts 0.0" in lines

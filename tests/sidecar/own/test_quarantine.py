@@ -17,9 +17,9 @@ from engine_bed import Bed, Engine, Plain, engine_bed, names, publication
 from waiting import DEADLINE_S, wait_for
 
 from kvtier.engine.attached import wire
-from kvtier.sidecar.door import AttachedClient, Lease, LeaseUse
+from kvtier.sidecar.endpoint import AttachedClient, Lease, LeaseUse
 from kvtier.sidecar.http.views import leases_view, snapshot_of, stats_view
-from kvtier.sidecar.own.door import Mappers
+from kvtier.sidecar.own.endpoint import Mappers
 from kvtier.sidecar.quarantine import PIECE_BYTES, Lifeline, Quarantine
 from kvtier.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
@@ -54,7 +54,7 @@ def end_session(bed: Bed, engine: Engine) -> None:
     bed.settle()
     engine.hear()
     assert engine.is_ended
-    assert engine not in bed.door.clients()
+    assert engine not in bed.endpoint.clients()
 
 
 def all_slots(bed: Bed, engine: Engine) -> set[int]:
@@ -136,15 +136,15 @@ def test_a_block_that_came_and_was_not_told_of_is_not_kept(tmp_path: Path) -> No
         for document in (1, 2, 3, 4):
             assert other.store(document, 20) == 20
         stopped.fetch(names(1, 3))
-        bed.door.receive()
-        for _ in range(3):  # the blocks land, and the door has no turn to tell of them
+        bed.endpoint.receive()
+        for _ in range(3):  # the blocks land, and the endpoint has no turn to tell of them
             bed.layouts.poll()
             bed.lanes[Route.DISK_TO_HOST].work()
             bed.transfers.poll()
         bed.layouts.poll()
         assert bed.num_leases() == 3
         stopped.say(NOTHING_SENSIBLE)
-        bed.door.receive()
+        bed.endpoint.receive()
 
         assert bed.num_leases() == 0
         stopped.close()
@@ -201,7 +201,7 @@ def test_a_worker_is_given_the_segment_and_told_nothing_more(bed: Bed, engine: E
     assert len(worker.files) == 1
     assert worker.read() == []
     assert not worker.is_ended
-    assert len(bed.door.clients()) == 1
+    assert len(bed.endpoint.clients()) == 1
     worker.close()
 
 
@@ -231,7 +231,7 @@ def test_an_engine_that_attaches_again_ends_its_session_before(bed: Bed, engine:
     before.hear()
 
     assert before.is_ended
-    assert len(bed.door.clients()) == 2
+    assert len(bed.endpoint.clients()) == 2
     assert slots <= all_slots(bed, engine)
     for each in (before, worker, after):
         each.close()
@@ -244,7 +244,7 @@ def test_the_operator_is_told_who_keeps_what(bed: Bed, engine: Engine, caplog: p
     stopped.reserve(5, group=1)
     stopped.fetch(names(1, 4))
     stopped.next(wire.Fetched)
-    (name,) = [client.name for client in bed.door.clients() if client.leases]
+    (name,) = [client.name for client in bed.endpoint.clients() if client.leases]
     end_session(bed, stopped)
     bed.pass_time(4.9)
     assert "quarantine" not in caplog.text
@@ -267,7 +267,7 @@ def test_the_operator_is_told_who_keeps_what(bed: Bed, engine: Engine, caplog: p
 def test_more_than_so_many_sessions_in_quarantine_keep_engines_away(
     bed: Bed, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.sidecar.own.door.MAX_CLIENTS", 1)
+    monkeypatch.setattr("kvtier.sidecar.own.endpoint.MAX_CLIENTS", 1)
     stopped = Engine(bed, engine=A)
     stopped.reserve(2)
     end_session(bed, stopped)
@@ -346,7 +346,7 @@ def test_a_child_that_is_forked_keeps_nothing_of_its_parents_session(bed: Bed) -
         bed.settle()
 
         assert bed.num_leases() == 0
-        assert bed.door.clients() == []
+        assert bed.endpoint.clients() == []
         os.kill(child, 0)  # it lives, until its input ends
 
 

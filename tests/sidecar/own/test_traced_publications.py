@@ -127,7 +127,7 @@ def test_what_no_engine_says_of_traces_ends_the_connection(traced_bed: Bed, trac
     publish(engine, names(1, 3), traced)
 
     assert engine.is_ended
-    assert traced_bed.door.counts().refused == {"malformed": 1}
+    assert traced_bed.endpoint.counts().refused == {"malformed": 1}
     engine.close()
     traced_bed.settle()
     assert traced_bed.num_leases() == 0

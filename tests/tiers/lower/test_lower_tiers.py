@@ -184,7 +184,7 @@ def bed_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
 def sidecar_bed(
     transfers: TransferEngine, lanes: dict[Route, WaitingLane], store: MemoryStore | None, clock: FakeClock
 ) -> Bed:
-    """The door of a sidecar whose host memory is one extent, which the first group has."""
+    """The endpoint of a sidecar whose host memory is one extent, which the first group has."""
     shapes = [BlockShape(group.block_size, group.forgets, BLOCK_BYTES) for group in GROUPS]
     num_bytes = NUM_SLOTS * BLOCK_BYTES
     sidecar = SidecarBed(shapes, num_bytes, num_bytes, store, clock, lambda: transfers)

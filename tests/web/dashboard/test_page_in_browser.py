@@ -17,7 +17,7 @@ from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from small_models import VOCAB, build
 from under_load import under_load
 
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason
 
@@ -264,9 +264,9 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
             seen.wait("() => document.querySelectorAll('#engines tbody tr').length === 1")
 
             for name, key in (("asked", "num_asked"), ("promised", "num_promised"), ("loaded", "num_loaded")):
-                assert count_of(seen.numbers(f"door.open.{name}")) == stats["doors"][0][key]
+                assert count_of(seen.numbers(f"endpoint.open.{name}")) == stats["endpoints"][0][key]
             assert pinned in seen.page.locator("#pins").inner_text()
-            assert "late 2" in seen.page.locator("#doors").inner_text()
+            assert "late 2" in seen.page.locator("#endpoints").inner_text()
             assert count_of(seen.numbers("reason.never_seen")) == 90
             cell = seen.page.locator('[data-value="tier.host.bytes"]')
             assert cell.get_attribute("data-exact") == str(stats["tiers"]["host"]["num_bytes"])
@@ -285,10 +285,10 @@ def test_a_sidecar_without_a_token_lets_its_own_page_ask(browser: Browser) -> No
 def _fill(running: RunningSidecar) -> None:
     layout = running.store(1, 6)
     tokens = TokenBalance(host=512, recomputed=90, reasons={Reason.NEVER_SEEN: 90})
-    running.door.counted = DoorCounts(
+    running.endpoint.counted = ConnectorCounts(
         "open", num_asked=8, num_promised=6, num_loaded=5, lost={"late": 2}, tokens=tokens
     )
-    running.door.attached = [AttachedClient("instance <b>7</b>", running.sidecar.now() - 60.0, layout)]
+    running.endpoint.attached = [AttachedClient("instance <b>7</b>", running.sidecar.now() - 60.0, layout)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])

@@ -17,7 +17,7 @@ from sidecars import RunningSidecar, running_sidecar, small_config
 from small_models import VOCAB, build
 from under_load import under_load
 
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason
 
@@ -292,8 +292,8 @@ def test_a_sidecars_numbers_are_those_of_stats_and_of_the_history(
         with browser.open(f"{running.url}/dashboard") as seen:
             seen.wait_live()
             layout = running.store(1, 6)
-            running.door.counted = DoorCounts("open", num_asked=8, num_promised=6, num_loaded=5, tokens=tokens)
-            running.door.attached = [AttachedClient("an engine", running.sidecar.now() - 60.0, layout)]
+            running.endpoint.counted = ConnectorCounts("open", num_asked=8, num_promised=6, num_loaded=5, tokens=tokens)
+            running.endpoint.attached = [AttachedClient("an engine", running.sidecar.now() - 60.0, layout)]
             seen.wait("() => document.querySelector('[data-line=\"ratio.all\"]').textContent !== '–'")
             at = seen.page.evaluate(PAUSE)
             said = legends(seen)
@@ -323,10 +323,10 @@ def sidecar_differences(seen: Seen, running: RunningSidecar, tokens: TokenBalanc
     stats, tiles = running.get("/stats").json(), tiles_of(seen)
     counted = {source: getattr(tokens, source) for source in SOURCES}
     faults = hits_tile(tiles, counted)
-    door = stats["doors"][0]
+    endpoint = stats["endpoints"][0]
     faults += [] if tiles["Prompt tokens"] == ("0/s", f"{sum_of(tokens):,} since the start") else ["Prompt tokens"]
     faults += [] if tiles["Engines"] == ("1", "0 B pinned") else [f"Engines: {tiles['Engines']}"]
     found, about = tiles["Chunks found"]
-    is_right = is_shown(found, door["num_promised"] / door["num_asked"]) and about == "of 8 asked for; 0 lost"
+    is_right = is_shown(found, endpoint["num_promised"] / endpoint["num_asked"]) and about == "of 8 asked for; 0 lost"
     faults += [] if is_right else [f"Chunks found: {found}, {about}"]
     return faults + table_differences(seen, stats["tiers"], stats["lanes"], tokens.reasons, tiers)

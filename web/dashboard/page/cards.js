@@ -102,7 +102,7 @@ export function cards(series) {
     new WhatIfCard(tiers),
     lanesChart(lanes),
     laneTable(lanes),
-    ...(isServe ? [firstTokens(), requests()] : [engines(), doors(), layouts(), pins()]),
+    ...(isServe ? [firstTokens(), requests()] : [engines(), endpoints(), layouts(), pins()]),
     slowest(),
     documents(),
     tenants(),
@@ -359,15 +359,15 @@ function engines() {
   return new TableCard("engines", "Engines attached", true, table, rows);
 }
 
-function doors() {
-  const table = new Table("Doors", ["door", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused"), "because"]);
+function endpoints() {
+  const table = new Table("Endpoints", ["endpoint", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused"), "because"]);
   const rows = ({ facts }) =>
-    facts.doors.map((door) => [
-      door.kind,
-      ...["asked", "promised", "loaded", "stored", "lost", "refused"].map((name) => ({ text: count(door[name]), data: { value: `door.${door.kind}.${name}` } })),
-      [...Object.entries(door.why_lost), ...Object.entries(door.why_refused)].filter(([, times]) => times > 0).map(([why, times]) => `${words(why)} ${count(times)}`).join(", ") || NONE,
+    facts.endpoints.map((endpoint) => [
+      endpoint.kind,
+      ...["asked", "promised", "loaded", "stored", "lost", "refused"].map((name) => ({ text: count(endpoint[name]), data: { value: `endpoint.${endpoint.kind}.${name}` } })),
+      [...Object.entries(endpoint.why_lost), ...Object.entries(endpoint.why_refused)].filter(([, times]) => times > 0).map(([why, times]) => `${words(why)} ${count(times)}`).join(", ") || NONE,
     ]);
-  return new TableCard("doors", "Chunks by door", true, table, rows);
+  return new TableCard("endpoints", "Chunks by endpoint", true, table, rows);
 }
 
 function layouts() {

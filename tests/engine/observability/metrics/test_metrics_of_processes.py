@@ -113,7 +113,7 @@ def test_a_server_and_a_sidecar_have_one_process_beside_their_own_the_stores(tmp
     options = ["--host", "64MiB", "--disk", f"{tmp_path / 'shared'}:64MiB"]
     with (
         serving_process(tmp_path, model, configured(tmp_path)) as server,
-        Sidecar(f"ipc://{tmp_path / 'door.sock'}", *options) as sidecar,
+        Sidecar(f"ipc://{tmp_path / 'endpoint.sock'}", *options) as sidecar,
     ):
         server.complete("Hello", max_tokens=2)
         found = [children_of(process.pid) for process in (server.process, sidecar.process)]

@@ -75,7 +75,7 @@ def test_lmcaches_panels_return_data_of_a_sidecar_with_a_foreign_engine(tmp_path
     config.write_text('extent = "1MiB"\n[metrics]\ncompat = ["lmcache"]\n')
     options = ["--config", str(config), "--host", "1MiB", "--disk", f"{tmp_path / 'store'}:64MiB"]
     options += ["--chunk-tokens", str(CHUNK)]
-    with Sidecar(f"ipc://{tmp_path / 'door.sock'}", *options, http_port=port) as sidecar:
+    with Sidecar(f"ipc://{tmp_path / 'endpoint.sock'}", *options, http_port=port) as sidecar:
         engine = Engine(sidecar.endpoint)
         try:
             with (

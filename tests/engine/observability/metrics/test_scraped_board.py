@@ -74,17 +74,26 @@ def scene(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> I
     }
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    door, file = folder / "own.sock", folder / "sidecar.toml"
+    endpoint, file = folder / "own.sock", folder / "sidecar.toml"
     file.write_text('extent = "1MiB"\n')
-    options = ["--config", str(file), "--host", "8MiB", "--disk", f"{folder / 'shared'}:64MiB", "--socket", str(door)]
+    options = [
+        "--config",
+        str(file),
+        "--host",
+        "8MiB",
+        "--disk",
+        f"{folder / 'shared'}:64MiB",
+        "--socket",
+        str(endpoint),
+    ]
     attached = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
-        "sidecar": f"unix://{door}",
+        "sidecar": f"unix://{endpoint}",
         "metrics": {"compat": ["vllm", "lmcache"]},
     }
     with ExitStack() as stack:
         sidecar = stack.enter_context(
-            Sidecar(f"ipc://{folder / 'door.sock'}", *options, "--chunk-tokens", str(CHUNK), http_port=port)
+            Sidecar(f"ipc://{folder / 'endpoint.sock'}", *options, "--chunk-tokens", str(CHUNK), http_port=port)
         )
         server = stack.enter_context(serving(model, own, KEYS))
         second = stack.enter_context(serving(model, attached))

@@ -1,4 +1,4 @@
-"""vLLM's side of our connector without vLLM: requests, pages, steps and a worker, on a sidecar's door over real sockets
+"""vLLM's side of our connector without vLLM: requests, pages, steps and a worker, on a sidecar's connector over real sockets
 and real shared memory. What is "computed" of a block is bytes that its prompt decides, so that a wrong one shows."""
 
 import hashlib
@@ -120,7 +120,7 @@ class FailingSegment(MappedSegment):
         return super().slots(group_id)
 
 
-class DoorBed:
+class ConnectorBed:
     """One engine on one sidecar. *groups* have layers of two pages each, of each of *num_workers*."""
 
     def __init__(
@@ -371,7 +371,7 @@ class DoorBed:
         """Blocks and slots that the sidecar has leased to its engines, less the slots that always lie ready."""
         self.clock.now += 1.0
         self.listen()
-        num_leased = sum(lease.num_chunks for client in self.sidecar.door.clients() for lease in client.leases)
+        num_leased = sum(lease.num_chunks for client in self.sidecar.connector.clients() for lease in client.leases)
         return num_leased - NUM_KEPT * len(self.groups)
 
     def _compute(self, num_scheduled: dict[str, int], requests: Sequence[FakeRequest]) -> None:

@@ -158,7 +158,7 @@ def test_a_full_segment_refuses_stores_and_keeps_what_is_promised(bed: Bed, clie
 
     assert client.retrieve(documents[0], "promised")
     assert client.store(DOCUMENT, "more") == [0, 1, 2, 3, 4, 5]
-    assert bed.door.statistics().stored.num_without_room == 1
+    assert bed.endpoint.statistics().stored.num_without_room == 1
 
 
 def test_what_is_left_of_the_room_is_given_to_the_first_chunks(bed: Bed, client: RawClient) -> None:
@@ -189,7 +189,7 @@ def test_a_status_is_held_for_a_twentieth_of_a_second_at_most(bed: Bed, client: 
     bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
     client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
     uid = client.send("status", "second")
-    bed.until(lambda: bed.door.is_waiting or None)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
     bed.pass_time(0.049)
     assert not client.socket.poll(0)
 
@@ -209,7 +209,7 @@ def test_after_its_time_a_lookup_promises_what_has_come(bed: Bed, client: RawCli
     bed.pass_time(10.1)
 
     assert client.ask("status", "second") == 0
-    assert bed.door.statistics().promised.num_late == 6
+    assert bed.endpoint.statistics().promised.num_late == 6
     bed.lanes["host_to_device"].is_stopped = False
     bed.settle()
     assert bed.num_leases() == 0
@@ -407,7 +407,7 @@ def test_a_load_that_takes_too_long_without_a_promise_fails(bed: Bed, client: Ra
     client.store(DOCUMENT, "first")
     bed.lanes["host_to_device"].is_stopped = True
     uid = client.send("prepare_retrieve", key(DOCUMENT, "second"), 1)
-    bed.until(lambda: bed.door.is_waiting or None)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
 
     bed.pass_time(3.1)
 
@@ -421,7 +421,7 @@ def test_a_lookup_promises_what_the_engine_lacks_and_tells_where_the_hit_ends(be
     assert client.lookup(DOCUMENT, "second", start=2 * CHUNK) == 5
 
     assert bed.num_leases() == 3
-    assert bed.door.statistics().promised.num_promised == 3
+    assert bed.endpoint.statistics().promised.num_promised == 3
     bed.lanes["host_to_device"].is_stopped = True  # what is not promised would wait for its digest
     assert client.retrieve(DOCUMENT, "second", start=2 * CHUNK, end=5 * CHUNK)
     assert bed.num_leases() == 0
@@ -481,7 +481,7 @@ def test_a_lookup_that_ends_before_its_answer_claims_nothing(bed: Bed, client: R
     bed.lanes["host_to_device"].is_stopped = True
     client.ask("lookup", key(DOCUMENT, "second", worker=None, start=2 * CHUNK), 1)
     uid = client.send("status", "second")
-    bed.until(lambda: bed.door.is_waiting or None)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
 
     client.send("end_session", "second")
 
@@ -522,13 +522,13 @@ def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) ->
     assert client.retrieve(DOCUMENT, "second", end=3 * CHUNK)
     client.ask("end_session", "second")
     assert bed.num_leases() == 0
-    assert bed.door.statistics().promised.num_corrupt == 1
+    assert bed.endpoint.statistics().promised.num_corrupt == 1
     assert client.store(DOCUMENT, "third") == [3]
     assert client.lookup(DOCUMENT, "fourth") == 6
 
 
 def num_read_to_verify(bed: Bed) -> int:
-    bed.door.check()
+    bed.endpoint.check()
     return bed.transfers.statistics()[Route.HOST_TO_DEVICE].num_bytes // CHUNK_BYTES
 
 
@@ -556,7 +556,7 @@ def test_what_is_being_verified_is_waited_for(bed: Bed, client: RawClient) -> No
         client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
     client.ask("end_session", "a")  # its chunks stay: they are being read
     uid = client.send("status", "b")
-    bed.until(lambda: bed.door.is_waiting or None)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
 
     bed.lanes["host_to_device"].is_stopped = False
 
@@ -598,20 +598,20 @@ def test_a_chunk_that_is_let_go_as_it_comes_is_not_verified(tmp_path: Path) -> N
         bed.lanes[Route.DISK_TO_HOST].is_stopped = False
         bed.lanes[Route.DISK_TO_HOST].work()
         bed.transfers.poll()
-        bed.layouts.poll()  # the chunks are there, and the door has no turn to have them verified
+        bed.layouts.poll()  # the chunks are there, and the endpoint has no turn to have them verified
         assert bed.num_leases() == 6
 
         client.send("free", key(DOCUMENT, "second", worker=None, end=2 * CHUNK), 1)
 
         def is_let_go() -> bool:
-            bed.door.receive()
+            bed.endpoint.receive()
             return bed.num_leases() == 4
 
         wait_for(is_let_go)
         bed.settle()
 
         assert num_read_to_verify(bed) == 4
-        assert bed.door.statistics().promised.num_corrupt == 0
+        assert bed.endpoint.statistics().promised.num_corrupt == 0
         client.ask("end_session", "second")
         assert bed.num_leases() == 0
 
@@ -630,8 +630,8 @@ def test_damage_is_told_to_all_that_wait_and_seen_while_a_promise_stands(bed: Be
     bed.lanes["host_to_device"].is_stopped = False
 
     assert [client.ask("status", request) for request in "ab"] == [2, 2]
-    assert bed.door.statistics().promised.num_corrupt == 2
-    bed.door.check()
+    assert bed.endpoint.statistics().promised.num_corrupt == 2
+    bed.endpoint.check()
 
 
 def test_who_asks_for_little_does_not_wait_for_all_of_who_asks_for_much(bed: Bed) -> None:

@@ -4,7 +4,7 @@ loaded, what is loaded is right, and nothing stays leased."""
 from pathlib import Path
 
 import pytest
-from door_play import play
+from endpoint_play import play
 from lmcache_bed import CHUNK, Bed, RawClient, key, lmcache_bed
 
 from kvtier.store.memory_store import MemoryStore
@@ -18,7 +18,7 @@ def test_what_is_promised_is_loaded_and_right(tmp_path: Path, seed: int) -> None
         looked_up: dict[str, int] = {}
         engines = play(bed, seed, 500, looked_up)
 
-        promised = bed.door.statistics().promised
+        promised = bed.endpoint.statistics().promised
         assert promised.num_loaded > 0, "the test does not load"
         for record in bed.layouts.records.newest():
             tokens = record.tokens
@@ -30,7 +30,7 @@ def test_what_is_promised_is_loaded_and_right(tmp_path: Path, seed: int) -> None
             engine.worker.close()
         bed.settle()
         assert bed.num_leases() == 0
-        assert not bed.door.statistics().num_promises
+        assert not bed.endpoint.statistics().num_promises
 
 
 def test_a_hit_on_disk_is_promised_once_it_is_in_host_memory(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_read_that_hangs_is_given_up_after_its_time_and_the_disk_left_alone(tm
 
         (tiers,) = bed.layouts
         assert scheduler.ask("status", "second") == 0
-        assert bed.door.counts().lost["late"] == 6
+        assert bed.endpoint.counts().lost["late"] == 6
         assert not tiers.tiers.is_readable
         assert scheduler.lookup(document, "third") == 0  # at once
         bed.lanes[Route.DISK_TO_HOST].is_stopped = False

@@ -1,4 +1,4 @@
-"""EngineDoor: where kvtier's own engines attach. Frames in, calls of `Session`, frames out."""
+"""EngineEndpoint: where kvtier's own engines attach. Frames in, calls of `Session`, frames out."""
 
 import logging
 import secrets
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Malformed, frame_of
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.layout import Layout, LayoutRefused
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.own.block_layout import BlockLayout, BlockShape
@@ -76,7 +76,7 @@ class _Attached(NamedTuple):
     number: bytes
 
 
-class EngineDoor:
+class EngineEndpoint:
     """One connection is one engine, and its session: see `wire`. What an engine asks is answered in the same turn, but
     for what has to be read from disk. An engine that says what none says loses its connection, and its leases once its
     processes can copy no more; nothing else happens. Owned by the sidecar's thread, whose loop calls `receive` when
@@ -164,10 +164,10 @@ class EngineDoor:
             for client, (session, feed, _) in self._sessions.items()
         ]
 
-    def counts(self) -> DoorCounts:
-        """What every door counts, by value."""
+    def counts(self) -> ConnectorCounts:
+        """What every endpoint counts, by value."""
         counts = self._counts
-        return DoorCounts(
+        return ConnectorCounts(
             "engine",
             num_asked=counts.num_asked,
             num_promised=counts.num_leased,

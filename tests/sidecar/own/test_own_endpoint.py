@@ -1,4 +1,4 @@
-"""Engines at their own door: what they are told, what they lease, and what becomes of it when they go."""
+"""Engines at their own endpoint: what they are told, what they lease, and what becomes of it when they go."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from engine_bed import EXTENT_BYTES, GROUPS, Bed, Engine, Plain, engine_bed, hel
 
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Chain, GroupShape
-from kvtier.sidecar.door import LeaseUse
+from kvtier.sidecar.endpoint import LeaseUse
 from kvtier.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.tenant import number_of, tenant_of
@@ -85,7 +85,7 @@ def test_an_engine_that_cannot_be_served_is_told_what_to_do(bed: Bed, changed: d
     assert isinstance(refused, wire.Refused)
     assert why in refused.why
     assert plain.is_ended
-    assert bed.door.counts().refused == {"version" if "version" in changed else "layout": 1}
+    assert bed.endpoint.counts().refused == {"version" if "version" in changed else "layout": 1}
     assert Engine(bed).welcome  # others are served
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_done_for_an_engine_before_its_hello(bed: Bed, first: wire.Fr
 
     assert plain.read() == []
     assert plain.is_ended
-    assert bed.door.counts().refused == {"malformed": 1}
+    assert bed.endpoint.counts().refused == {"malformed": 1}
 
 
 def test_a_second_hello_ends_the_connection(bed: Bed, engine: Engine) -> None:
@@ -125,7 +125,7 @@ def test_a_second_hello_ends_the_connection(bed: Bed, engine: Engine) -> None:
     engine.hear()
 
     assert engine.is_ended
-    assert bed.door.clients() == []
+    assert bed.endpoint.clients() == []
 
 
 # What engines lease.
@@ -233,7 +233,7 @@ def test_an_engine_that_takes_all_it_can_get_leaves_room_for_the_next_one(bed: B
 
     assert num_slots // 2 < len(greedy) < num_slots
     assert len(modest) == 4
-    assert bed.door.counts().lost["over_share"] == 10_000 - len(greedy)
+    assert bed.endpoint.counts().lost["over_share"] == 10_000 - len(greedy)
     other.close()
     engine.close()
     bed.settle()
@@ -397,7 +397,7 @@ def test_what_is_on_disk_is_answered_as_it_comes(small: Bed) -> None:
     number = engine.fetch([*names(4, 2), *names(1, 3)])
 
     assert wire.numbers_in(engine.next(wire.Fetched).places, 5).tolist() == [0, 1]
-    assert small.door.is_waiting
+    assert small.endpoint.is_waiting
     engine.say(wire.Release(number, wire.packed([3])))
     small.settle()
     small.lanes[Route.DISK_TO_HOST].is_stopped = False
@@ -407,7 +407,7 @@ def test_what_is_on_disk_is_answered_as_it_comes(small: Bed) -> None:
     engine.say(wire.Release(number, wire.packed([4, 2, 1, 0])))
     small.settle()
     assert small.num_leases() == 0
-    assert not small.door.is_waiting
+    assert not small.endpoint.is_waiting
 
 
 def test_what_is_for_later_comes_too(small: Bed) -> None:
@@ -433,7 +433,7 @@ def test_a_read_that_hangs_fails(small: Bed) -> None:
     small.pass_time(0.2)
 
     assert engine.next(wire.Fetched).failures == [(place, Reason.DEADLINE) for place in range(3)]
-    assert small.door.counts().lost["late"] == 3
+    assert small.endpoint.counts().lost["late"] == 3
     small.lanes[Route.DISK_TO_HOST].is_stopped = False
     small.settle()
 
@@ -454,7 +454,7 @@ def test_blocks_for_which_there_is_no_room_fail(small: Bed) -> None:
     assert small.layouts.num_unsaved == 0
     engine.say(wire.Release(number, wire.packed([0])))
     small.settle()
-    assert not small.door.is_waiting
+    assert not small.endpoint.is_waiting
 
 
 def leave_no_room(engine: Engine, num_slots: int = 0) -> list[int]:
@@ -498,11 +498,11 @@ def test_what_an_engine_has_leased_stays_when_the_rest_of_its_fetch_times_out(sm
     assert fetched_by(engine, second) == ([0, 1], dict.fromkeys([2, 3, 4], Reason.CAPACITY))
     engine.say(wire.Release(first, wire.packed([1, 0])))
     small.settle()
-    (client,) = small.door.clients()
+    (client,) = small.endpoint.clients()
     assert [lease.num_chunks for lease in client.leases if lease.use == LeaseUse.READ] == [2], "it may be copying"
     engine.say(wire.Release(second, wire.packed([1, 0])))
     small.settle()
-    (client,) = small.door.clients()
+    (client,) = small.endpoint.clients()
     assert [lease.use for lease in client.leases] == [LeaseUse.WRITTEN]
 
 
@@ -549,7 +549,7 @@ def test_an_engine_is_told_why_each_block_did_not_come_in_time(small: Bed) -> No
 
     late = dict.fromkeys(range(2), Reason.DEADLINE)
     assert fetched_by(engine, number) == ([], late | dict.fromkeys(range(2, 5), Reason.FAILED))
-    assert small.door.counts().lost["late"] == 2
+    assert small.endpoint.counts().lost["late"] == 2
     small.lanes[Route.DISK_TO_HOST].is_stopped = False
     small.settle()
 
@@ -579,15 +579,15 @@ def test_a_block_that_is_released_as_it_comes_is_not_told_of(small: Bed) -> None
     engine = Engine(small)
     fill(engine)
     number = engine.fetch(names(1, 3))
-    small.door.receive()
-    for _ in range(3):  # the blocks land, and the door has no turn to tell of them
+    small.endpoint.receive()
+    for _ in range(3):  # the blocks land, and the endpoint has no turn to tell of them
         small.layouts.poll()
         small.lanes[Route.DISK_TO_HOST].work()
         small.transfers.poll()
     small.layouts.poll()
     assert small.num_leases() == 3
     engine.say(wire.Release(number, wire.packed([1])))
-    small.door.receive()
+    small.endpoint.receive()
     small.settle()
 
     assert fetched_by(engine, number) == ([0, 2], {})
@@ -625,7 +625,7 @@ def test_what_is_being_written_while_all_is_cleared_is_never_found(bed: Bed, eng
 
     assert set(engine.host[0]) == set(names(2, 4))
     assert bed.num_leases() == 0
-    assert bed.door.counts().lost["given_up"] == 4
+    assert bed.endpoint.counts().lost["given_up"] == 4
     other.close()
 
 
@@ -673,7 +673,7 @@ def test_all_that_an_engine_leases_ends_with_its_connection(small: Bed) -> None:
     small.settle()
 
     assert small.num_leases() == 0
-    assert len(small.door.clients()) == 1
+    assert len(small.endpoint.clients()) == 1
     small.check()
     assert other.load(4, 20)[0] == list(range(20))
 
@@ -712,7 +712,7 @@ def test_engines_and_their_leases_are_told_of(bed: Bed, engine: Engine) -> None:
     assert client.name.startswith(f"process {os.getpid()}, connection ")
     leases = {(lease.use, lease.group, lease.num_chunks, bed.clock() - lease.since) for lease in client.leases}
     assert leases == {(LeaseUse.READ, 0, 4, 0.0), (LeaseUse.WRITTEN, 1, 3, 0.0)}
-    counts = bed.door.counts()
+    counts = bed.endpoint.counts()
     assert (counts.kind, counts.num_asked, counts.num_promised, counts.num_stored) == ("engine", 4, 4, 5)
     assert counts.operations == {"hello": 1, "reserve": 2, "publish": 1, "fetch": 1}
 
@@ -821,14 +821,14 @@ def fetched(engine: Engine) -> int:
 def test_an_engine_that_says_what_none_says_ends_alone(bed: Bed, what: str) -> None:
     engine, other = Engine(bed), Engine(bed)
     message = MALFORMED[what](engine, other)
-    leased_by_other = sum(lease.num_chunks for lease in bed.door.clients()[1].leases)
+    leased_by_other = sum(lease.num_chunks for lease in bed.endpoint.clients()[1].leases)
 
     engine.say(message)
     bed.settle()
     engine.hear()
 
     assert engine.is_ended
-    assert bed.door.counts().refused == {"malformed": 1}
+    assert bed.endpoint.counts().refused == {"malformed": 1}
     engine.close()
     bed.settle()
     assert bed.num_leases() == leased_by_other

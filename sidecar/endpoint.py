@@ -1,4 +1,4 @@
-"""Door: a place where engines attach, and what it tells of those that are attached."""
+"""Endpoint: a place where engines attach, and what it tells of those that are attached."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class AttachedClient:
-    """An engine's process, or one connection of it, that is attached. *name* is what its door tells clients apart by,
+    """An engine's process, or one connection of it, that is attached. *name* is what its endpoint tells clients apart by,
     such as an instance's number and its address; *layout* is None for a client that has registered none."""
 
     name: str
@@ -41,9 +41,9 @@ class AttachedClient:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorCounts:
-    """Totals of one door since the start, in blocks of one group. The keys of *lost*, *operations* and *refused* are
-    the door's own words, which no client can add to."""
+class ConnectorCounts:
+    """Totals of one endpoint since the start, in blocks of one group. The keys of *lost*, *operations* and *refused* are
+    the endpoint's own words, which no client can add to."""
 
     kind: str  # such as "lmcache"
     num_asked: int = 0  # that lookups asked for
@@ -56,7 +56,7 @@ class DoorCounts:
     tokens: TokenBalance = field(default_factory=TokenBalance)  # of the prompts that were looked up, if it is told them
 
 
-class Door(Protocol):
+class Endpoint(Protocol):
     """A place where engines attach: it turns frames into calls of the layouts. Owned by the sidecar's thread."""
 
     @property
@@ -80,7 +80,7 @@ class Door(Protocol):
     def clients(self) -> Sequence[AttachedClient]:
         """All that are attached, by value."""
 
-    def counts(self) -> DoorCounts:
+    def counts(self) -> ConnectorCounts:
         """Everything counted, by value."""
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The doors that a configuration asks for."""
+"""The endpoints that a configuration asks for."""
 
 import errno
 import os
@@ -9,39 +9,39 @@ from contextlib import ExitStack
 from importlib.metadata import version
 
 from kvtier.engine.attached.wire import Refused, frame_of
-from kvtier.sidecar.build import MakeDoors
+from kvtier.sidecar.build import MakeEndpoints
 from kvtier.sidecar.config import LmcacheConfig, SidecarConfig, SocketConfig, default_socket
-from kvtier.sidecar.door import Door
+from kvtier.sidecar.endpoint import Endpoint
 from kvtier.sidecar.inherited import ENGINE, LMCACHE
 from kvtier.sidecar.layouts import Layouts
-from kvtier.sidecar.lmcache.door import LmcacheDoor
+from kvtier.sidecar.lmcache.endpoint import LmcacheEndpoint
 from kvtier.sidecar.lmcache.zmtp import Zmtp
-from kvtier.sidecar.own.door import EngineDoor
+from kvtier.sidecar.own.endpoint import EngineEndpoint
 from kvtier.sidecar.own.framing import EngineFrames
 from kvtier.sidecar.port import Port, listen
 from kvtier.sidecar.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine
 
 
-def doors_of(
+def endpoints_of(
     config: SidecarConfig,
     weights: Mapping[str, str],
     listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
-) -> MakeDoors:
-    """Makes the doors once there are layouts. *weights*: what is known of models' weights, by name. *listener* gives
+) -> MakeEndpoints:
+    """Makes the endpoints once there are layouts. *weights*: what is known of models' weights, by name. *listener* gives
     the socket of that name which listens at a URL. OSError, from the function that is given, for an
     address that cannot be had."""
 
-    def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Door]:
-        doors: list[Door] = []
+    def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Endpoint]:
+        endpoints: list[Endpoint] = []
         with ExitStack() as undo:
             if config.lmcache is not None:
-                doors.append(_lmcache_door(config.lmcache, layouts, transfers, weights, listener))
-                undo.callback(doors[-1].close)
+                endpoints.append(_lmcache_endpoint(config.lmcache, layouts, transfers, weights, listener))
+                undo.callback(endpoints[-1].close)
             if (path := socket_path(config.socket)) is not None:
-                doors.append(engine_door(path, config.socket.allow_uids, layouts, listener))
+                endpoints.append(engine_endpoint(path, config.socket.allow_uids, layouts, listener))
             undo.pop_all()
-        return doors
+        return endpoints
 
     return make
 
@@ -53,13 +53,13 @@ def socket_path(config: SocketConfig) -> str | None:
     return default_socket(os.environ) if config.path == "auto" else config.path
 
 
-def engine_door(
+def engine_endpoint(
     path: str,
     allow_uids: Sequence[int],
     layouts: Layouts,
     listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
-) -> EngineDoor:
-    """A door for kvtier's own engines at *path*, for this user's and those of the users *allow_uids*. OSError if it
+) -> EngineEndpoint:
+    """An endpoint for kvtier's own engines at *path*, for this user's and those of the users *allow_uids*. OSError if it
     cannot be had there."""
     uids = {os.geteuid(), *allow_uids}
     try:
@@ -70,16 +70,16 @@ def engine_door(
         raise OSError(f"sidecar: cannot listen at {path} ({why}); choose another --socket") from error
     refusals = Refusals(time.monotonic, "engine")
     port = Port([found], time.monotonic, refusals.refused, EngineFrames, uids, lambda why: frame_of(Refused(why)))
-    return EngineDoor(port, layouts, refusals, time.monotonic, f"kvtier {version('kvtier')}")
+    return EngineEndpoint(port, layouts, refusals, time.monotonic, f"kvtier {version('kvtier')}")
 
 
-def _lmcache_door(
+def _lmcache_endpoint(
     config: LmcacheConfig,
     layouts: Layouts,
     transfers: TransferEngine,
     weights: Mapping[str, str],
     listener: Callable[[str, str], socket.socket],
-) -> LmcacheDoor:
+) -> LmcacheEndpoint:
     clock = time.monotonic
     refusals = Refusals(clock)
     try:
@@ -87,6 +87,6 @@ def _lmcache_door(
     except OSError as error:
         why = f"sidecar: cannot listen at {config.listen} ({error.strerror}); choose another --listen"
         raise OSError(why) from error
-    return LmcacheDoor(
+    return LmcacheEndpoint(
         port, layouts, transfers, config.chunk_tokens, refusals, clock, lambda model: weights.get(model, "")
     )

@@ -1,11 +1,11 @@
-"""Door: LMCache's multiprocess protocol for the tiers of the sidecar. Frames in, calls of `LayoutTiers`, frames out."""
+"""Endpoint: LMCache's multiprocess protocol for the tiers of the sidecar. Frames in, calls of `LayoutTiers`, frames out."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from kvtier.sidecar.door import AttachedClient, DoorCounts
+from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.layout import Layout, LayoutRefused
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.attached import attached, copied, worker_name
@@ -52,7 +52,7 @@ class EndedConnections:
 
     A worker's process closes its end when it ends, or when its client is closed, which waits for copies under way. To
     the client nothing is said: libzmq would close its end at once, whatever the worker's other threads do. Owned by the
-    door's thread.
+    endpoint's thread.
     """
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ _LATER = _Later()
 
 
 @dataclass(frozen=True, slots=True)
-class DoorStatistics:
-    """Everything counted at the door, by value."""
+class EndpointStatistics:
+    """Everything counted at the endpoint, by value."""
 
     operations: Mapping[str, int]
     refused: Mapping[str, int]
@@ -133,7 +133,7 @@ class DoorStatistics:
     stored: StoreCounts
 
 
-class LmcacheDoor:
+class LmcacheEndpoint:
     """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
     promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
     readable or there was more, then `poll` of transfers and tiers, then `tick`.
@@ -238,10 +238,10 @@ class LmcacheDoor:
         """All that are attached, by value."""
         return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
 
-    def counts(self) -> DoorCounts:
-        """What every door counts, by value."""
+    def counts(self) -> ConnectorCounts:
+        """What every endpoint counts, by value."""
         promised, stored = self._promises.counts, self._stores.counts
-        return DoorCounts(
+        return ConnectorCounts(
             "lmcache",
             num_asked=promised.num_asked,
             num_promised=promised.num_promised,
@@ -259,9 +259,9 @@ class LmcacheDoor:
             refused=dict(self._refusals.counts),
         )
 
-    def statistics(self) -> DoorStatistics:
+    def statistics(self) -> EndpointStatistics:
         """Everything counted, by value."""
-        return DoorStatistics(
+        return EndpointStatistics(
             dict(self._num_operations),
             dict(self._refusals.counts),
             self._port.num_clients,
