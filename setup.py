@@ -1,14 +1,11 @@
-"""Names the packages: the rooms stand at the repository's top, and `kvtier/` has links to them."""
+"""The list of packages. The rooms are folders at the repository's top, which setuptools cannot find by itself."""
 
 from setuptools import find_packages, setup
 
-ROOMS = "cli connectors engine routing server sidecar store tiers transfer web".split()
+ROOMS = ["cli", "connectors", "engine", "routing", "server", "sidecar", "store", "tiers", "transfer", "web"]
 
+found = find_packages(include=[*ROOMS, *(f"{room}.*" for room in ROOMS)])
 setup(
-    packages=[
-        "kvtier",
-        "kvtier.configs",
-        *(f"kvtier.{name}" for name in find_packages(include=[*ROOMS, *(f"{r}.*" for r in ROOMS)])),
-    ],
+    packages=["kvtier", "kvtier.configs", *(f"kvtier.{name}" for name in found)],
     package_dir={"kvtier": "kvtier", "kvtier.configs": "configs", **{f"kvtier.{room}": room for room in ROOMS}},
 )

@@ -1,1 +1,1 @@
-"""The commands of `kvtier`: their arguments, and what each does."""
+"""The commands of `kvtier`: their arguments and their implementation."""

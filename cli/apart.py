@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, since it may crash: a broken mapped file ends the process that reads it."""
+"""Calls of a function in a separate process, because it may crash: reading a broken mapped file kills the process."""
 
 import contextlib
 import signal
@@ -14,33 +14,33 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from kvtier.store.process.channel import portable
 
-_END_TIMEOUT_S = 5.0  # for closing a store after the caller has stopped reading
+_END_TIMEOUT_S = 5.0  # limit for closing a store after the caller has stopped reading
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class Crashed(RuntimeError):
-    """The process ended before its function returned. *signal_name* is the signal that ended it, "" if none did."""
+    """An error for a process that ended before its function returned. *signal_name* is the signal, or ""."""
 
     def __init__(self, signal_name: str, last_words: str) -> None:
-        super().__init__(f"a process of its own ended early: {signal_name or last_words}")
+        super().__init__(f"the separate process ended early: {signal_name or last_words}")
         self.signal_name = signal_name
 
 
 def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call *function* in a process of its own; its result, or what it raises. `Crashed` if the process ends early."""
+    """Return the result or raise the exception of *function* in a new process. Raise `Crashed` if that ends early."""
     with _process(function, args, kwargs) as items:
         (result,) = items
-    return result  # type: ignore[no-any-return]  # what comes out of a pickle
+    return result  # type: ignore[no-any-return]  # unpickled
 
 
 @contextmanager
 def iterate_apart(generator: Callable[_P, Iterator[_T]], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Iterator[_T]]:
-    """Run *generator* in a process of its own; an iterator over what it yields. `Crashed` if the process ends early.
+    """Iterate over the items of *generator* in a separate process. Raise `Crashed` if the process ends early.
 
-    Leaving the context closes the generator; its process is killed if that takes more than 5 s. Ctrl-C in a terminal
-    does not reach it. When the calling process is killed, the generator is closed at its next item.
+    Leaving the context closes the generator. Its process is killed if that takes more than 5 s. Ctrl-C in a terminal
+    does not reach the process. If the calling process is killed, the generator is closed at its next item.
     """
     with _process(generator, args, kwargs) as items:
         yield items
@@ -52,7 +52,7 @@ def _process(*job: Any) -> Iterator[Iterator[Any]]:
     with tempfile.TemporaryFile() as errors:
         with there:
             process = subprocess.Popen(
-                # -P: modules are not looked for in the working directory
+                # -P keeps the working directory out of the module search path.
                 [sys.executable, "-P", "-m", __name__, str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -100,13 +100,13 @@ def _received(
 
 
 def main() -> None:
-    """Run the function that comes over the connection whose descriptor is the first argument, and send its results."""
+    """Run the function received over a connection and send its results. The first argument is the descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     job = connection.recv()
     with contextlib.suppress(ConnectionError), contextlib.closing(_messages(*job)) as messages:
         for message in messages:
-            connection.send(message)  # ConnectionError: the caller has closed its end
+            connection.send(message)  # raises ConnectionError if the caller has closed its end
 
 
 def _messages(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator[tuple[str, Any], None, None]:

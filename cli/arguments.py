@@ -1,4 +1,4 @@
-"""What the arguments of all commands share: how help looks, how a mistake is said, and what a value may be."""
+"""Argument parsing shared by all commands: the format of help, one-line errors, and converters of values."""
 
 import argparse
 import re
@@ -11,32 +11,32 @@ from typing import Any, NoReturn
 
 from kvtier.engine.config import HOST_NAME, parse_bytes
 
-MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
+MODELS = "a causal LM that transformers can load: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps a description to the terminal's width, and leaves the lines of examples as they are."""
+    """A formatter that wraps descriptions to the terminal's width and keeps the lines of examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in the arguments in one line, without the usage, which --help prints.
+    """A parser that reports a bad argument in one line, without the usage text that --help prints.
 
-    A word that is no command, and an option that is none, are told before anything else, with what may be meant: of a
-    mistyped option argparse says first that the option which it was meant for is missing.
+    Unknown commands and options are reported first, with the closest known name. Otherwise argparse would report a
+    mistyped option as a missing required option.
     """
 
     commands: "argparse._SubParsersAction[Any] | None" = None
 
     def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
-        """As argparse's; the parser keeps what it gives."""
+        """Add subparsers as argparse does, and keep them in `commands`."""
         self.commands = super().add_subparsers(**settings)
         return self.commands
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, which calls it for each command with the arguments behind its name."""
+        """Check the words, then parse. Called by argparse for each command with the arguments after its name."""
         given = sys.argv[1:] if args is None else list(args)
         self._check_words(given)
         return super().parse_known_args(given, namespace)
@@ -50,7 +50,7 @@ class OneLineParser(argparse.ArgumentParser):
         own = list(arguments if self.commands is None else takewhile(lambda each: each.startswith("-"), arguments))
         options = {option: option for option in self._option_string_actions}
         for word in _long_options(own):
-            if not any(option.startswith(word) for option in options):  # a beginning is enough
+            if not any(option.startswith(word) for option in options):  # argparse accepts a unique prefix
                 self.error(f"{word}: no such option{_meant(word, options)}")
         if self.commands is not None and len(own) < len(arguments):
             word, known = arguments[len(own)], self.commands.choices
@@ -59,7 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _long_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Those of the *arguments* that can only be options: before a `--`, without a blank, up to a `=`."""
+    """Yield the *arguments* that can only be options: before `--`, without a space; each is cut at its `=`."""
     for argument in arguments:
         if argument == "--":
             return
@@ -68,7 +68,7 @@ def _long_options(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterator[tuple[str, str]]:
-    """Name and whole command of all *commands* and of those below them, the nearest last."""
+    """Yield the name and full command line of all *commands* and their subcommands, subcommands first."""
     for parser in commands.values():
         if isinstance(parser, OneLineParser) and parser.commands is not None:
             yield from _paths(parser.commands.choices, parser.prog)
@@ -76,68 +76,68 @@ def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterat
 
 
 def _meant(word: str, known: Mapping[str, str]) -> str:
-    """A question after what *word*, or what it begins, is near to; or nothing."""
+    """Return a "did you mean" suggestion of the known name (or prefix of one) closest to *word*, or ""."""
     beginnings = {name[: len(word)]: meant for name, meant in known.items()}
     near = get_close_matches(word, choices := {**beginnings, **known}, n=1)
     return f"; did you mean {choices[near[0]]}?" if near else ""
 
 
 def some_text(text: str) -> str:
-    """The value of an option, which must not be empty."""
+    """Return the value of an option, which must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
     return text
 
 
 def sent_text(text: str) -> str:
-    """The same of an option that is sent to a server, in UTF-8: a file's name may be other bytes, this must not."""
+    """Return the value of an option that is sent to a server: not empty, and (unlike a file name) valid UTF-8."""
     try:
         some_text(text).encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError("is no text in UTF-8") from None
+        raise argparse.ArgumentTypeError("is not UTF-8 text") from None
     return text
 
 
 def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add `--allow-host`, whose values become `allowed_hosts`; None if it is not given."""
+    """Add `--allow-host`, which is parsed to `allowed_hosts` (None if not given)."""
     parser.add_argument(
         "--allow-host",
         action="append",
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="without API keys: a host name by which clients reach the server, such as a proxy's; *.NAME allows all "
-        "names below it; may be repeated (default: none; IP addresses and localhost are always allowed, and unless the "
-        "server listens on a loopback address also names that public DNS cannot have)",
+        help="without API keys: a host name under which clients reach the server, such as that of a proxy; *.NAME "
+        "allows all names below it; may be repeated (default: none; IP addresses and localhost are always allowed; "
+        "names that public DNS cannot have are allowed unless the server listens on a loopback address)",
     )
 
 
 def _host_name(text: str) -> str:
-    """Return the name of a host, or `*.` and what names end in, or `*`."""
+    """Return a host name, `*.` and the end of host names, or `*`."""
     if not re.fullmatch(HOST_NAME, text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no host name; give one without scheme and port: kv.example")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host name; omit scheme and port, for example kv.example")
     return text
 
 
 def remote_url(text: str) -> str:
-    """The value of `--remote`. Warns of a password in it, which every user of the machine can read there."""
+    """Return the value of `--remote`. Warn if it has a password, because all users of the machine can read it there."""
     credentials, at, _ = some_text(text).partition("://")[2].rpartition("@")
     if at and ":" in credentials:
         print(
-            "kvtier: warning: other users of this machine can read the password in the store's URL, because they can "
-            "see arguments; put it into a file (password_file in [remote], --password-file)",
+            "kvtier: warning: other users of this machine can see arguments, and so the password in the store's URL; "
+            "put it into a file (password_file in [remote], --password-file)",
             file=sys.stderr,
         )
     return text
 
 
 def path(text: str) -> Path:
-    """The value of an option or argument that names a file or folder; `~` is expanded."""
+    """Return the path of a file or folder, with `~` expanded."""
     return Path(some_text(text)).expanduser()
 
 
 def size(text: str) -> int:
-    """The value of an option that is a number of bytes, such as 8GiB."""
+    """Return a number of bytes, written such as 8GiB."""
     try:
         return int(parse_bytes(text))
     except ValueError as error:
@@ -145,7 +145,7 @@ def size(text: str) -> int:
 
 
 def folder_and_size(text: str) -> dict[str, object]:
-    """The value of `--disk`, PATH:SIZE, as the table `[disk]`."""
+    """Return the value of `--disk`, PATH:SIZE, as the table `[disk]`."""
     folder, colon, capacity = text.rpartition(":")
     if not colon or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier:500GiB")

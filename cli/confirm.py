@@ -1,4 +1,4 @@
-"""Asks on the terminal before something is deleted."""
+"""Confirmation on the terminal before a command deletes data."""
 
 import sys
 
@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 
 
 def confirm(question: str, about: RenderableType | None = None) -> None:
-    """Show what it is *about*, ask *question*; RuntimeError unless the answer is yes, or if there is no terminal."""
+    """Show *about* and ask *question*. Raise RuntimeError if the answer is not yes, or if there is no terminal."""
     if not sys.stdin.isatty():
         raise RuntimeError(f"{question} there is no terminal to ask on; add --yes")
     if about is not None:

@@ -1,4 +1,4 @@
-"""`kvtier doc`: puts, lists, shows, warms, pins and deletes documents of a running server."""
+"""The `kvtier doc` command, which puts, lists, shows, warms, pins and deletes documents of a running server."""
 
 import argparse
 import json
@@ -18,14 +18,14 @@ from rich.text import Text
 
 from kvtier.server.documents.client import DocumentClient
 
-_OTHER_WIDTH = 120  # characters of a line where there is no terminal
+_OTHER_WIDTH = 120  # columns of output where there is no terminal
 _POLL_S = 0.2
 _TIERS = ("device", "host", "disk", "nowhere")
 _AT_WORK = ("queued", "prefilling")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the action that *options* name; the exit status."""
+    """Carry out the action that *options* name, and return the exit status."""
     client = DocumentClient(options.url, options.api_key or os.environ.get("KVTIER_API_KEY"))
     actions: dict[str, Callable[[DocumentClient, argparse.Namespace], int]] = {
         "add": _add,
@@ -71,7 +71,7 @@ def _list(client: DocumentClient, options: argparse.Namespace) -> int:
     output = _output()
     output.print(table if answer["data"] else "no documents")
     if not answer["survive_restarts"]:
-        output.print("they end with the server: it has no [disk], and no path in [documents]", markup=False)
+        output.print("documents are lost when the server stops: set [disk], or path in [documents]", markup=False)
     return 0
 
 
@@ -93,7 +93,7 @@ def _pin(client: DocumentClient, options: argparse.Namespace) -> int:
 def _remove(client: DocumentClient, options: argparse.Namespace) -> int:
     for document_id in options.ids:
         answer = client.delete(document_id)
-        print(json.dumps(answer) if options.json else f"{document_id}: is forgotten")
+        print(json.dumps(answer) if options.json else f"{document_id}: deleted")
     return 0
 
 
@@ -103,7 +103,7 @@ def _watch(
     num_done: Callable[[dict[str, Any]], int],
     is_at_work: Callable[[dict[str, Any]], bool],
 ) -> dict[str, Any]:
-    """Wait while the server works on the document, with a bar on a terminal; the document as it is after that."""
+    """Wait while the server works on the document, then return its final state. Show progress on a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(there["status"], total=there["num_tokens"])
@@ -119,7 +119,7 @@ def _num_warm(it: dict[str, Any]) -> int:
 
 
 def _tell(it: dict[str, Any], as_json: bool) -> int:
-    """Print one document; the exit status, 1 if the document has failed or is damaged."""
+    """Print one document, and return the exit status, which is 1 if the document has failed or is damaged."""
     if as_json:
         print(json.dumps(it))
     else:
@@ -147,7 +147,7 @@ def _rows(it: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("to load", _time(it["load_s"])))
     rows.append(("to compute", _time(it["compute_s"])))
     if it["pin"] is not None:
-        rows.append(("pinned", _pinned(it) + ("" if it["pin"]["is_held"] else ", not all of it is there yet")))
+        rows.append(("pinned", _pinned(it) + ("" if it["pin"]["is_held"] else ", not all in host memory yet")))
     return rows
 
 
@@ -168,7 +168,7 @@ def _pinned(it: dict[str, Any]) -> str:
 
 
 def _id_of(file: str) -> str:
-    """The id for a document that is put without one: its file's name, with "-" for characters that no id has."""
+    """Return the default id of a document: the file's name, with "-" in place of characters not allowed in ids."""
     if file == "-":
         raise ValueError("doc add -: give --id; standard input has no name")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).name)[:128] or "-"
@@ -182,9 +182,9 @@ def _read(file: str) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{file}: is no text in UTF-8; convert it first") from None
+        raise ValueError(f"{file}: is not UTF-8 text; convert it first") from None
     if not text:
-        raise ValueError(f"{file}: is empty; give a text")
+        raise ValueError(f"{file}: is empty; give a file with text in it")
     return text
 
 

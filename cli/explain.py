@@ -1,4 +1,4 @@
-"""`kvtier explain`: asks a running server or sidecar why a prompt was found in the cache or not."""
+"""The `kvtier explain` command, which asks a running server or sidecar why a prompt was a cache hit or a miss."""
 
 import argparse
 import json
@@ -17,30 +17,30 @@ from kvtier.cli.given_text import text_of, token_of
 from kvtier.web.json_client import JsonClient
 
 _TIMEOUT_S = 60.0
-_OTHER_WIDTH = 120  # characters of a line where there is no terminal
+_OTHER_WIDTH = 120  # columns of output where there is no terminal
 _PATH = "/v1/kvtier/explain"
-_MAX_ID = 4096  # characters: an engine at a sidecar may have long ones
+_MAX_ID = 4096  # characters; engines that use a sidecar may have long request ids
 _WHY = {
     "other": "seen, but with another {differs}",
-    "other_template": "the same messages were seen; the template made other text of them",
+    "other_template": "the same messages were seen, but the template rendered them differently",
     "shorter_than_block": "the prompt has fewer tokens than a block",
-    "behind_a_missed_block": "in a tier, but of no use behind a block that is not",
-    "evicted_long_ago": "seen, and evicted so long ago that nobody remembers how",
+    "behind_a_missed_block": "in a tier, but unusable because an earlier block is missing",
+    "evicted_long_ago": "seen, but evicted too long ago for the cause to be known",
     "never_seen": "never seen",
-    "capacity": "found, but there was no room to bring it up into",
-    "corrupt": "found, but its bytes were not what had been stored",
+    "capacity": "found, but the tier above had no free slot for it",
+    "corrupt": "found, but its bytes differed from those stored",
     "failed": "found, but the copy failed",
     "deadline": "found, but the copy was too late",
     "cost": "found, but computing it was expected to be faster",
-    "skipped": "the request asked not to read the cache, or only so much of it",
+    "skipped": "the request asked not to read the cache, or limited how much of it to read",
     "scored": "found, but the request asked for log probabilities of its prompt",
-    "aborted": "the request ended before its prefix had come",
-    "last_block": "always computed: no full block, or the last token",
+    "aborted": "the request ended before its prefix was loaded",
+    "last_block": "always computed: the block is not full, or has the last token",
 }
 _CAUSES = {
-    "room": "newer blocks needed its place",
-    "quota": "its tenant was over its quota",
-    "layout": "another layout of the sidecar needed its place",
+    "room": "newer blocks needed its slot",
+    "quota": "its tenant exceeded its quota",
+    "layout": "another layout of the sidecar needed its slot",
     "superseded": "a longer block has its tokens",
     "corrupt": "its bytes were damaged",
     "unreadable": "it could not be read",
@@ -48,15 +48,18 @@ _CAUSES = {
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Ask, and print the answer; the exit status. ValueError, OSError and `Refused` for what goes wrong."""
+    """Ask the server, print its response, and return the exit status.
+
+    Raises ValueError for an unusable option, OSError if no server answers, and `Refused` for an error response.
+    """
     if options.id is None and options.prompt is None:
         raise ValueError("explain: give the id of a request, or --prompt FILE")
     if options.prompt is None and (options.model or options.cache_salt):
-        raise ValueError("explain: --model and --cache-salt are of a prompt; give --prompt FILE as well")
+        raise ValueError("explain: --model and --cache-salt belong to a prompt; give --prompt FILE as well")
     if options.id is not None and len(options.id) > _MAX_ID:
-        raise ValueError(f"explain: an id of {len(options.id):,} characters; no request's has more than {_MAX_ID:,}")
+        raise ValueError(f"explain: the id has {len(options.id):,} characters; give an id with at most {_MAX_ID:,}")
     if options.id is not None and not options.id.isprintable():
-        raise ValueError(f"explain: {options.id!r} has a character that no request's id has")
+        raise ValueError(f"explain: id {options.id!r} has a character that request ids cannot have; copy the id again")
     where = "--api-key, KVTIER_API_KEY or --token-file"
     client = JsonClient(options.url, _key(options), where, "kvtier serve --model …", _TIMEOUT_S)
     if options.prompt is None:
@@ -84,7 +87,7 @@ def _id(request_id: str) -> str:
 
 
 def _question(options: argparse.Namespace) -> dict[str, object]:
-    """The body of the question: that of a file of JSON, or its text as the prompt."""
+    """Return the request body: the JSON object in the file, or else the file's text as the prompt."""
     text = text_of("--prompt", options.prompt)
     if not text:
         raise ValueError(f"--prompt {options.prompt}: is empty; give a prompt")
@@ -95,7 +98,7 @@ def _question(options: argparse.Namespace) -> dict[str, object]:
         except ValueError:
             found = None
         except RecursionError:
-            raise ValueError(f"--prompt {options.prompt}: is nested too deep; give a prompt") from None
+            raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a prompt") from None
         if isinstance(found, dict) and ("messages" in found or "prompt" in found):
             names = ("prompt", "messages", "chat_template_kwargs", "model", "cache_salt")
             question = {name: found[name] for name in names if name in found}
@@ -130,20 +133,20 @@ def _because(row: dict[str, Any]) -> str:
     if round(evicted["last_at"] - evicted["first_at"]):
         when += f" to {_when(evicted['last_at'])}"
     if evicted["cause"] == "cleared":
-        return f"cleared by a reset or an operator, {when}: it was last in {tier}"
+        return f"cleared by a reset or an operator, {when}; last in {tier}"
     during = f", during {', '.join(evicted['during'])}" if evicted["during"] else ""
     return f"evicted from {tier}, {when}: {_CAUSES.get(evicted['cause'], evicted['cause'])}{during}"
 
 
 def _departure(departure: dict[str, Any] | None) -> str:
     if departure is None:
-        return "No known prompt begins like it."
+        return "No known prompt shares its first tokens."
     shared = f"The nearest known prompt shares the first {departure['shared_tokens']:,} tokens"
     if not departure["departs"]:
         return f"{shared}, and one of the two ends there."
     if departure["text"] is None:
-        return f"{shared}, and goes on otherwise. (With --prompt FILE: the text.)"
-    return f"{shared}, and goes on otherwise than with {departure['text']!r}, after {departure['before']!r}."
+        return f"{shared}, then differs. (Give --prompt FILE to see the text.)"
+    return f"{shared}, then differs: only this prompt has {departure['text']!r} after {departure['before']!r}."
 
 
 def _when(at: float) -> str:

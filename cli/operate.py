@@ -1,4 +1,4 @@
-"""`kvtier operate`: has a running server or sidecar carry out an operator's verb."""
+"""The `kvtier operate` command, which makes a running server or sidecar carry out an operator's verb."""
 
 import argparse
 import json
@@ -9,14 +9,14 @@ from kvtier.cli.given_text import text_of, token_of
 from kvtier.engine.config import size_text
 from kvtier.web.json_client import JsonClient
 
-TIMEOUT_S = 3600.0  # a large disk takes its time to be emptied
+TIMEOUT_S = 3600.0  # evicting everything from a large disk takes long
 PATH = "/v1/kvtier/operate"
 TOKEN = "KVTIER_OPERATOR_TOKEN"
 _NOT_ASKED = frozenset({"run", "verb", "url", "token_file", "json"})
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the verb that *options* name; the exit status."""
+    """Carry out the verb that *options* name, and return the exit status."""
     client = JsonClient(options.url, _token(options.token_file), f"--token-file or {TOKEN}", "kvtier serve", TIMEOUT_S)
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED and value is not None}
     for name, read in (("prompt", _text), ("token_ids", _numbers)):
@@ -32,13 +32,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(answer: dict[str, Any]) -> list[str]:
-    """What a person reads of an answer."""
+    """Return the server's response as lines to print."""
     lines = []
     for tier, counts in answer.get("tiers", {}).items():
         leased = f", {counts['leased']:,} leased or pinned stay" if counts["leased"] else ""
         why_not = f"; {counts['why_not']}" if "why_not" in counts else ""
-        lines.append(f"{tier:<8}{counts['blocks']:>12,} blocks left, {size_text(counts['bytes'])}{leased}{why_not}")
-    lines += [f"in order: {what}" for what in answer.get("verified", [])]
+        lines.append(f"{tier:<8}{counts['blocks']:>12,} blocks evicted, {size_text(counts['bytes'])}{leased}{why_not}")
+    lines += [f"verified: {what}" for what in answer.get("verified", [])]
     if "note" in answer:
         lines.append(answer["note"])
     others = {name: value for name, value in answer.items() if name not in ("verb", "tiers", "verified", "note")}
@@ -48,7 +48,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
 def _token(file: str | None) -> str:
     if file is None:
         if not (token := os.environ.get(TOKEN)):
-            raise ValueError(f"an operator's token is needed: set {TOKEN}, or give --token-file FILE")
+            raise ValueError(f"no operator's token: set {TOKEN}, or give --token-file FILE")
         return token
     return token_of(file)
 
@@ -63,5 +63,5 @@ def _numbers(file: str) -> list[int]:
     except (ValueError, RecursionError):
         numbers = None
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise ValueError(f"--token-ids {file}: is no JSON array of integers; write it as [1, 2, 3]")
+        raise ValueError(f"--token-ids {file}: is not a JSON array of integers; write it as [1, 2, 3]")
     return numbers

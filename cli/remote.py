@@ -1,4 +1,4 @@
-"""`kvtier bench-remote` and `kvtier forget-remote`: measure a remote store, and delete a model's blocks from it."""
+"""The commands `kvtier bench-remote` and `kvtier forget-remote`: measure a remote store, or delete blocks from it."""
 
 import argparse
 import json
@@ -27,27 +27,27 @@ from kvtier.tiers.lower.reads import BATCH_BLOCKS, BATCH_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 
 NUM_QUESTIONS = 64
-ROUNDS = 3  # of reading; the median counts
-# Bytes of keys and values of a token, in bfloat16: 2 x layers x KV heads x head size x 2.
+ROUNDS = 3  # reads of all blocks; the median counts
+# Bytes of keys and values per token, in bfloat16: 2 x layers x KV heads x head size x 2.
 MODELS = {"1B, as Llama 3.2 1B": 32 << 10, "8B, as Llama 3.1 8B": 128 << 10, "70B, as Llama 3.1 70B": 320 << 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a store does on this network. Seconds of a question are medians, speeds those of verified blocks."""
+    """The measured speed of a store on this network. Reads are verified."""
 
     where: str
     block_bytes: int
     num_blocks: int
-    ask_s: float
+    ask_s: float  # median time of a lookup
     ask_p99_s: float
     put_bytes_per_s: float
     read_bytes_per_s: float
-    num_wrong: int  # blocks that did not come back as they were put
+    num_wrong: int  # blocks that were not stored, or not read back with the same bytes
 
 
 def bench_remote(options: argparse.Namespace) -> int:
-    """Measure, print, and say for whom it pays; the exit status."""
+    """Measure the store, print for which models it pays off, and return the exit status."""
     with remote_store(remote_of(options, "bench-remote")) as store:
         namespace = os.urandom(NAMESPACE_BYTES)
         try:
@@ -64,7 +64,7 @@ def bench_remote(options: argparse.Namespace) -> int:
 
 
 def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_blocks: int, num_readers: int) -> Measured:
-    """Put blocks of noise, ask about them and read them as an engine does. Raises `RemoteUnavailable`."""
+    """Put random blocks, look them up and read them as an engine does. Raise `RemoteUnavailable` if the store fails."""
     blobs, parent = list[Blob](), b""
     for _ in range(num_blocks):
         raw = os.urandom(block_bytes)
@@ -96,14 +96,14 @@ def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_block
 
 
 def tokens_per_s(found: Measured, token_bytes: int) -> float:
-    """How fast an engine has to compute for loading a long prefix to be slower."""
+    """Return the prefill speed above which loading a long prefix is slower than computing it."""
     return found.read_bytes_per_s / token_bytes
 
 
 def min_tokens(found: Measured, token_bytes: int, prefill: int) -> float | None:
-    """From how many tokens on loading is faster than computing so many a second; None: never."""
+    """Return the prefix length from which loading is faster than computing *prefill* tokens per second, or None."""
     gained_s = 1 / prefill - token_bytes / found.read_bytes_per_s
-    return found.ask_s * 2 / gained_s if gained_s > 0 else None  # a question, and the first block
+    return found.ask_s * 2 / gained_s if gained_s > 0 else None  # the lookup, and the latency of the first block
 
 
 def _num_good(records: SealedRemote, blobs: Sequence[Blob], block_bytes: int) -> int:
@@ -126,25 +126,25 @@ def _seconds(work: Callable[[], object]) -> float:
 def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{found.where}: {found.num_blocks:,} blocks of {size_text(found.block_bytes)}, verified")
-    console.print(f"a question takes {1e3 * found.ask_s:.2f} ms, {1e3 * found.ask_p99_s:.2f} at most")
+    console.print(f"lookup {1e3 * found.ask_s:.2f} ms (median), {1e3 * found.ask_p99_s:.2f} ms (max)")
     console.print(f"puts {found.put_bytes_per_s / 1e9:.2f} GB/s, reads {found.read_bytes_per_s / 1e9:.2f} GB/s")
     if found.num_wrong:
-        console.print(f"{found.num_wrong:,} blocks did not come back as they were put")
+        console.print(f"{found.num_wrong:,} blocks were not stored, or were read back with other bytes")
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("model", "KV of a token", "loading pays below"):
+    for heading in ("model", "KV per token", "loading pays off below"):
         table.add_column(heading)
     for name, token_bytes in models.items():
-        table.add_row(name, size_text(token_bytes), f"{tokens_per_s(found, token_bytes):,.0f} computed tokens/s")
+        table.add_row(name, size_text(token_bytes), f"{tokens_per_s(found, token_bytes):,.0f} prefill tokens/s")
     console.print(table)
     if prefill is not None:
         for name, token_bytes in models.items():
             minimum = min_tokens(found, token_bytes, prefill)
-            verdict = "never pays" if minimum is None else f"pays for prefixes of {math.ceil(minimum):,} tokens or more"
-            console.print(f"{name}, where {prefill:,} tokens a second are computed: {verdict}")
+            verdict = "never pays off" if minimum is None else f"pays off from {math.ceil(minimum):,} tokens of prefix"
+            console.print(f"{name}, with a prefill of {prefill:,} tokens/s: loading {verdict}")
 
 
 def forget_remote(options: argparse.Namespace) -> int:
-    """Ask, delete the records of the named namespaces, and say what it took; the exit status."""
+    """Ask for confirmation, delete the records of the given namespaces, and return the exit status."""
     names: list[bytes] = options.namespace
     with remote_store(remote_of(options, "forget-remote")) as store:
         if not options.yes:
@@ -153,5 +153,5 @@ def forget_remote(options: argparse.Namespace) -> int:
             began_at = time.monotonic()
             print(f"{store.where}: deleting {name.hex()} …", file=sys.stderr, flush=True)
             store.forget(name)
-            print(f"{store.where}: nothing is left of {name.hex()}, after {time.monotonic() - began_at:.1f} s")
+            print(f"{store.where}: deleted {name.hex()} in {time.monotonic() - began_at:.1f} s")
     return 0

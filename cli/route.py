@@ -1,4 +1,4 @@
-"""`kvtier route`: what belongs to the process: configuration, the port, signals, the log."""
+"""The `kvtier route` command: configuration, port, signals and log of the router's process."""
 
 import asyncio
 import logging
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def route(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Route until a signal; the exit status. *given* are tables that replace the file's, key by key.
+    """Route requests until a signal, and return the exit status. Raise ValueError or OSError for unusable settings.
 
-    ValueError, OSError: what cannot be used. With *checks_only* nothing is routed: the configuration is checked, and
-    what it comes to is printed.
+    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only check the
+    configuration and print the resulting plan.
     """
     with extra("route", "kvtier route"):
         from kvtier.routing.server import keys_of
@@ -40,7 +40,7 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": config.host, "port": port, "pid": os.getpid()}})
         if operators is None and not is_loopback(config.host):
-            log.warning("every client that reaches %s may read /v1/route/replicas: there are no operators", config.host)
+            log.warning("all clients that reach %s may read /v1/route/replicas: no operators are set", config.host)
         asyncio.run(_run(config, bound, operators, keys))
     return 0
 
@@ -55,7 +55,7 @@ async def _run(config: RouteConfig, bound: socket.socket, operators: Operators |
         signals.append(number)
         if len(signals) > 1:
             os._exit(128 + number)
-        log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
+        log.info("signal %s: draining; a second signal stops at once", signal.Signals(number).name)
         loop.call_soon_threadsafe(server.stop)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -69,14 +69,14 @@ async def _run(config: RouteConfig, bound: socket.socket, operators: Operators |
 def _plan(config: RouteConfig, has_operators: bool) -> list[str]:
     lines = []
     for each in config.replicas:
-        events = "no events: by what is sent there" if each.events is None else f"events of {each.events}"
+        events = "no events: index from routed requests" if each.events is None else f"events of {each.events}"
         replay = f", replayed by {each.replay}" if each.replay else ""
         name = "" if each.name == each.url else f"{each.name} at "
         lines.append(f"replica      {name}{each.url}, {events}{replay}")
     lines.append(
-        f"index        {config.index.max_blocks:,} blocks, {config.index.max_sessions:,} conversations at most"
+        f"index        at most {config.index.max_blocks:,} blocks and {config.index.max_sessions:,} conversations"
     )
-    lines.append(f"draining     {'by operators' if has_operators else 'nobody may: there is no operator token'}")
+    lines.append(f"draining     {'by operators' if has_operators else 'disabled: there is no operator token'}")
     return lines
 
 

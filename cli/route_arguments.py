@@ -1,4 +1,4 @@
-"""The arguments of `kvtier route`, and what they may be."""
+"""The arguments of `kvtier route` and their validation."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ EXAMPLES = """examples:
   kvtier route --config route.toml --port 8080
   kvtier route --config route.toml --check-config
 
-then, as if there were one server:
+then send requests as to a single server:
   curl localhost:8080/v1/chat/completions -d '{"model": "…", "messages": [{"role": "user", "content": "Hello"}]}'
   curl localhost:8080/v1/route/replicas
   curl -X POST -H "Authorization: Bearer $KVTIER_OPERATOR_TOKEN" \\
       'localhost:8080/v1/route/drain?replica=http://10.0.0.1:8000'
 
-A kvtier server sends events with [events] in its configuration, vLLM with --kv-events-config. Without events the
-router goes by what it has sent to whom.
+A kvtier server publishes events with [events] in its configuration, vLLM with --kv-events-config. Without events the
+router assumes that a server has cached the prompts that were routed to it.
 
-signals: SIGTERM and Ctrl-C let running answers end; a second one ends the router at once.
+signals: SIGTERM and Ctrl-C stop the router after running responses; a second signal stops it at once.
 
-exit status: 0 it was told to end, or --check-config found nothing wrong; 2 it could not route
+exit status: 0 stopped by a signal, or --check-config found no error; 2 the router could not start
 """
 _MAX_PORT = 65535
 
@@ -34,9 +34,9 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     """Add `kvtier route`, which calls *run*."""
     route = commands.add_parser(
         "route",
-        help="an HTTP router before several servers: each request goes where its prompt is cached",
+        help="HTTP router that sends each request to the server that has its prompt cached",
         description="Routes OpenAI's and Anthropic's API to several servers of one model, kvtier's or vLLM's: each "
-        "request goes to the server that has most of its prompt cached, weighed against what that has to do.",
+        "request goes to the server with the longest cached prefix, weighed against the server's load.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -47,7 +47,8 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=sent_text,
         metavar="ENDPOINT",
-        help="where a server publishes KV events, tcp://HOST:PORT; once for each URL, in their order (default: none)",
+        help="address where a server publishes KV events, tcp://HOST:PORT; once per URL, in the same order "
+        "(default: none)",
     )
     route.add_argument(
         "--replay",
@@ -55,34 +56,34 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=sent_text,
         metavar="ENDPOINT",
-        help="where it sends those again that were missed; once for each URL (default: none)",
+        help="address where a server replays missed events; once per URL (default: none)",
     )
     route.add_argument(
-        "--config", type=some_text, metavar="FILE", help="a TOML file; options count more (default: none)"
+        "--config", type=some_text, metavar="FILE", help="a TOML file; options override it (default: none)"
     )
-    route.add_argument("--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
-    route.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8080)")
+    route.add_argument("--host", type=some_text, metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    route.add_argument("--port", type=_port, metavar="N", help="port to listen on; 0: any free port (default: 8080)")
     route.add_argument(
         "--api-keys",
         type=some_text,
         metavar="FILE",
-        help="the servers' own file of API keys, if they have one (default: none)",
+        help="the file of API keys that the servers use, if any (default: none)",
     )
     add_allowed_hosts(route)
-    route.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
-    route.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    route.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
+    route.add_argument("--check-config", action="store_true", help="print the resulting configuration and exit")
     route.set_defaults(run=run)
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """The options that were given, as tables of `RouteConfig`. ValueError for endpoints that do not fit the URLs."""
+    """Return the given options as tables of `RouteConfig`. Raise ValueError if endpoints and URLs differ in number."""
     names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
     given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in ("events", "replay"):
         endpoints = getattr(options, name)
         if endpoints and len(endpoints) != len(options.url):
             raise ValueError(
-                f"--{name}: {len(endpoints)} endpoints for {len(options.url)} URLs; give one for each, in their order"
+                f"--{name}: {len(endpoints)} addresses for {len(options.url)} URLs; give one per URL, in the same order"
             )
     if options.url:
         given["replicas"] = [
@@ -98,5 +99,5 @@ def _at(endpoints: list[str], i: int, name: str) -> dict[str, str]:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > _MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to {_MAX_PORT}")
     return int(text)

@@ -1,4 +1,4 @@
-"""`kvtier serve`: reads configuration and keys, opens the port, and handles signals and the log of the process."""
+"""The `kvtier serve` command: configuration, API keys, port, signals and log of the server's process."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve *model* until a signal; the exit status. *given* are tables that replace the file's, key by key.
+    """Serve *model* until a signal, and return the exit status.
 
-    With *checks_only* it prints the plan and ends, with status 2 if the server would refuse it. ValueError and OSError,
-    before anything is loaded, for what cannot be used.
+    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only print the plan,
+    and return 2 if the server would refuse it. Unusable settings raise ValueError or OSError before anything is loaded.
     """
     tables = with_tables({} if source is None else load_toml(source), given)
     config = config_from_dict(tables, source or "config")
@@ -34,7 +34,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
     if _asks_to_isolate(given) and keys is None:
-        raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
+        raise ValueError("--tenant-isolation strict: there are no tenants without API keys; give --api-keys FILE")
     operators = Operators.of(config.operators.tokens, os.environ)
     if operators is not None:
         operators.refuse_keys_of(keys)
@@ -42,7 +42,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 
 
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
-    """Whether the command line does; by default tenants are kept apart where there are some."""
+    """Return whether the command line asks for isolation. By default tenants are isolated if there are any."""
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
 
@@ -52,7 +52,7 @@ def _keys(file: str) -> ApiKeys:
 
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
-    from kvtier.server.plan import make_plan  # late: torch and transformers take seconds, keys and mistakes none
+    from kvtier.server.plan import make_plan  # imported late, so that errors above need not wait for torch
 
     plan = make_plan(model, config, keys)
     for line in plan.lines():
@@ -62,7 +62,7 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operators | None) -> int:
     settings = config.server
-    check_model(model)  # before the port is open and torch imported: a missing model is told at once
+    check_model(model)  # checked before torch is imported, so that errors appear at once
     check_device(config)
     check_files(config)
     name = Checkpoint.of(model).served_name
@@ -70,10 +70,10 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not is_loopback(settings.host):
-            log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
+            log.warning("all clients that reach %s may send requests: no API keys; give --api-keys", settings.host)
         if asyncio.run(_run(model, settings.model_name or name, config, keys, operators, bound)):
             return 0
-    # The thread that loads the model cannot be stopped, and must not run in an interpreter that is ending.
+    # The thread that loads the model cannot be stopped, and must not run while the interpreter shuts down.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -82,7 +82,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
 async def _run(
     model: str, name: str, config: Config, keys: ApiKeys | None, operators: Operators | None, bound: socket.socket
 ) -> bool:
-    """Serve until a signal; False if the signal came before the model was loaded."""
+    """Serve until a signal. Return False if the signal came before the model was loaded."""
     with extra("serve", "kvtier serve"):
         from kvtier.server.build import build_server
         from kvtier.web.operating.routes import Operating
@@ -96,9 +96,9 @@ async def _run(
 
     def end(number: int, _: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) > 1:  # end at once: nothing is flushed; what was written before is whole
+        if len(signals) > 1:  # Stop at once without flushing. Everything written before is intact.
             os._exit(128 + number)
-        log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
+        log.info("signal %s: draining; a second signal stops at once", signal.Signals(number).name)
         loop.call_soon_threadsafe(server.stop)
 
     def read_keys() -> None:
@@ -107,10 +107,10 @@ async def _run(
             if operators is not None:
                 operators.refuse_keys_of(read)
         except (ValueError, OSError) as error:
-            log.error("SIGHUP: the keys stay as they were: %s", error)
+            log.error("SIGHUP: the API keys are unchanged, because the new file is unusable: %s", error)
             return
         if read is None:
-            log.warning("SIGHUP: there is no file of api keys to read again")
+            log.warning("SIGHUP: there is no file of API keys to reload")
             return
         server.replace_keys(read)
         log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
@@ -129,5 +129,5 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # to bind on the address named here
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # drop "to bind on address ..."
         raise OSError(f"serve: cannot listen on {host}:{port} ({why}); choose another --host or --port") from error

@@ -1,4 +1,4 @@
-"""The arguments of `kvtier serve`, and what they may be."""
+"""The arguments of `kvtier serve` and their validation."""
 
 import argparse
 import re
@@ -29,18 +29,18 @@ EXAMPLES = """examples:
 then:
   curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
 
-routes: /v1/completions, /v1/chat/completions, /v1/messages, /v1/models, /health, /ready, /metrics, /version, and what
-is kvtier's own below /v1/kvtier/
+routes: /v1/completions, /v1/chat/completions, /v1/messages, /v1/models, /health, /ready, /metrics, /version, and
+kvtier's own routes below /v1/kvtier/
 
-An option given here replaces what the configuration has.
+Options override the configuration file.
 
-signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to disk and end the process; a second one
-ends it at once. SIGHUP reads the file of API keys again.
+signals: SIGTERM and Ctrl-C let running requests finish, write cached blocks to disk and stop the server; a second
+signal stops it at once. SIGHUP reloads the file of API keys.
 
-exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
+exit status: 0 stopped by a signal, or --check-config found no error; 2 the server could not start
 """
 _MAX_PORT = 65535
-_MAX_BLOCK_SIZE = 1024  # as the configuration has it
+_MAX_BLOCK_SIZE = 1024  # same limit as in the configuration
 _OF_SERVER = (
     "host",
     "port",
@@ -57,8 +57,8 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     """Add `kvtier serve`, which calls *run*."""
     serve = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's API has it",
-        description="Serves a model over HTTP, as OpenAI's API has it, and keeps documents of 'kvtier doc' warm.",
+        help="serve a model over HTTP with OpenAI's API",
+        description="Serves a model over HTTP with OpenAI's API, and keeps the documents of 'kvtier doc' warm.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -68,30 +68,30 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         dest="named_model",
         type=some_text,
         metavar="MODEL",
-        help="the same (default: the one without --model)",
+        help="the same as MODEL (default: MODEL)",
     )
     serve.add_argument(
         "--config",
         metavar="FILE_OR_NAME",
-        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: each key's default, and no disk)",
+        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: defaults of all keys, without disk)",
     )
     _add_tiers(serve)
     serve.add_argument(
         "--sidecar",
         type=some_text,
         metavar="ADDRESS",
-        help="the host memory and disk of a 'kvtier sidecar', unix:///PATH of its socket (default: its own)",
+        help="use host memory and disk of the 'kvtier sidecar' at this socket, unix:///PATH (default: none)",
     )
     serve.add_argument(
-        "--host", type=_address, metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)"
+        "--host", type=_address, metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    serve.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8000)")
+    serve.add_argument("--port", type=_port, metavar="N", help="port to listen on; 0: any free port (default: 8000)")
     serve.add_argument(
         "--model-name",
         "--served-model-name",
         type=some_text,
         metavar="NAME",
-        help="what clients call the model (default: its folder, file or hub id)",
+        help="name of the model in the API (default: its folder, file or hub id)",
     )
     serve.add_argument(
         "--lora",
@@ -99,77 +99,80 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=_adapter,
         metavar="NAME=FOLDER",
-        help="serve an adapter that peft wrote, as a model called NAME; may be repeated (default: none)",
+        help="serve a peft adapter as model NAME; may be repeated (default: none)",
     )
     serve.add_argument(
         "--api-keys",
         type=some_text,
         metavar="FILE",
-        help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
+        help='TOML or JSON file with a table [keys] of "KEY" = "tenant" (default: requests need no key)',
     )
     add_allowed_hosts(serve)
     serve.add_argument(
         "--tenant-isolation",
         choices=["off", "strict"],
-        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt "
+        help="strict: tenants share no cached blocks; off: they share blocks of requests without a cache_salt "
         "(default: strict)",
     )
     serve.add_argument(
         "--request-log",
         type=some_text,
         metavar="FILE",
-        help="a line of JSON for each request, in names and numbers, for replays (default: none)",
+        help="file for one JSON line per request, with names and numbers but no text, for replays (default: none)",
     )
-    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
+    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
     serve.add_argument(
         "--generation-config",
         choices=["auto", "none"],
-        help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
-        "(default: auto)",
+        help="default sampling parameters; auto: those of the model, none: those of OpenAI's API (default: auto)",
     )
     serve.add_argument(
         "--tool-call-parser",
         choices=get_args(ToolCallParser),
-        help="how the model writes calls of tools (default: as its chat template does)",
+        help="the model's format of tool calls (default: detected from its chat template)",
     )
-    serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    serve.add_argument("--check-config", action="store_true", help="print the resulting configuration and exit")
     serve.set_defaults(run=run)
 
 
 def _add_tiers(serve: argparse.ArgumentParser) -> None:
-    """Add what is most often set of [device], [host] and [disk]."""
+    """Add options for the most common settings of [device], [host], [disk] and [remote]."""
     serve.add_argument(
         "--block-size",
         type=_block_size,
         metavar="TOKENS",
-        help="tokens of a block; another is another cache (default: 32)",
+        help="tokens per block; blocks of another size cannot be reused (default: 32)",
     )
     pool = serve.add_mutually_exclusive_group()
-    pool.add_argument("--device-memory", type=_memory, metavar="SIZE", help="KV on the device (default: 1GiB)")
+    pool.add_argument(
+        "--device-memory", type=_memory, metavar="SIZE", help="size of the KV pool on the device (default: 1GiB)"
+    )
     pool.add_argument(
         "--gpu-memory-utilization",
         type=_fraction,
         metavar="FRACTION",
-        help="as vLLM's: KV has so large a part of the GPU's memory, less the weights and what a step needs "
-        "(default: --device-memory)",
+        help="as in vLLM: size the KV pool as this fraction of the GPU's memory, minus the weights and what a step "
+        "needs (default: --device-memory)",
     )
-    serve.add_argument("--host-memory", type=size, metavar="SIZE", help="KV in host memory, 0: none (default: 4GiB)")
+    serve.add_argument(
+        "--host-memory", type=size, metavar="SIZE", help="size of the host memory tier, 0: none (default: 4GiB)"
+    )
     serve.add_argument(
         "--disk",
         type=folder_and_size,
         metavar="PATH:SIZE",
-        help="KV on disk: a folder, and how large it may become (default: none)",
+        help="folder and maximum size of the disk tier (default: none)",
     )
     serve.add_argument(
         "--remote",
         type=remote_url,
         metavar="URL",
-        help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
+        help="a store shared by machines, such as redis://cache:6379 or s3://bucket/prefix (default: none)",
     )
 
 
 def model_of(options: argparse.Namespace) -> str:
-    """The model, with or without --model. ValueError for none, and for two."""
+    """Return the model, given with or without --model. Raise ValueError if none or two are given."""
     named = {model for model in (options.model, options.named_model) if model is not None}
     if len(named) > 1:
         raise ValueError(f"serve: two models, {options.model} and {options.named_model}; start a server for each")
@@ -179,13 +182,13 @@ def model_of(options: argparse.Namespace) -> str:
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """The options that were given, as tables of `Config`. ValueError for an adapter that is given twice."""
+    """Return the given options as tables of `Config`. Raise ValueError if options contradict each other."""
     server = {name: value for name in _OF_SERVER if (value := getattr(options, name)) is not None}
     own = {"--host-memory": options.host_memory, "--disk": options.disk, "--remote": options.remote}
     if options.sidecar is not None and any(own.values()):
         one = next(name for name, given in own.items() if given)
         raise ValueError(
-            f"{one}: the sidecar has the tiers below the device, and is told of them; leave one of them out"
+            f"{one}: the sidecar has the tiers below the device; give it to 'kvtier sidecar', or omit --sidecar"
         )
     tables: dict[str, object] = {
         "device": _device(options) or None,
@@ -203,7 +206,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
 
 def _device(options: argparse.Namespace) -> Mapping[str, object]:
     given: dict[str, object] = {} if options.block_size is None else {"block_size": options.block_size}
-    if options.device_memory is not None:  # each replaces the other of the configuration
+    if options.device_memory is not None:  # each of the two options overrides the other one's key in the file
         given |= {"capacity": options.device_memory, "gpu_memory_utilization": None}
     if options.gpu_memory_utilization is not None:
         given["gpu_memory_utilization"] = options.gpu_memory_utilization
@@ -222,7 +225,7 @@ def _adapters(given: Sequence[tuple[str, str]]) -> Mapping[str, object]:
 def _address(text: str) -> str:
     if re.fullmatch(r"[0-9.]+ ?[KMGT]i?B", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is a size, and no address; the size of host memory is --host-memory"
+            f"{text!r} is a size, not an address; give the size of host memory as --host-memory"
         )
     return some_text(text)
 
@@ -236,7 +239,7 @@ def _memory(text: str) -> int:
 def _block_size(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MAX_BLOCK_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens from 1 to {_MAX_BLOCK_SIZE}; most use 16 or 32"
+            f"{text!r} is not a number of tokens from 1 to {_MAX_BLOCK_SIZE}; common sizes are 16 and 32"
         )
     return int(text)
 
@@ -247,13 +250,13 @@ def _fraction(text: str) -> float:
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no part of the GPU's memory; give more than 0, up to 1, as 0.9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction of the GPU's memory above 0, up to 1; try 0.9")
     return fraction
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > _MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to {_MAX_PORT}")
     return int(text)
 
 

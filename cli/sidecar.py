@@ -1,4 +1,4 @@
-"""`kvtier sidecar`: reads the configuration, prints what it comes to and how engines attach, and serves them."""
+"""The `kvtier sidecar` command: reads the configuration, prints the plan and how engines attach, and serves them."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from kvtier.sidecar.process import refuse_mistakes, run_process, url_of
 
 
 def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve engines until a signal; the exit status. *given* are tables that replace the file's, key by key.
+    """Serve engines until a signal, and return the exit status.
 
-    ValueError, OSError: what cannot be used, before an engine is let in. With *checks_only* nothing is served: the
-    configuration is checked, and what it comes to is printed.
+    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only check the
+    configuration and print the plan. Unusable settings raise ValueError or OSError before an engine can attach.
     """
     config = sidecar_config(source, given)
     refuse_mistakes(config)
@@ -25,16 +25,16 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
 
 
 def attach_command(config: SidecarConfig) -> str:
-    """What an engine's operator types, to be pasted into a shell."""
+    """Return the shell command that starts a vLLM engine attached to the sidecar."""
     assert config.lmcache is not None, "no endpoint for LMCache's client"
     extra: dict[str, object] = {}
     scheme, _, address = config.lmcache.listen.partition("://")
-    if scheme == "ipc":  # host and port are joined with a colon
+    if scheme == "ipc":  # an IPC path cannot be given as host and port, which the client joins with a colon
         extra["lmcache.mp.server_urls"] = [config.lmcache.listen]
     else:
         host, _, port = address.rpartition(":")
         extra |= {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
-    # A server that is gone stalls an engine for mq_timeout, by default five minutes.
+    # If the server is gone, an engine stalls for mq_timeout, which is five minutes by default.
     extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 5}
     extra["lmcache.mp.heartbeat_interval"] = 2
     transfer = {
@@ -49,9 +49,9 @@ def attach_command(config: SidecarConfig) -> str:
 def _plan(config: SidecarConfig) -> list[str]:
     lines = [f"host memory  {size_text(config.host.capacity)}, in extents of {size_text(config.extent)}"]
     if config.disk is None:
-        lines.append("disk         none: what leaves host memory is gone; give --disk PATH:SIZE")
+        lines.append("disk         none: blocks evicted from host memory are lost; give --disk PATH:SIZE to keep them")
     else:
-        lines.append(f"disk         {config.disk.path}, {size_text(config.disk.capacity)} at most")
+        lines.append(f"disk         {config.disk.path}, at most {size_text(config.disk.capacity)}")
     if config.remote is not None:
         lines.append(f"remote       {config.remote.where}, shared with other machines")
     if config.http.port != "none":
@@ -59,12 +59,12 @@ def _plan(config: SidecarConfig) -> list[str]:
         lines.append(f"http         {where}: /health, /metrics, kvtier top")
     path = socket_path(config.socket)
     if path is None and config.socket.path != "none":
-        lines.append("kvtier       nowhere: neither $XDG_RUNTIME_DIR nor /run can be written to; give --socket PATH")
+        lines.append("kvtier       no socket: neither $XDG_RUNTIME_DIR nor /run is writable; give --socket PATH")
     if path is not None:
         lines.append(f"kvtier       {path}")
         lines.append(f"\nAttach kvtier's own engine:\n\n  kvtier serve --sidecar unix://{os.path.abspath(path)}\n")
     if config.lmcache is not None:
         lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
-        lines.append("\nAttach vLLM 0.32 or 0.33; in its environment:\n")
+        lines.append("\nAttach vLLM 0.32 or 0.33. In its environment:\n")
         lines.append(f"  pip install '{NEEDED_CLIENT}'\n  {attach_command(config)}\n")
     return lines

@@ -1,4 +1,4 @@
-"""The command line of `kvtier sidecar`."""
+"""The arguments of `kvtier sidecar` and their validation."""
 
 import argparse
 import re
@@ -9,65 +9,65 @@ from kvtier.cli.arguments import HelpFormatter, folder_and_size, remote_url, siz
 
 EXAMPLES = """examples:
   kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
-  kvtier sidecar --config sidecar.toml --check-config     what the configuration comes to, and the engine's command
+  kvtier sidecar --config sidecar.toml --check-config     print the resulting configuration and the engine's command
   kvtier sidecar --host 8GiB --listen ipc:///run/user/1000/lmcache.sock
 
-It prints the command with which vLLM attaches. A second engine with the same command shares what the first has cached.
+The sidecar prints the command that starts an attached vLLM. All engines started with this command share the cache.
 
-exit status: 0 it was told to end, 2 it could not serve
+exit status: 0 stopped by a signal, or --check-config found no error; 2 the sidecar could not start
 """
 
 
 def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add the command to argparse's *commands*; *run* carries it out."""
+    """Add `kvtier sidecar`, which calls *run*."""
     sidecar = commands.add_parser(
         "sidecar",
-        help="host memory and disk for engines that attach to it, such as vLLM",
-        description="Keep the KV cache of engines on this machine in host memory and on disk, in a process of its own: "
-        "engines attach by configuration, share what they have cached, and find it again after they were restarted.",
+        help="host memory and disk tiers for engines that attach to them, such as vLLM",
+        description="Keeps the KV cache of the engines on this machine in host memory and on disk, in a separate "
+        "process: engines attach by configuration, share cached blocks, and find them again after a restart.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    sidecar.add_argument("--config", metavar="FILE", help="a TOML file; the options below count more (default: none)")
+    sidecar.add_argument("--config", metavar="FILE", help="a TOML file; options override it (default: none)")
     sidecar.add_argument(
-        "--host", "--host-memory", type=size, metavar="SIZE", help="host memory, in /dev/shm (default: 4GiB)"
+        "--host", "--host-memory", type=size, metavar="SIZE", help="host memory tier, in /dev/shm (default: 4GiB)"
     )
     sidecar.add_argument(
         "--disk",
         type=folder_and_size,
         metavar="PATH:SIZE",
-        help="a folder, and how large it may become (default: no disk)",
+        help="folder and maximum size of the disk tier (default: no disk)",
     )
     sidecar.add_argument(
         "--remote",
         type=remote_url,
         metavar="URL",
-        help="a store that machines share, as redis://cache:6379 or s3://bucket/prefix (default: none)",
+        help="a store shared by machines, such as redis://cache:6379 or s3://bucket/prefix (default: none)",
     )
     sidecar.add_argument(
         "--socket",
         metavar="PATH",
-        help='where kvtier\'s own engines attach, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
+        help='socket for kvtier\'s own engines, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
     )
     sidecar.add_argument(
-        "--listen", type=_endpoint, metavar="ENDPOINT", help="where vLLM attaches (default: tcp://127.0.0.1:5555)"
+        "--listen", type=_endpoint, metavar="ENDPOINT", help="endpoint for vLLM (default: tcp://127.0.0.1:5555)"
     )
-    sidecar.add_argument("--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens of a chunk (default: 256)")
+    sidecar.add_argument("--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens per chunk (default: 256)")
     sidecar.add_argument(
-        "--http-port", type=_port, metavar="PORT", help='of HTTP on this machine, or "none" (default: 9464)'
+        "--http-port", type=_port, metavar="PORT", help='HTTP port on this machine, or "none" (default: 9464)'
     )
     sidecar.add_argument(
         "--request-log",
         metavar="FILE",
-        help="a line of JSON for each lookup of engines, in names and numbers, for replays (default: none)",
+        help="file for one JSON line per lookup, with names and numbers but no text, for replays (default: none)",
     )
-    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
-    sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
+    sidecar.add_argument("--check-config", action="store_true", help="print the resulting configuration and exit")
     sidecar.set_defaults(run=run)
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """The options that were given, as tables of `SidecarConfig`."""
+    """Return the given options as tables of `SidecarConfig`."""
     lmcache = {"listen": options.listen, "chunk_tokens": options.chunk_tokens}
     tables: dict[str, object] = {
         "host": None if options.host is None else {"capacity": options.host},
@@ -85,17 +85,19 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
 def _endpoint(text: str) -> str:
     tcp = re.fullmatch(r"tcp://.+:([0-9]{1,5})", text)
     if not (int(tcp[1]) < 1 << 16 if tcp else text.startswith("ipc:///")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no endpoint; give tcp://127.0.0.1:PORT, or ipc:///PATH")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an endpoint; give tcp://127.0.0.1:PORT, or ipc:///PATH")
     return text
 
 
 def _chunk_tokens(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give a multiple of the engine's block size, as 256")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number; give a multiple of the engine's block size, such as 256"
+        )
     return int(text)
 
 
 def _port(text: str) -> int | str:
     if text != "none" and not (text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f'{text!r} is no port; give 0 to 65535 (0: a free one), or "none"')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a port; give 0 to 65535 (0: any free port), or "none"')
     return text if text == "none" else int(text)

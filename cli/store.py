@@ -1,6 +1,6 @@
-"""`kvtier check`, `stats`, `store ls` and `store rm`: verify a store, show what is in it, and delete namespaces.
+"""The commands `kvtier check`, `stats`, `store ls` and `store rm`, which verify, show and delete contents of a store.
 
-LMDB trusts its tree, so reading a broken one may crash: the store is read in a process of its own (`apart`).
+LMDB trusts its tree, so reading a damaged tree may crash. The store is therefore read in a separate process (`apart`).
 """
 
 import argparse
@@ -27,12 +27,12 @@ from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, St
 from kvtier.store.lmdb.upkeep import Verification
 from kvtier.store.record import Fault
 
-_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # how LMDB ends over a broken tree, or a page that the medium cannot read
-_OTHER_WIDTH = 110  # characters of a line if the output is no terminal
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # how LMDB crashes on a damaged tree or an unreadable page
+_OTHER_WIDTH = 110  # columns of output where there is no terminal
 _STATES = {
     State.CLEAN: "clean",
     State.OPEN: "open in process {owner}",
-    State.LEFT_OPEN: "left open by a process that is gone",
+    State.LEFT_OPEN: "left open by a process that ended without closing it",
     State.MACHINE_DOWN: "the machine went down while it was open",
     State.DAMAGED: "its tree was found damaged",
     State.OTHER_LAYOUT: "written by another version of kvtier",
@@ -40,7 +40,7 @@ _STATES = {
 }
 _NEXT_STARTS = {
     NextStart.WARM: "",
-    NextStart.CHECKPOINT: "; the next engine that opens it finds the last checkpoint",
+    NextStart.CHECKPOINT: "; the next engine that opens it starts from the last checkpoint",
     NextStart.EMPTY: "; the next engine that opens it starts empty",
 }
 
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 class Damaged(RuntimeError):
-    """The store as a whole is damaged. *is_trusted*: the next engine would not see that, and use the store."""
+    """An error for a damaged store. *is_trusted* means that the next engine would not notice, and use the store."""
 
     exit_status = 1
 
@@ -58,7 +58,7 @@ class Damaged(RuntimeError):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the action that *options* name; the exit status."""
+    """Carry out the action that *options* name, and return the exit status."""
     match options.action:
         case "check":
             return check(options.store, options.fix, options.sample, options.key_file, options.json)
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:
-    """Verify the store and print the result; the exit status, 1 if something is wrong and was not fixed."""
+    """Verify the store, print the result, and return the exit status, which is 1 if a fault was not fixed."""
     try:
         with _damage(folder), iterate_apart(upkeep.verify_store, folder, os.getpid(), fix, sample, key_file) as items:
             found = _last(items, Verification)
@@ -89,13 +89,13 @@ def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as
         _print_verification(folder, found)
     num_unread = found.faults[Fault.KEY]
     if num_unread and num_unread == found.num_records:
-        raise ValueError(f"none of the {num_unread:,} records can be verified with this key; give theirs as --key-file")
+        raise ValueError(f"none of the {num_unread:,} records can be verified with this key; correct --key-file")
     is_wrong = found.num_bad > found.num_deleted or found.faults[Fault.IO_ERROR] or found.miscount
     return 1 if is_wrong else 0
 
 
 def stats(folder: Path, as_json: bool) -> int:
-    """Print what is in the store; the exit status, 1 if the next engine that opens it will not find all of it."""
+    """Print the store's contents, and return the exit status: 1 if the next engine will not find all of them."""
     try:
         inspection = _inspect(folder)
     except Damaged as damage:
@@ -111,13 +111,13 @@ def stats(folder: Path, as_json: bool) -> int:
 
 
 def list_namespaces(folder: Path) -> int:
-    """Print the namespaces in the store; the exit status."""
+    """Print the namespaces in the store, and return the exit status."""
     _output().print(_namespace_table(_namespaces(_inspect(folder))))
     return 0
 
 
 def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confirmed: bool) -> int:
-    """Delete the records of the *named* namespaces, of all but those in *all_but*, or of all if both are empty."""
+    """Delete the records of the *named* namespaces, of all namespaces but *all_but*, or of all if both are empty."""
     inspection = _inspect(folder)
     there = _namespaces(inspection)
     if inspection.owner is not None:
@@ -136,14 +136,14 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
         gone = _last(items, upkeep.Deletion)
     print(
         f"store {folder}: {gone.num_records:,} records deleted, {size_text(gone.stored_bytes)}, "
-        "and all room given back that no record has"
+        "unused space returned to the file system"
     )
     return 0
 
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Raise `Damaged` for an error that shows that the store is damaged as a whole."""
+    """Raise `Damaged` in place of an error that means that the store is damaged as a whole."""
     try:
         yield
     except StoreLost as error:
@@ -173,17 +173,17 @@ def _namespaces(inspection: Inspection) -> tuple[NamespaceUse, ...]:
 
 
 def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> bytes:
-    """The namespace in *there* whose hexadecimal name begins with *text*."""
+    """Return the namespace in *there* whose hexadecimal name starts with *text*."""
     names = [use.namespace.hex() for use in there if use.namespace.hex().startswith(text.lower())]
     if len(names) == 1 and text:
         return bytes.fromhex(names[0])
     if names:
-        raise ValueError(f"namespace {text!r} is not the beginning of one name only: {', '.join(names)}")
-    raise ValueError(f"namespace {text!r}: none begins so; see kvtier store ls {folder}")
+        raise ValueError(f"namespace {text!r} is ambiguous; give more digits to choose one of {', '.join(names)}")
+    raise ValueError(f"namespace {text!r} does not exist; see kvtier store ls {folder}")
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """Read *items* up to the result of type *kind*, and show the progress before it on a terminal."""
+    """Return the item of type *kind*. Show the progress items before it on a terminal."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())
@@ -199,7 +199,7 @@ def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
 
 
 class _Amount(ProgressColumn):
-    """A column of the progress bar: bytes done, of how many, and per second."""
+    """A column of the progress bar that shows bytes done, total bytes and bytes per second."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -222,12 +222,12 @@ def _print_verification(folder: Path, found: Verification) -> None:
     if num_left:
         output.print(f"{num_left:,} bad records: --fix deletes them", highlight=False)
     if num_unread := found.faults[Fault.IO_ERROR]:
-        what = f"{num_unread:,} records could not be read: see what the kernel says about the medium (dmesg)"
+        what = f"{num_unread:,} records could not be read: look for errors of the medium in the kernel log (dmesg)"
         output.print(what, highlight=False, soft_wrap=True)
     if num_unread := found.faults[Fault.KEY]:
         what = f"{num_unread:,} records have another encryption key (or none) and cannot be verified: see --key-file"
         output.print(what, highlight=False, soft_wrap=True)
-    accounting = found.miscount and f"is wrong, {found.miscount}; only an empty folder has it right again"
+    accounting = found.miscount and f"is wrong, {found.miscount}; to repair it, start with an empty folder"
     output.print(f"accounting: {accounting or 'agrees with a full count'}", highlight=False, soft_wrap=True)
 
 
@@ -339,7 +339,7 @@ def _inspection_object(inspection: Inspection) -> dict[str, Any]:
 
 
 class _Output(Console):
-    """Standard output; raises BrokenPipeError when its reader has closed it, as print does."""
+    """A console on standard output that raises BrokenPipeError when its reader has closed it, as print does."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

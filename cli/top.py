@@ -1,4 +1,4 @@
-"""`kvtier top`: a sidecar's tiers, hits, lanes, clients and leases in a terminal."""
+"""The `kvtier top` command, which shows a sidecar's tiers, hits, lanes, clients and leases in a terminal."""
 
 import http.client
 import json
@@ -21,16 +21,16 @@ from kvtier.cli.given_text import token_of
 from kvtier.engine.config import is_loopback, size_text
 
 _ANSWER_S = 5.0
-_MAX_BYTES = 16 << 20  # of an answer
-_MAX_ROWS = 16  # of clients, and of leases
-_OTHER_WIDTH = 110  # characters of a line where there is no terminal
+_MAX_BYTES = 16 << 20  # limit on a response
+_MAX_ROWS = 16  # rows of clients, and of leases
+_OTHER_WIDTH = 110  # columns of output where there is no terminal
 
 _Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the sidecar has answered, and when."""
+    """The sidecar's responses, and the time when they were received."""
 
     stats: _Object
     clients: Sequence[_Object]
@@ -39,14 +39,16 @@ class View:
 
 
 class NoAnswer(RuntimeError):
-    """The sidecar could not be asked; the message says why, and what to do."""
+    """An error for a sidecar that could not be queried. The message says why and what to do."""
 
 
 def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
-    """Show the sidecar at *url* every *interval_s* seconds until Ctrl-C, or once; the exit status. While it does not
-    answer that is shown instead, but the first time it is an error."""
+    """Show the sidecar at *url* every *interval_s* seconds until Ctrl-C, or once if it is None. Return the exit status.
+
+    If the sidecar does not answer the first query, that is an error. Later the view shows the error instead.
+    """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ValueError(f"{url}: is no URL; write http://HOST:PORT")
+        raise ValueError(f"{url}: is not a URL; write http://HOST:PORT")
     token = None if token_file is None else token_of(str(token_file))
     console = Console()
     if not console.is_terminal:
@@ -69,16 +71,16 @@ def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
 
 
 def read(url: str, token: str | None) -> View:
-    """Ask the sidecar. `NoAnswer` if it cannot be asked, or is no sidecar."""
+    """Query the sidecar. Raise `NoAnswer` if it does not answer, or is not a sidecar."""
     answers = [_answer(f"{url.rstrip('/')}/v1/kvtier/{what}", token) for what in ("stats", "clients", "leases")]
     try:
         return View(answers[0], answers[1]["clients"], answers[2]["leases"], time.monotonic())
     except (KeyError, TypeError):
-        raise NoAnswer(f"{url}: what answers there is no sidecar of kvtier") from None
+        raise NoAnswer(f"{url}: the server is not a kvtier sidecar; give the sidecar's HTTP address") from None
 
 
 def rendered(view: View, before: View | None) -> RenderableType:
-    """The whole view; *before* is the one before it, for what happened since."""
+    """Return the whole view. *before* is the previous view, to compute rates since then."""
     stats = view.stats
     try:
         return Group(
@@ -91,20 +93,20 @@ def rendered(view: View, before: View | None) -> RenderableType:
             _leases(view.leases),
         )
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise NoAnswer("what answers there is no sidecar of this version of kvtier") from None
+        raise NoAnswer("the server is not a sidecar of this version of kvtier; update one of the two") from None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the token would go along, to wherever it leads."""
+    """A handler that makes redirects an error, because following one would send the token to another server."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: it is not followed."""
+        """Return None, so that the redirect is not followed."""
 
 
 def _answer(url: str, token: str | None) -> Any:
     request = urllib.request.Request(url, headers={} if token is None else {"Authorization": f"Bearer {token}"})
     is_own = is_loopback(urlsplit(url).hostname or "")
-    # A proxy in the environment is for other machines: it would look for the sidecar on its own.
+    # A proxy of the environment must not be used for this machine: it would look for the sidecar on its own machine.
     opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_own else []))
     try:
         with opener.open(request, timeout=_ANSWER_S) as reply:
@@ -152,7 +154,7 @@ def _head(stats: _Object) -> Text:
         for side, state in stats["disk"]["breakers"].items():
             if state != "closed":
                 why = stats["disk"]["why_failed"][side]
-                head.append(f"\nthe disk is left alone ({side} {state}): {why or 'errors, or no answer'}", "bold red")
+                head.append(f"\nthe disk is not used ({side} {state}): {why or 'errors, or no answer'}", "bold red")
     return head
 
 
@@ -188,7 +190,7 @@ def _endpoints(stats: _Object) -> Table:
 
 
 def _lanes(view: View, before: View | None) -> Table:
-    table = _table("lane", "now", "lately", "moved", "failed")
+    table = _table("lane", "now", "recent", "moved", "failed")
     for name, lane in view.stats["lanes"].items():
         now = "" if before is None else f"{size_text(_rate(view, before, name))}/s"
         speed = lane["bytes_per_s"]
@@ -203,7 +205,7 @@ def _lanes(view: View, before: View | None) -> Table:
 
 
 def _rate(view: View, before: View, lane: str) -> float:
-    """Bytes a second between two views; a sidecar that was restarted meanwhile counts from 0."""
+    """Return the bytes per second between two views. If the sidecar was restarted in between, count from 0."""
     moved = view.stats["lanes"][lane]["num_bytes"]
     if view.stats["segment"] == before.stats["segment"]:
         moved -= before.stats["lanes"].get(lane, {"num_bytes": 0})["num_bytes"]
@@ -249,7 +251,7 @@ def _leases(leases: Sequence[_Object]) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """What a client has chosen, without what a terminal would obey."""
+    """Return text that a client chose, with "?" in place of control characters."""
     return Text("".join(letter if letter.isprintable() else "?" for letter in text))
 
 

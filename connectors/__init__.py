@@ -1,1 +1,1 @@
-"""Adapters with which other engines attach to a sidecar: each translates, and decides nothing that tiers decide."""
+"""Adapters that connect other engines to a sidecar. They translate; decisions about blocks belong to `tiers`."""

@@ -1,4 +1,4 @@
-"""Guard: the one place where what goes wrong in a hook ends, so that the engine never sees it."""
+"""`Guard`: the error boundary of an adapter's hooks, so that no exception reaches the engine."""
 
 import logging
 import threading
@@ -8,15 +8,18 @@ from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
-REST_S = 60.0  # for which an adapter finds and stores nothing after an error that nothing foresaw
+REST_S = 60.0  # how long an adapter finds and stores nothing after an unexpected error
 
 T = TypeVar("T")
 F = TypeVar("F")
 
 
 class Guard:
-    """Runs hooks one at a time, under *lock*, and gives the fallback for one that fails. It is logged with where it
-    came from, once for each kind, and counted; then *give_up* lets go of what can be, and hooks rest for `REST_S`."""
+    """A runner of hooks, one at a time under *lock*, that returns a fallback if a hook fails.
+
+    Errors are counted, and logged with a traceback once for each kind. After an error, *give_up* releases what can be
+    released, and hooks rest for `REST_S`.
+    """
 
     def __init__(self, give_up: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.lock = threading.RLock()
@@ -28,17 +31,17 @@ class Guard:
 
     @property
     def is_resting(self) -> bool:
-        """Whether hooks find and store nothing for a while."""
+        """Whether hooks find and store nothing because of a recent error."""
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """What the hook gives, or the *fallback* if it fails or rests."""
+        """Return the result of *hook*, or *fallback* if the hook fails or hooks rest."""
         if self.is_resting:
             return fallback
         return self.run_always(hook, fallback)
 
     def run_always(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """The same for what has to be done while others rest too: the end of what was begun."""
+        """Like `run`, but also run while hooks rest, for hooks that finish earlier work."""
         with self.lock:
             try:
                 return hook()
@@ -52,8 +55,8 @@ class Guard:
         kind = (type(error).__name__, str(error))
         if kind not in self._logged:
             self._logged.add(kind)
-            log.error("kvtier: prefixes are computed for %d s, after an error of its own", REST_S, exc_info=error)
+            log.error("kvtier: internal error; nothing is loaded or stored for %d s", REST_S, exc_info=error)
         try:
             self._give_up()
-        except Exception:  # it leases what it leases until the process ends
-            log.exception("kvtier: what it leases cannot be let go")
+        except Exception:  # its leases last until the process ends
+            log.exception("kvtier: leases cannot be released after an internal error")

@@ -1,4 +1,4 @@
-"""`JudgedOptions`: which options of an engine decide the bytes of its KV cache, which do not, and why."""
+"""`JudgedOptions`: a verdict for each option of an engine on whether it decides the bytes of its KV cache."""
 
 import json
 import re
@@ -12,14 +12,14 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 class JudgedOptions:
     """A verdict on every option of one engine.
 
-    An option *decides* bytes if two engines that differ in it alone may compute other keys and values for the same
-    tokens, or lay them out in another way. The order in which sums are made does not count: it changes with every
+    An option *decides* bytes if two engines that differ in this option alone may compute different keys and values for
+    the same tokens, or lay them out differently. The order of summation does not count, because it changes with every
     batch. A verdict on `group.*`, or on a group that decides as a whole, holds for all options of the group.
     """
 
-    decides: Mapping[str, str]  # option: why. Its value is part of the namespace
-    shown: Mapping[str, Sequence[str]]  # what else in the namespace has their values: options
-    harmless: Mapping[str, Sequence[str]]  # why: options
+    decides: Mapping[str, str]  # reason by option; the option's value is part of the namespace
+    shown: Mapping[str, Sequence[str]]  # options by the other part of the namespace that covers their values
+    harmless: Mapping[str, Sequence[str]]  # options by the reason
     _judged: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,11 +32,11 @@ class JudgedOptions:
 
     @property
     def judged(self) -> frozenset[str]:
-        """All options and groups with a verdict."""
+        """The options and groups with a verdict."""
         return self._judged
 
     def unjudged(self, options: Iterable[str]) -> list[str]:
-        """Return those of *options* on which there is no verdict, in their order."""
+        """Return the *options* without a verdict, in their order."""
         return [option for option in options if not self._judged.intersection(_names_of(option))]
 
     def values(self, read: Callable[[str], object]) -> dict[str, str]:
@@ -49,7 +49,7 @@ class JudgedOptions:
 
 
 def read_attribute(root: object, path: str) -> object:
-    """Return what stands at a dotted *path* below *root*; None if any part of it is not there."""
+    """Return the attribute of *root* at a dotted *path*, or None if any part of the path is missing."""
     found: object = root
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -57,14 +57,14 @@ def read_attribute(root: object, path: str) -> object:
 
 
 def _names_of(option: str) -> list[str]:
-    """Return the option's own name, and those of the groups that it belongs to."""
+    """Return the option's own name and the names of its groups."""
     parts = option.split(".")
     groups = [".".join(parts[:end]) for end in range(1, len(parts))]
     return [option, *groups, *(f"{group}.*" for group in groups)]
 
 
 def _text_of(value: object) -> str:
-    """Return a text that is equal for equal values in all processes."""
+    """Return a text for *value* that is the same in all processes."""
     text = json.dumps(value, sort_keys=True, default=_plain)
     return _ADDRESS.sub("", text)
 

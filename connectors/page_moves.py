@@ -1,21 +1,21 @@
-"""Copies of many pages at once, in a process in which other threads compute in Python."""
+"""Copies of many pages at once, in a process whose other threads run Python code."""
 
 from collections.abc import Sequence
 
 import torch
 
 WORD_BYTES = 8
-# torch copies 32,768 elements or more with all of its threads. On a busy machine each such copy waits until the last of
-# these threads has run: 64 pages of 128 KiB, copied as bytes, took 198 ms instead of 3.
+# torch copies 32,768 or more elements with all of its threads. On a busy machine each such copy waits for the slowest
+# of these threads: 64 pages of 128 KiB, copied as bytes, took 198 ms instead of 3 ms.
 MAX_PIECE_ELEMENTS = 1 << 14
 
 
 def copy_pages(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of the sources, all on the CPU, to its target of the same number of bytes. Each is one run of bytes.
+    """Copy each source to its target. All are contiguous CPU tensors, and each pair has the same number of bytes.
 
-    The copies run on the calling thread only, in one call, which releases the interpreter's lock once. A call for each
-    page waits for the lock after each page: beside a thread that spins, as vLLM's scheduler does while all of its
-    requests wait for blocks, 32 MiB in pages of 64 KiB took 131 ms instead of 9.
+    The copies run on the calling thread only, in one call, which releases the interpreter's lock once. With one call
+    per page, the thread would wait for the lock after each page. While another thread spins, as vLLM's scheduler does
+    when all of its requests wait for blocks, 32 MiB in pages of 64 KiB took 131 ms instead of 9 ms.
     """
     to_pieces: list[torch.Tensor] = []
     from_pieces: list[torch.Tensor] = []
@@ -38,5 +38,5 @@ def _pieces(page: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_of_words(page: torch.Tensor) -> bool:
-    """Return whether the page can be copied in words, of which fewer calls copy as many bytes."""
+    """Return whether the page can be copied in words, which needs fewer pieces for the same number of bytes."""
     return page.numel() % WORD_BYTES == 0 and page.storage_offset() % WORD_BYTES == 0

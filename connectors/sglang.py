@@ -1,4 +1,4 @@
-"""What SGLang's `--hicache-storage-backend-extra-config` names: `"module_path": "kvtier.connectors.sglang"`."""
+"""The module for SGLang's `--hicache-storage-backend-extra-config`: `"module_path": "kvtier.connectors.sglang"`."""
 
 from kvtier.connectors.sglang_storage.backend import KVTierStorage
 

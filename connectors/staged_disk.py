@@ -1,4 +1,4 @@
-"""StagedDisk: a disk below an engine whose own memory the store's process cannot map."""
+"""`StagedDisk`: a disk below an engine whose own memory the store's process cannot map."""
 
 import mmap
 import os
@@ -22,18 +22,18 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.pages import back_file
 
 SHARED_MEMORY = "/dev/shm"
-PAGE_BYTES = mmap.PAGESIZE  # rows begin at one, since direct reads go to whole pages
-PART_BYTES = 16 << 20  # that the disk is asked for at once
-NUM_PARTS = 4  # of all threads together
+PAGE_BYTES = mmap.PAGESIZE  # each row begins at a page, because direct reads go to whole pages
+PART_BYTES = 16 << 20  # per request to the disk
+NUM_PARTS = 4  # for all threads together
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 Copy = Callable[[range, Rows], None]
-"""Copies the blocks at these places out of the rows, or into them. The rows are the disk's again when it returns."""
+"""Callback that copies the blocks with these indices out of the rows, or into them. It must not keep the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A part that the disk reads or writes, with the blocks at *places*."""
+    """A part of the shared rows that the disk reads or writes, with the blocks at *places*."""
 
     part: int
     places: range
@@ -41,16 +41,18 @@ class _Flight:
 
 
 def _memory_file(num_bytes: int) -> IO[bytes]:
-    """Return a new file in memory whose pages are all there, so that touching one is never SIGBUS.
+    """Return a new file in memory with all of its pages allocated, so that access never raises SIGBUS.
 
-    It has no name and needs no room in `/dev/shm`, unless the system has no such files. OSError, with what to do, if
-    there is no memory for it.
+    The file has no name and needs no space in `/dev/shm`, unless the system does not allow such files.
+
+    Raises:
+        OSError: If there is not enough memory. The message says what to do.
     """
     try:
         file: IO[bytes] = FileIO(os.memfd_create("kvtier-rows", os.MFD_CLOEXEC), "r+")
         where, advice = "memory", "free some"
-    except OSError:  # a sandbox forbids it
-        file = tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-", buffering=0)  # noqa: SIM115  # it is the caller's
+    except OSError:  # a sandbox forbids `memfd_create`
+        file = tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-", buffering=0)  # noqa: SIM115  # the caller closes it
         where, advice = SHARED_MEMORY, f"enlarge it: mount -o remount,size=1G {SHARED_MEMORY} (docker run --shm-size)"
     try:
         file.truncate(num_bytes)
@@ -72,18 +74,23 @@ def _free_bytes(where: str) -> str:
 
 
 class StagedDisk:
-    """Rows on disk, for an engine that copies them itself: each goes through a shared row, which the store's process
-    reads and writes. Nothing is raised for what a disk can do. All methods but `close` may be called from any thread;
-    a caller waits while others have all parts of the shared rows."""
+    """Blocks on disk, for an engine that copies them itself through shared rows.
+
+    The store's process reads and writes the shared rows. Disk faults raise no exceptions. All methods but `close` may
+    be called from any thread. A caller waits while other callers use all parts of the shared rows.
+    """
 
     def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
-        """*namespace*: 16 bytes for all that decides a row's bytes beside its name. Raises as `open_disk_below`."""
+        """Open the disk; raises like `open_disk_below`.
+
+        *namespace* is 16 bytes for all facts that decide a row's bytes, other than its name.
+        """
         stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._part_rows = max(1, PART_BYTES // stride)
         num_rows = NUM_PARTS * self._part_rows
         with _memory_file(num_rows * stride) as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
-            # While the file is open: the store's process maps it. A killed process leaves none.
+            # The file must be open, because the store's process maps it. A killed process leaves no file behind.
             self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory])
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -91,19 +98,19 @@ class StagedDisk:
             self._free.put(part)
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Wait until what was on disk at the start is known; whether it is."""
+        """Wait until all blocks that were on disk at the start are indexed. Return whether they are."""
         return self._disk.wait_indexed(timeout_s)
 
     def num_held(self, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before the first that is not on disk; waits for nothing."""
+        """Return how many of *names* come before the first that is not on disk, without waiting."""
         return self._disk.num_held(names)
 
     def are_held(self, names: Sequence[BlockName]) -> list[bool]:
-        """For each of *names* whether it is on disk; waits for nothing."""
+        """Return for each of *names* whether it is on disk, without waiting."""
         return self._disk.are_held(names)
 
     def load(self, names: Sequence[BlockName], take: Copy) -> int:
-        """Have *take* copy the blocks out of rows, in order; how many there are before the first that cannot be had."""
+        """Read blocks into rows, from which *take* copies them in order. Return how many precede the first failure."""
         num_loaded = 0
         is_whole = True
 
@@ -122,13 +129,13 @@ class StagedDisk:
 
         self._fly(len(names), begin, end)
         if num_loaded:
-            self._disk.touch([Row(names[num_loaded - 1], self._memory[:0])])  # and so those before it
+            self._disk.touch([Row(names[num_loaded - 1], self._memory[:0])])  # keeps the blocks before it, too
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
-        """Have *fill* copy the blocks into rows, in order, and write them; for each whether it is on disk then.
+        """Have *fill* copy the blocks into rows in order, and write the rows. Return for each whether it is on disk.
 
-        *parent*: the name of the block before the first. After one that could not be stored none is tried.
+        *parent* is the name of the block before the first. No part is tried after a block that could not be stored.
         """
         stored = [False] * len(names)
         is_whole = True
@@ -149,21 +156,21 @@ class StagedDisk:
         return stored
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete every row of this namespace; False if the disk could not."""
+        """Delete every row of this namespace. Return False if the disk could not delete them."""
         return self._disk.clear(timeout_s)
 
     def statistics(self) -> DiskBelowStatistics:
-        """Everything that is counted, by value."""
+        """Return a snapshot of all counts."""
         return self._disk.statistics()
 
     def close(self) -> None:
-        """End what is under way, and the store. Nothing is held from then on. A second call does nothing."""
+        """End all jobs and close the store, which then holds nothing. A second call does nothing."""
         self._disk.close()
 
     def _fly(
         self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
     ) -> None:
-        """Begin and end all parts in order, two at a time where two are free, until one is not begun."""
+        """Begin and end all parts in order, two at a time if two are free, until *begin* returns None."""
         flights: deque[_Flight] = deque()
         starts = iter(range(0, num_blocks, self._part_rows))
         try:
@@ -177,7 +184,7 @@ class StagedDisk:
                     self._end_first(flights, end)
             while flights:
                 self._end_first(flights, end)
-        finally:  # a copy that has failed: what is under way ends before its rows are others'
+        finally:  # after a failed copy, parts in flight must end before other callers use their rows
             for flight in flights:
                 flight.outcomes.result()
                 self._free.put(flight.part)
@@ -192,7 +199,10 @@ class StagedDisk:
         return outcomes
 
     def _free_part(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> int:
-        """A part of the shared rows. Who has one ends that first, so that callers never wait for each other."""
+        """Return a free part of the shared rows.
+
+        A caller that uses a part ends it before it waits, so that callers never wait for each other.
+        """
         while flights:
             try:
                 return self._free.get_nowait()

@@ -1,4 +1,4 @@
-"""For `model.generate` of transformers: `from kvtier.connectors.transformers import KVTierCache`."""
+"""The cache for transformers' `model.generate`: `from kvtier.connectors.transformers import KVTierCache`."""
 
 from kvtier.connectors.transformers_cache.cache import CacheStatistics, KVTierCache
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache

@@ -1,4 +1,4 @@
-"""What vLLM's `--kv-transfer-config` names as the module of its connector, of its offloading, and of a tier of it."""
+"""The module that vLLM's `--kv-transfer-config` names for the connector, the offloading spec and the secondary tier."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuTieringOffloadingSpec", "KVTier", "KVTierConnector"]
 
-_HOMES = {  # each rests on parts of vLLM that another version may lack
+_HOMES = {  # imported when used, because each depends on parts of vLLM that another version may lack
     "KVTierConnector": "vllm_connector.connector",
     "CpuTieringOffloadingSpec": "vllm_offloading.cpu_spec",
     "KVTier": "vllm_offloading.tier",

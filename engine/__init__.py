@@ -1,1 +1,1 @@
-"""The engine and all that users see of it: models, scheduler, servers, command line, metrics, documents."""
+"""The inference engine: model, scheduler, sampling, stores, sidecar client, metrics and tracing."""

@@ -1,4 +1,4 @@
-"""AsyncLLM: token streams for many callers at once; the engine runs in a thread of its own."""
+"""AsyncLLM, the asynchronous API: token streams for many callers at once from an engine in its own thread."""
 
 import asyncio
 import time
@@ -38,19 +38,22 @@ _A = TypeVar("_A", bound=Attendant)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to a stream. The last one has the *completion*; all have what is known of the prompt."""
+    """The output that one step added to a stream.
+
+    Every piece describes the prompt (*tokens*, *prompt_logprobs*). Only the last piece has a *completion*.
+    """
 
     text: str
-    token_id: int | None  # None: nothing was to be generated
+    token_id: int | None  # None if the request generates no tokens
     completion: Completion | None = None
     logprobs: TokenLogprobs | None = None
     tokens: TokenBalance = NO_TOKENS  # where the prompt's tokens came from
-    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # of each of them, if they were asked for
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # for each token of the prompt, if requested
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """The stream of one caller: a queue on its event loop, into which the engine's thread puts the pieces.
+    """The stream of one caller: a queue on the caller's event loop, filled by the engine's thread.
 
     The engine's thread owns *request*.
     """
@@ -60,12 +63,12 @@ class _Stream:
     request: Request | None = None
 
     def send(self, piece: Piece | Exception) -> None:
-        """Hand a piece over to the caller's event loop, from the engine's thread."""
-        with suppress(RuntimeError):  # the caller's loop has been closed
+        """Pass a piece from the engine's thread to the caller's event loop."""
+        with suppress(RuntimeError):  # raised if the caller's loop has been closed
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
     def refuse(self, why: str) -> None:
-        """Tell the caller why the engine has ended."""
+        """End the stream with a RuntimeError that says *why* the engine has ended."""
         self.send(RuntimeError(why))
 
 
@@ -78,8 +81,9 @@ class AsyncLLM:
         async for piece in llm.generate("…"):
             print(piece.text, end="")
 
-    Leaving the `async for` early, or cancelling its task, ends the request and its leases within a step. A start that
-    is cancelled, and a close, go on in the engine's thread until all is written and closed: `close` waits for that.
+    Leaving the `async for` early, or cancelling its task, aborts the request and releases its leases within one step.
+    Cancelling `start` or `close` does not interrupt the engine's thread: it still flushes and closes the engine.
+    Await `close` to wait for that.
     """
 
     def __init__(
@@ -89,18 +93,18 @@ class AsyncLLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """While the engine starts, its thread calls *progress* with the name of each stage."""
+        """Prepare the engine; `start` loads it, and its thread then calls *progress* with the name of each stage."""
         self.config = as_config({} if config is None else config)
         self._streams: dict[Request, _Stream] = {}  # owned by the engine's thread
-        # All that touches the engine happens in this thread.
+        # Only this thread touches the engine.
         load = partial(LoadedEngine.load, model, self.config, tokenizer, progress)
         self._thread = EngineThread(load, self._send, self._end_streams)
         self._closed = False
 
     async def start(self) -> None:
-        """Load the model and start serving; to be called once. Errors are those of `LLM`.
+        """Load the model and start serving. Call it once; it raises the same errors as `LLM`.
 
-        If the caller is cancelled, the engine ends as by `close`: it is closed when it has loaded.
+        If the caller is cancelled, the engine is closed as soon as it has loaded.
         """
         self._thread.start()
         at_exit = weakref.finalize(self, self._thread.end_at_exit)
@@ -127,16 +131,18 @@ class AsyncLLM:
         priority: int = 0,
         caller: Caller = ANONYMOUS,
     ) -> AsyncGenerator[Piece, None]:
-        """Stream the continuation of one prompt, with the adapter *lora* if one is named, for the *caller*.
+        """Stream the continuation of one prompt. Arguments shared with `LLM.generate` have the same meaning.
 
-        Without *sampling* it is sampled as the model's settings say, see `LLM.default_sampling`.
-        ValueError for a prompt that cannot run, an adapter that is not loaded, or a full queue.
+        A lower *priority* is more urgent. *caller* identifies the request in tenant quotas, records and traces.
+
+        Raises:
+            ValueError: If the prompt cannot run, the adapter is not loaded, or the queue is full.
         """
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
         grammar = None if sampling is None else await self.grammar_of(sampling.structured_outputs, caller.tenant)
-        core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
+        core = self._loaded_engine().core  # only now: the engine may have been closed during the awaits above
         keys = keyed(core, extra, lora, cache_salt)
         params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         stream = _Stream(asyncio.get_running_loop())
@@ -158,13 +164,13 @@ class AsyncLLM:
             self._thread.put(lambda core: self._abort(core, stream))
 
     async def grammar_of(self, asked: StructuredOutputs | None, tenant: str | None = None) -> Grammar | None:
-        """Compile what is *asked* of a text in one of the tokenizer's threads, when it is *tenant*'s turn.
+        """Compile the constraint *asked* in a tokenizer thread, when it is *tenant*'s turn.
 
         Returns:
-            The grammar, which is kept for requests that ask the same; None if nothing is asked.
+            The compiled grammar, which is cached for later requests; None if *asked* is None.
 
         Raises:
-            WrongParameter: It is no grammar, cannot be enforced, or takes too much time or memory.
+            WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
         """
         if asked is None:
             return None
@@ -177,46 +183,50 @@ class AsyncLLM:
         return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
-        """Call *work* with the tokenizer in one of its threads, when it is *tenant*'s turn; return the result."""
+        """Call *work* with the tokenizer in a tokenizer thread, when it is *tenant*'s turn, and return its result."""
         return await self.tokenizers.run(work, tenant)
 
     @property
     def tokenizers(self) -> TokenizerThreads:
-        """The threads in which prompts are tokenized."""
+        """Threads that tokenize prompts."""
         return self._loaded_engine().tokenizers
 
     @property
     def longest_request(self) -> int:
-        """Tokens that a prompt and its continuation may have together."""
+        """Maximum number of tokens of a prompt and its continuation together."""
         return self._loaded_engine().core.longest_request
 
     @property
     def model_tokens(self) -> int | None:
-        """Tokens that the model takes, whatever the device has room for; None if it has no limit."""
+        """Maximum context length of the model, regardless of the device's capacity; None if it has no limit."""
         return self._loaded_engine().core.runner.max_tokens
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """The model's settings for sampling, where a request does not say."""
+        """Sampling parameters from the model's `generation_config`, for requests that do not set them."""
         return self._loaded_engine().core.sampling_defaults
 
     async def wait_end(self) -> None:
-        """Wait until the engine serves no more; raise the error that it failed with, if it did."""
+        """Wait until the engine stops serving, and raise the error if it failed."""
         self._loaded_engine()
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
-        """Evict every cached block, in host memory and on disk too. Blocks in a remote tier stay, and are found again.
+        """Evict all blocks from device, host memory and disk. A remote tier keeps its blocks, which stay hits.
 
         Returns:
-            False if requests run; then nothing has changed.
+            False, with nothing evicted, if requests are running or copies hang.
         """
         return await self.ask(lambda core: core.reset())
 
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
-        """Call *question* in the engine's thread, between two steps, and return or raise what it does. Keep it short.
+        """Call *question* in the engine's thread between two steps, and return its result or raise its error.
 
-        RuntimeError if the engine ends before that. If the caller is cancelled before that, *question* is not called.
+        *question* should be short, because the engine computes nothing meanwhile. It is not called if the caller is
+        cancelled first.
+
+        Raises:
+            RuntimeError: If the engine ends before *question* is called.
         """
         self._loaded_engine()
         answer: Future[_T] = Future()
@@ -226,7 +236,7 @@ class AsyncLLM:
                 return
             try:
                 answer.set_result(question(core))
-            except BaseException as error:  # the asker's mistake, and not the engine's end
+            except BaseException as error:  # an error of *question* must not end the engine
                 fail(answer, error)
 
         def refuse(why: str) -> None:
@@ -237,17 +247,20 @@ class AsyncLLM:
         return await asyncio.wrap_future(answer)
 
     def tell(self, do: Callable[[EngineCore], None]) -> None:
-        """Have *do* called in the engine's thread, between two steps, unless the engine ends before. Returns at once.
+        """Schedule *do* to run in the engine's thread between two steps, and return at once.
 
-        *do* must raise nothing.
+        *do* must not raise. It is not called if the engine ends first.
         """
         self._thread.put(do)
 
     async def attend(self, make: Callable[[EngineCore], _A]) -> _A:
-        """Have *make* called in the engine's thread, and return the attendant that it makes.
+        """Call *make* in the engine's thread, and return the attendant that it creates.
 
-        The thread calls the attendant between steps from then on, and alone may touch it. RuntimeError if the engine
-        ends before. If the caller is cancelled, an attendant that was made already is ended.
+        From then on the engine's thread calls the attendant between steps; no other thread may touch it. If the caller
+        is cancelled, an attendant that has been created is ended.
+
+        Raises:
+            RuntimeError: If the engine ends before *make* is called.
         """
         made: list[_A] = []
 
@@ -263,22 +276,22 @@ class AsyncLLM:
         try:
             return await self.ask(begin)
         except BaseException:
-            self._thread.put(end)  # after `begin`, if that has its turn at all
+            self._thread.put(end)  # runs after `begin`, if `begin` runs at all
             raise
 
     def neglect(self, attendant: Attendant) -> None:
-        """Have the engine's thread end an attendant. Returns at once."""
+        """Schedule the end of an attendant in the engine's thread, and return at once."""
         self._thread.put(lambda _: self._thread.neglect(attendant))
 
     def statistics(self) -> EngineStatistics:
-        """The engine's last snapshot, by value; at most a quarter of a second old."""
+        """Return the engine's latest snapshot, which is at most 0.25 s old while the engine steps."""
         return self._loaded_engine().core.statistics
 
     async def close(self, progress: Progress | None = None) -> None:
-        """Abort all requests, write what is cached to disk, end the threads. A second call waits for the first.
+        """Abort all requests, flush cached blocks to disk, and end the threads. A second call waits for the first.
 
-        The engine's thread calls *progress* with the number of blocks still to write. If the caller is cancelled,
-        closing goes on.
+        The engine's thread calls *progress* with the number of blocks left to write. Closing continues even if the
+        caller is cancelled.
         """
         if self._thread.is_forked:
             return
@@ -287,7 +300,7 @@ class AsyncLLM:
             await asyncio.wrap_future(self._thread.closed)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an AsyncLLM has threads, and cannot be pickled or copied; make one in each process")
+        raise TypeError("an AsyncLLM has threads and cannot be pickled or copied; create one in each process")
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -301,8 +314,8 @@ class AsyncLLM:
     def _loaded_engine(self) -> LoadedEngine:
         if self._thread.is_forked:
             raise RuntimeError(
-                "AsyncLLM: this process was forked after the AsyncLLM was started, so its threads are not here; make "
-                "it in the process that uses it, or start processes by spawn"
+                "AsyncLLM: this process was forked after the AsyncLLM was started, and its threads exist only in the "
+                "parent; create it in the process that uses it, or start processes by spawn"
             )
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")
@@ -315,14 +328,14 @@ class AsyncLLM:
         self._thread.end(progress)
 
     def _end_streams(self, why: str) -> None:
-        """The engine's thread steps no more, as it was told or by an error: end every stream with the reason."""
+        """End every stream with the reason why the engine's thread stopped stepping: a close or an error."""
         for stream in self._streams.values():
             stream.refuse(why)
 
     def _add(self, core: EngineCore, stream: _Stream, add: Callable[[], Request]) -> None:
         try:
             stream.request = add()
-        except BaseException as error:  # a caller's mistake must end that caller only
+        except BaseException as error:  # an invalid request must end only its own stream
             stream.send(as_exception(error))
             return
         self._streams[stream.request] = stream

@@ -1,4 +1,4 @@
-"""Building an engine: the one place where its parts are made and put together."""
+"""Construction of an engine: the one place that creates and connects its parts."""
 
 import sys
 import time
@@ -52,19 +52,19 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-# By then a host tier of a gigabyte or two is prepared. Preparing beside a first load made it up to three times slower.
+# Enough to prepare a host tier of 1 to 2 GB. A first load was up to three times slower while memory was prepared.
 STARTUP_WAIT_S = 1.0
 # On a busy machine the store's process takes seconds to start. A disk that hangs for longer joins when it is open.
 OPENING_WAIT_S = 30.0
-INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
+INDEX_WAIT_S = 5.0  # reading the index of a million blocks on disk takes about 3 s
 INDEX_LOOK_S = 0.05
-TELLING_LOOK_S = 0.002  # a sidecar tells of a few hundred blocks at a time
-ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once, and memory is mapped in much less
+TELLING_LOOK_S = 0.002  # a sidecar announces a few hundred blocks at a time
+ATTACH_WAIT_S = 10.0  # a running sidecar answers at once, and its memory is mapped in much less time
 MAX_NAME_CHARACTERS = 256
-LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
-MAX_SCORED_LOGITS = 1 << 25  # of prompts in a step, 128 MiB in float32; the whole of a long prompt's are gigabytes
-NUM_READERS = 4  # reads from disk at a time
-NUM_WRITERS = 2  # writes to disk at a time: one at work and one that gathers behind it
+LOAD_TIMEOUT_S = 10.0  # for a hit, in an engine without a disk
+MAX_SCORED_LOGITS = 1 << 25  # per step: 128 MiB in float32; the logits of a whole long prompt take gigabytes
+NUM_READERS = 4  # concurrent reads from disk
+NUM_WRITERS = 2  # concurrent writes to disk: one writes while the next one gathers its blocks
 
 
 def build_core(
@@ -75,11 +75,15 @@ def build_core(
 ) -> EngineCore:
     """Build the engine that the configuration describes. *progress* is called with the name of each stage.
 
-    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work and for
-    a model's settings of sampling that cannot,
-    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises for endpoints that it cannot use; the
-    parts made until then are closed. A store that cannot be opened is no error: that is logged, and the disk tier joins
-    once the store is open.
+    A store that cannot be opened is logged and is not an error: the disk tier joins once the store is open.
+    If building fails, the parts built until then are closed.
+
+    Raises:
+        UnsupportedModel: If the model's attention cannot be paged.
+        ValueError: If a size or a sampling default of the model is unusable, or the sidecar refuses the engine.
+        UnusableLora: If an adapter belongs to another model.
+        MissingExtra: If KV events are configured and pyzmq is not installed.
+        OSError: If an endpoint for KV events cannot be used.
     """
     sampling_defaults = NO_DEFAULTS if config.model.generation_config == "none" else SamplingDefaults.of(model)
     with ExitStack() as undo:
@@ -98,7 +102,7 @@ def build_core(
             undo.callback(memory.close)
         progress("taking the digest of the weights")
         namespace = with_rounding_of(runner.namespace(config.names.algorithm, config.names.resolved_seed), config.disk)
-        store, disk = _open_disk(config, namespace, memories, undo, progress)  # while memory is prepared
+        store, disk = _open_disk(config, namespace, memories, undo, progress)  # while threads prepare the memory
         traces = RequestTraces.of(config.tracing, "kvtier")
         if traces is not None:
             undo.callback(traces.close)
@@ -175,7 +179,7 @@ def build_core(
 
 
 def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache: TieredCache) -> LocalExplainer:
-    """What was seen is kept beside the store, as that outlives the process too."""
+    """Create the explainer. Its file of seen prompts is next to the store, because both survive the process."""
     store = None if config.disk is None else Path(config.disk.path)
     explainer = Explainer(
         config.device.block_size,
@@ -245,7 +249,7 @@ def _attach(
     events: EventLog | None,
     traces: RequestTraces | None,
 ) -> SidecarTiers:
-    """The tiers in the sidecar, also of one that will come later. ValueError if it refuses this engine."""
+    """Return the tiers of the sidecar, which need not run yet. Raise ValueError if it refuses this engine."""
     shapes = [
         GroupShape(group.block_size, group.forgets, memory.block_bytes)
         for group, memory in zip(runner.groups, memories, strict=True)
@@ -266,13 +270,13 @@ def _attach(
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """What people read in the sidecar's list of those that are attached."""
+    """Return the model's name for the sidecar's list of attached engines."""
     name = Path(model.config.name_or_path or "").name or type(model).__name__
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]
 
 
 def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None) -> TransferEngine:
-    """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
+    """Create the transfer lanes: streams for a CUDA device, threads for other devices and for the disk."""
     lanes: dict[Route, Lane] = {
         Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
@@ -314,7 +318,7 @@ def _cache(
             retention_tokens=config.device.retention_tokens,
             partial_blocks=config.device.partial_blocks,
             by_layers=config.scheduler.by_layers,
-            # A copy started after one step is taken in after the next, and both steps take slots of clean blocks.
+            # A copy that starts after one step is collected after the next, and both steps take slots of clean blocks.
             min_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
             copies_all_down=config.sidecar is not None or config.remote is not None,
         ),
@@ -343,8 +347,8 @@ def _own_tiers(
 def _wait_prepared(
     memories: Sequence[BlockMemory], store: ReopeningStore | None, sidecar: SidecarTiers | None, cache: TieredCache
 ) -> None:
-    """Wait a little for prepared host memory and the disk's index, which make the first requests faster."""
-    cache.poll()  # takes over the host slots of a sidecar
+    """Wait briefly for prepared host memory and the disk's index, which make the first requests faster."""
+    cache.poll()  # to obtain the host slots of a sidecar
     for memory in memories:
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))
     give_up_at = time.monotonic() + INDEX_WAIT_S

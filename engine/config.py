@@ -1,4 +1,4 @@
-"""One frozen configuration tree, read once from TOML; every key has a default, every mistake names its path."""
+"""The frozen configuration tree, read once from TOML. Every key has a default, and every error names its path."""
 
 import difflib
 import re
@@ -17,10 +17,10 @@ from kvtier.tiers.naming.request_text import check_text
 ToolCallParser: TypeAlias = Literal[
     "hermes", "mistral_args", "mistral", "granite", "jamba", "phi4_mini_json", "llama3_json", "json"
 ]
-# Values that earlier versions had, by path, and what to choose instead.
+# Values of earlier versions, by path, each with its replacement.
 _GONE = {
-    ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, as two prompts with one name can be made in seconds; "
-    "use sha256, and what is stored under the old names leaves in its turn"
+    ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, because collisions can be constructed in seconds; "
+    "use sha256; blocks stored under the old names will be evicted"
 }
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
@@ -29,7 +29,7 @@ _MAX_BYTES = 1024**6
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: `source: $.path.to.key: what is wrong`."""
+    """An error in a configuration. Its message has the form `source: $.path.to.key: what is wrong`."""
 
 
 class ByteSize(int):
@@ -47,19 +47,19 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_bytes(size: int | str) -> ByteSize:
-    """*size* in bytes: "8GiB", "1.5 GiB", "64KB", "512" or a plain count; units B, KB to TB, KiB to TiB."""
+    """Parse "8GiB", "1.5 GiB", "64KB", "512" or a plain number into bytes; units B, KB to TB, KiB to TiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", str(size).strip().lower(), re.ASCII)
     if isinstance(size, bool) or not isinstance(size, int | str) or not match or match[2] not in _UNITS:
         raise ValueError(f'bad size {size!r}; write bytes as an integer, or a string such as "8GiB" or "512MiB"')
     number, unit = match[1], _UNITS[match[2]]
     num_bytes = round(float(number) * unit) if "." in number else int(number) * unit
     if num_bytes > _MAX_BYTES:
-        raise ValueError(f"size {size!r} is more than any memory or disk has; 1048576TiB at most")
+        raise ValueError(f"size {size!r} is too large; the maximum is 1048576TiB")
     return ByteSize(num_bytes)
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-_MIN_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with a prompt of a few words
+_MIN_REQUEST_BYTES = 1024  # the headers, and the body, that clients send with a prompt of a few words
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 HOST_NAME = r"^(\*|(\*\.)?[^*/:\s]+)$"
 HostName = Annotated[str, msgspec.Meta(pattern=HOST_NAME, examples=["kv.example"])]
@@ -67,17 +67,17 @@ Origin = Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A TOML table. Plain construction does not check types and ranges; `as_config` does."""
+    """A TOML table. `as_config` checks types and ranges; the constructor does not."""
 
 
 _Tree = TypeVar("_Tree", bound=Table)
 
 
 class ModelConfig(Table, frozen=True, kw_only=True):
-    """`[model]`: how the weights are loaded. "auto" follows the checkpoint's dtype and takes a GPU if there is one.
+    """`[model]`: how the weights are loaded. "auto" uses the checkpoint's dtype, and a GPU if there is one.
 
-    *generation_config* "auto" takes the model's own settings for sampling (temperature, top_p, top_k, min_p,
-    repetition_penalty, max_new_tokens) where a request does not say; "none" leaves them out.
+    With *generation_config* "auto", sampling parameters that a request leaves out (temperature, top_p, top_k, min_p,
+    repetition_penalty, max_new_tokens) come from the model's generation config; "none" ignores that file.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -88,12 +88,12 @@ class ModelConfig(Table, frozen=True, kw_only=True):
 class DeviceConfig(Table, frozen=True, kw_only=True):
     """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
 
-    With *gpu_memory_utilization* the pool has that part of the GPU's memory, less the weights and what a step needs, in
-    place of *capacity*; see `GpuShare`.
-    With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
-    *retention_tokens* is for models with sliding windows: without it every block of theirs is kept, 0 keeps those that
-    a prompt which goes on from this one needs, N also those to resume at every N tokens. *poison* is for debugging: a
-    slot is not a number until something was computed or copied into it, so that a read of a wrong one shows.
+    *gpu_memory_utilization* replaces *capacity*: the pool gets this fraction of the GPU's memory, less the weights and
+    what a step needs; see `GpuShare`.
+    With *partial_blocks* a prompt that shares only the first tokens of a cached block gets a copy of the block.
+    *retention_tokens* is for models with sliding windows. By default all blocks of window layers are kept. 0 keeps only
+    the blocks needed to continue at the end of a prompt; N also keeps the blocks needed to resume at every N tokens.
+    *poison* is for debugging: slots hold NaN until KV is computed or copied into them, so that wrong reads show.
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
@@ -108,27 +108,27 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
             raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
 
     def no_gpu(self) -> ValueError:
-        """What is wrong with *gpu_memory_utilization* where there is no GPU."""
+        """Return the error for *gpu_memory_utilization* on a machine without a GPU."""
         what = f"gpu_memory_utilization {self.gpu_memory_utilization:g}: there is no GPU"
-        return ValueError(f"{what}; give device.capacity in its place, as --device-memory 2GiB")
+        return ValueError(f"{what}; set device.capacity instead, for example --device-memory 2GiB")
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
-    """`[host]`: host memory below the device, pinned where there is a GPU. *capacity* in bytes; 0: no host tier."""
+    """`[host]`: the host memory tier, pinned if there is a GPU. *capacity* in bytes; 0 disables the tier."""
 
     capacity: ByteSize = parse_bytes("4GiB")
 
 
 class DiskConfig(Table, frozen=True, kw_only=True):
-    """`[disk]`: the store that outlives the process; without this table there is none.
+    """`[disk]`: the store on disk, which survives the process; without this table there is no disk tier.
 
-    *path* is a folder, `~` expanded; it never takes more than *capacity* bytes. A read later than *read_timeout_s*
-    seconds is a miss. *durability* says what is still there after which accident: process, interval (a checkpoint
-    every *checkpoint_s* seconds) or commit; see `Durability`. *codec*: zstd makes blocks smaller and slower, auto does
-    so only where that makes reading faster, fp8 halves them and is lossy. Over *max_written_bytes_per_day* only what is
-    used a second time is written; *endurance* is the drive's TBW figure, for the gauge of its life. With an encryption
-    key (32 bytes: raw, hex or base64, in a file or printed by a command) records are encrypted, AES-256-GCM; with
-    another key nothing stored is found.
+    *path* is a folder (`~` is expanded) that never takes more than *capacity* bytes. A read that takes longer than
+    *read_timeout_s* seconds is a miss. *durability* is process, interval (a checkpoint every *checkpoint_s* seconds) or
+    commit; see `Durability` for the crashes that each survives. *codec*: zstd makes blocks smaller but slower to read,
+    auto compresses only where reading becomes faster, fp8 halves blocks and is lossy. Above *max_written_bytes_per_day*
+    only blocks that are used a second time are written. *endurance* is the drive's TBW rating, for the drive life
+    gauge. With an encryption key (32 bytes as raw, hex or base64, in a file or printed by a command), records are
+    encrypted with AES-256-GCM; blocks stored under another key are misses.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
@@ -146,7 +146,7 @@ class DiskConfig(Table, frozen=True, kw_only=True):
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
             raise ValueError("encryption_key_file and encryption_key_command: give one of them")
         if self.endurance == 0:
-            raise ValueError('endurance 0: give the bytes that the drive is made for ("600TB"), or leave it out')
+            raise ValueError('endurance 0: give the drive\'s TBW rating, such as "600TB", or remove the key')
         if self.capacity == 0:
             raise ValueError("capacity 0 stores nothing; give it a size, or remove the [disk] table for no disk tier")
         msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
@@ -157,14 +157,14 @@ _OBJECTS = ("s3", "gs", "az", "file")
 
 
 class RemoteConfig(Table, frozen=True, kw_only=True):
-    """`[remote]`: a store that machines share, beyond host memory and disk; without this table there is none.
+    """`[remote]`: a store shared by several machines, below host memory and disk; without this table there is none.
 
-    *url* says which: `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
-    `s3://BUCKET/PREFIX`, `gs://`, `az://ACCOUNT/CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey: the password is
-    in *password_file*, the server's certificate is signed by *ca_file*, and a record stays *ttl_s* seconds; 0: until
-    the server evicts it. Object stores: *endpoint* and *region*, where they are not the cloud's own; credentials are
-    the environment's. Who does not answer within *timeout_s* is left alone for a while. Records are sealed as on disk:
-    *codec* and the encryption key are as those of [disk], and other machines that share it need the same key.
+    *url* is one of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
+    `s3://BUCKET/PREFIX`, `gs://`, `az://ACCOUNT/CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey:
+    *password_file* holds the password, *ca_file* signs the server's certificate, and a record expires after *ttl_s*
+    seconds (0: never, the server evicts it). Object stores: *endpoint* and *region* are needed if they are not the
+    cloud's own; credentials come from the environment. A store that does not answer within *timeout_s* is not used for
+    a while. *codec* and the encryption key are as in [disk]; all machines that share the store need the same key.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -182,7 +182,7 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
         scheme = self.url.partition("://")[0].removesuffix("+cluster")
         if scheme not in (*_REDIS, *_OBJECTS):
             raise ValueError(
-                "url: no such kind of store; write redis://HOST:6379/0, redis+cluster://HOST:6379,HOST:6379, "
+                "url: unknown kind of store; write redis://HOST:6379/0, redis+cluster://HOST:6379,HOST:6379, "
                 "s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
@@ -190,24 +190,24 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
         of_others = ("endpoint", "region") if self.is_redis else ("password_file", "ca_file")
         for name in of_others:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: {scheme} has none; leave it out")
+                raise ValueError(f"{name}: {scheme} does not use it; remove it")
 
     @property
     def where(self) -> str:
-        """The URL for people: no user and no password in it."""
+        """URL without user and password, for display."""
         scheme, _, rest = self.url.partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
 
     @property
     def is_redis(self) -> bool:
-        """Whether the store is a Redis or Valkey, and no object store."""
+        """Whether the store is Redis or Valkey rather than an object store."""
         return self.url.partition("://")[0].removesuffix("+cluster") in _REDIS
 
 
 class TenantConfig(Table, frozen=True, kw_only=True):
-    """`[tenants."SALT"]`: byte quotas of the requests with that cache_salt; without one a tier is not limited.
+    """`[tenants."SALT"]`: byte quotas per tier for requests with this cache_salt; a tier without one is not limited.
 
-    Over its quota a tenant loses its own blocks, tails first. *name* stands for it in metrics, where the salt must not.
+    A tenant over its quota loses its own blocks, tails first. Metrics show *name*, because the salt is secret.
     """
 
     host: ByteSize | None = None
@@ -216,15 +216,15 @@ class TenantConfig(Table, frozen=True, kw_only=True):
 
 
 class LoraConfig(Table, frozen=True, kw_only=True):
-    """`[lora.NAME]`: a LoRA adapter of the model; *path* is a folder that `peft` wrote. Requests name it by NAME."""
+    """`[lora.NAME]`: a LoRA adapter of the model; *path* is a folder written by `peft`. Requests select it by NAME."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class NameConfig(Table, frozen=True, kw_only=True):
-    """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found.
+    """`[names]`: how blocks are named. Changing *algorithm* or *seed* makes all stored blocks misses.
 
-    Without a *seed* it is the algorithm's own: for sha256_cbor, which gives vLLM's names, vLLM's.
+    By default *seed* is the algorithm's own. sha256_cbor with its default seed gives the same names as vLLM.
     """
 
     algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -236,20 +236,20 @@ class NameConfig(Table, frozen=True, kw_only=True):
 
     @property
     def resolved_seed(self) -> str:
-        """The seed that is used."""
+        """Seed in effect: the configured one, or the algorithm's default."""
         return HashAlgorithm(self.algorithm).default_seed if self.seed is None else self.seed
 
 
 class SchedulerConfig(Table, frozen=True, kw_only=True):
-    """`[scheduler]`: *token_budget* tokens are computed per step at most, *prefill_chunk* of one prompt at most.
+    """`[scheduler]`: a step computes at most *token_budget* tokens, and at most *prefill_chunk* tokens of one prompt.
 
-    *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
-    *load*: of a hit in a colder tier, "cost" loads as much as comes faster than computing it, by the measured speeds of
-    lanes and prefill and by what is queued; "split" also computes the front of a hit while the rest of it is loaded,
-    where that is faster by a tenth and no layer has a window; "always" loads all. *by_layers*: a prompt whose prefix
-    comes from host memory, while nothing else runs, begins to compute with the first layers and waits for the others as
-    it gets there. *look_ahead* is the share of host memory into which what waiting requests need is brought from disk,
-    each for *look_ahead_s* seconds at most.
+    At most *max_running* requests decode together and *max_waiting* wait in the queue; further requests are refused.
+    *load* decides how much of a hit in a lower tier is loaded. "cost" loads the part that is faster to load than to
+    compute, given the measured speeds of lanes and prefill and the queues. "split" also computes the front of a hit
+    while the rest is loaded, if that is faster by a tenth and no layer has a window. "always" loads the whole hit.
+    *by_layers*: if a prompt's prefix comes from host memory and nothing else runs, compute starts with the first layers
+    while the remaining layers are still being loaded. *look_ahead* is the fraction of host memory used to prefetch
+    blocks from disk for waiting requests; prefetched blocks stay there for at most *look_ahead_s* seconds.
     """
 
     token_budget: Count = 2048
@@ -273,12 +273,13 @@ BatchCount = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
 class EventsConfig(Table, frozen=True, kw_only=True):
-    """`[events]`: KV events for routers, in vLLM's format over ZMQ; without this table there are none.
+    """`[events]`: KV events for routers, in vLLM's format over ZMQ; without this table none are published.
 
-    *endpoint* is bound if it has a `*` or `::` or begins with ipc:// or inproc://, else connected to; *replay_endpoint*
-    is always bound. `*` stands for the address *host*, by default this machine only: events contain the prompts'
-    tokens. Port 0 picks a free one. *hwm* batches wait for one slow subscriber at most, the newest *buffer_steps*
-    can be replayed. Hashes are the low 64 bits of blocks' names, or the names if not *int_block_hashes*.
+    *endpoint* is bound if it contains `*` or `::` or begins with ipc:// or inproc://; otherwise it is connected to.
+    *replay_endpoint* is always bound. `*` stands for the address *host*, by default loopback because events contain the
+    prompts' tokens. Port 0 picks a free port. At most *hwm* batches wait for one slow subscriber, and the newest
+    *buffer_steps* batches can be replayed. Hashes are the low 64 bits of block names, or the whole names if
+    *int_block_hashes* is false.
     """
 
     endpoint: Endpoint = "tcp://*:5557"
@@ -290,17 +291,17 @@ class EventsConfig(Table, frozen=True, kw_only=True):
     int_block_hashes: bool = True
 
     def __post_init__(self) -> None:
-        for endpoint in (self.endpoint, self.replay_endpoint or ""):  # ZMQ would take the remainder for a port
+        for endpoint in (self.endpoint, self.replay_endpoint or ""):  # ZMQ would use such a port modulo 65536
             port = re.search(r"^tcp://.*:(\d+)$", endpoint)
             if port is not None and int(port[1]) > 65535:
-                raise ValueError(f"endpoint {endpoint} has no such port; use 1 to 65535, or 0 for a free one")
+                raise ValueError(f"endpoint {endpoint} has no valid port; use 1 to 65535, or 0 for a free port")
 
 
 class DocumentsConfig(Table, frozen=True, kw_only=True):
-    """`[documents]`: the documents that `kvtier serve` keeps warm by name. A tenant may have *max_per_tenant*.
+    """`[documents]`: the named documents that `kvtier serve` keeps warm, at most *max_per_tenant* for each tenant.
 
-    Each is a file in the folder *path*, by default one beside `disk.path`, with "-documents" behind its name; without a
-    [disk], as with a sidecar, they end with the process. They are encrypted if [disk] has a key.
+    Each is a file in the folder *path*, by default `disk.path` with "-documents" appended. Without a [disk], as with a
+    sidecar, they are lost when the process ends. They are encrypted if [disk] has a key.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -312,22 +313,24 @@ class DocumentsConfig(Table, frozen=True, kw_only=True):
 
 
 class ServerConfig(Table, frozen=True, kw_only=True):
-    """`[server]`: settings of `kvtier serve`; options of its command line override them.
+    """`[server]`: settings of `kvtier serve`; command-line options override them.
 
-    The model is served under *model_name*, by default its own. *api_keys* is a file of keys and their tenants. With
-    *tenant_isolation* "strict" they share no cached block, and only *metrics_tenants* may read `/metrics`; with "off"
-    they share those of requests without a cache_salt. *max_queued* completions wait behind the *scheduler.max_running*
-    that run; what comes then is answered with 429, as a body of more than *max_body* bytes is with 413 and a prompt of
-    more than *max_prompt_tokens* with 400. *tokenizer_threads* threads tokenize, and one tenant never has all of them.
+    The model is served as *model_name*, by default its own name. *api_keys* is a file of keys and their tenants. With
+    *tenant_isolation* "strict" tenants share no cached blocks, and only *metrics_tenants* may read `/metrics`. With
+    "off" they share the blocks of requests without a cache_salt. *max_queued* completions may wait in addition to the
+    *scheduler.max_running* running ones; further ones get status 429. A body of more than *max_body* bytes gets 413, a
+    prompt of more than *max_prompt_tokens* tokens 400. *tokenizer_threads* is the number of tokenizer threads; one
+    tenant never occupies all of them.
 
-    Before a client is known by its key: a request's line and headers have *max_header* bytes at most and come within
-    *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
-    *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
-    requests go on for *drain_s* seconds. Pages of *cors_origins*, such as `https://chat.example`, may ask it from a
-    browser; `*` is any page. Without *api_keys* the names in *allowed_hosts* may stand as `Host` in requests, in
-    addition to IP addresses, loopback names and, if *host* is no loopback address, names that public DNS cannot have;
-    `*.example` is every name below it, `*` any. *tool_call_parser* is the family whose calls of tools are read; without
-    it the model's chat template tells.
+    Limits before a client is authenticated: the request line and headers have at most *max_header* bytes and arrive
+    within *header_timeout_s*, the body within *body_timeout_s*. At most *max_connections* connections are open, and
+    *max_connections_per_address* from one address; further ones are closed. On shutdown running requests may continue
+    for *drain_s* seconds.
+
+    Browser pages of *cors_origins*, such as `https://chat.example`, may send requests; `*` allows any page. Without
+    *api_keys*, *allowed_hosts* are accepted as `Host` headers in addition to IP addresses, loopback names and, if
+    *host* is not a loopback address, names that cannot exist in public DNS. `*.example` allows every name below
+    example, `*` any name. *tool_call_parser* is the tool call format; by default the chat template determines it.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -354,15 +357,15 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, size in (("max_header", self.max_header), ("max_body", self.max_body)):
             if size < _MIN_REQUEST_BYTES:
-                raise ValueError(f"{name} {size}: no request is so small; use {_MIN_REQUEST_BYTES} or more")
+                raise ValueError(f"{name} {size}: too small for any request; use {_MIN_REQUEST_BYTES} or more")
 
 
 class OperatorsConfig(Table, frozen=True, kw_only=True):
-    """`[operators]`: who may have the server reset, evict, spill, pin, check and log, see `docs/operations.md`.
+    """`[operators]`: access to the operator routes (reset, evict, spill, pin, check, log); see `docs/operations.md`.
 
-    *tokens* is a file of operators' tokens, of the form of API keys; without it KVTIER_OPERATOR_TOKEN of the
-    environment is the only one, and without that there are no such routes. What they ask for goes to the log, and to
-    the file *audit*; one of *audit_bytes* is full, and five full ones are kept.
+    *tokens* is a file of operator tokens in the format of API keys. By default the environment variable
+    KVTIER_OPERATOR_TOKEN is the only token; without either the routes do not exist. Operator requests are logged, also
+    to the file *audit*. That file is rotated at *audit_bytes*, and five rotated files are kept.
     """
 
     tokens: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -371,15 +374,17 @@ class OperatorsConfig(Table, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
-    *compat*: whose names are told beside kvtier's own, for boards that know those."""
+    """`[metrics]`: the Prometheus metrics. The *top_tenants* largest tenants have their own labels; the rest share one.
+
+    *compat* adds metrics under the names of these engines, for their dashboards.
+    """
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
 class FileTable(Table, frozen=True, kw_only=True):
-    """A table with the name of a file, which may begin with `~`."""
+    """A table with the path of a file; a leading `~` is expanded."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
@@ -389,26 +394,32 @@ class FileTable(Table, frozen=True, kw_only=True):
 
 
 class TracingConfig(Table, frozen=True, kw_only=True):
-    """`[tracing]`: spans of requests for the OpenTelemetry collector at *endpoint*, OTLP over HTTP; without it there
-    are none. A request whose `traceparent` says that its trace is sampled is traced; of those without one, the part
-    *sample*."""
+    """`[tracing]`: request spans for the OpenTelemetry collector at *endpoint* (OTLP over HTTP); by default none.
+
+    A request is traced if its `traceparent` is sampled. Of the requests without a `traceparent`, the fraction *sample*
+    is traced.
+    """
 
     endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.", examples=["http://127.0.0.1:4318"])] | None = None
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 class RequestLogConfig(FileTable, frozen=True, kw_only=True):
-    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
-    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+    """`[request_log]`: a JSON line per request, without its text, in the file *path*; by default there is no log.
+
+    At *size* bytes the file is rotated to the suffix .1; *files* files are kept in all.
+    """
 
     size: ByteSize = parse_bytes("64MiB")
     files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
 
 
 class DashboardConfig(FileTable, frozen=True, kw_only=True):
-    """`[dashboard]`: the page at `/dashboard`. *max_viewers* may watch at once. What it shows over time is kept in the
-    file *path*, by default one beside `disk.path`, with "-history" behind its name; without a [disk] it ends with the
-    process."""
+    """`[dashboard]`: the page at `/dashboard`, for at most *max_viewers* viewers at once.
+
+    Its history is kept in the file *path*, by default `disk.path` with "-history" appended. Without a [disk] the
+    history is lost when the process ends.
+    """
 
     max_viewers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 64
 
@@ -416,14 +427,14 @@ class DashboardConfig(FileTable, frozen=True, kw_only=True):
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk", "remote": "remote tier"}
-_MAX_SOCKET_BYTES = 107  # of a Unix socket's path, as Linux has it
+_MAX_SOCKET_BYTES = 107  # limit of Linux on the path of a Unix socket
 
 
 class Config(Table, frozen=True, kw_only=True):
     """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port.
 
-    *sidecar* is the socket of a `kvtier sidecar`, "unix:///run/kvtier.sock", whose host memory and disk are used in
-    place of own ones; its configuration has what [host], [disk] and the quotas of [tenants] say else.
+    *sidecar* is the socket of a `kvtier sidecar`, such as "unix:///run/kvtier.sock". The engine then uses the sidecar's
+    host memory and disk, and [host], [disk] and the quotas of [tenants] belong in the sidecar's configuration.
     """
 
     model: ModelConfig = ModelConfig()
@@ -448,7 +459,7 @@ class Config(Table, frozen=True, kw_only=True):
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        is_none = self.host is not None and self.host.capacity == 0  # TOML cannot say None
+        is_none = self.host is not None and self.host.capacity == 0  # TOML has no null
         if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):
             msgspec.structs.force_setattr(self, "host", None)
         if self.sidecar is not None:
@@ -459,12 +470,12 @@ class Config(Table, frozen=True, kw_only=True):
         for name in self.lora:
             check_text("lora", name)
         if "" in self.tenants:
-            raise ValueError('tenants."": requests without a cache_salt are no tenant; leave it out')
+            raise ValueError('tenants."": requests without a cache_salt belong to no tenant; remove the table')
         if "" in self.lora:
-            raise ValueError('lora."": an adapter needs a name that requests can say; give it one')
+            raise ValueError('lora."": an adapter needs a name for requests to select it; give it one')
         names = [tenant.name for tenant in self.tenants.values() if tenant.name is not None]
         if len(set(names)) < len(names):
-            raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")
+            raise ValueError(f"tenants: duplicate name among {', '.join(names)}; give each tenant a name of its own")
         if self.disk is not None and self.host is None:
             raise ValueError("disk needs host, where its blocks are read into; raise host.capacity or remove [disk]")
         if self.remote is not None and self.host is None:
@@ -474,14 +485,15 @@ class Config(Table, frozen=True, kw_only=True):
 
     @property
     def sidecar_path(self) -> str | None:
-        """The path of the sidecar's socket; None without one."""
+        """Path of the sidecar's socket; None without a sidecar."""
         return None if self.sidecar is None else self.sidecar.removeprefix(_SOCKET)
 
     def _check_beside_sidecar(self) -> None:
         for tier, table in (("host", self.host), ("disk", self.disk), ("remote", self.remote)):
             if table is not None:
                 raise ValueError(
-                    f"sidecar: it has the {_OF_A_SIDECAR[tier]}; remove [{tier}], or sidecar to have your own"
+                    f"sidecar: it provides the {_OF_A_SIDECAR[tier]}; remove [{tier}], "
+                    "or remove sidecar to use your own"
                 )
         for tenant in self.tenants.values():
             for tier, quota in (("host", tenant.host), ("disk", tenant.disk)):
@@ -495,32 +507,36 @@ class Config(Table, frozen=True, kw_only=True):
 def _check_socket(address: str) -> None:
     path = address.removeprefix(_SOCKET)
     if not address.startswith(f"{_SOCKET}/") or "\0" in path:
-        raise ValueError(f"sidecar {address!r}: write it as unix:///run/kvtier.sock, the whole path of its socket")
+        raise ValueError(f"sidecar {address!r}: write it as unix:///run/kvtier.sock, the absolute path of its socket")
     if len(path.encode()) > _MAX_SOCKET_BYTES:
         raise ValueError(f"sidecar: {path} is longer than the {_MAX_SOCKET_BYTES} bytes of a socket's path; shorten it")
 
 
 def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:
-    """A checked `Config` from another one, a dict of tables, a TOML file, or the name of a shipped configuration."""
+    """Return a checked `Config` from a `Config`, a dict of tables, a TOML file, or a shipped configuration's name."""
     if isinstance(value, Config):
         return config_from_dict(msgspec.to_builtins(value, enc_hook=int))
     return load_config(value) if isinstance(value, str | Path) else config_from_dict(value)
 
 
 def load_config(source: str | Path) -> Config:
-    """The `Config` in the TOML file *source*, or the one that ships in `kvtier.configs` by that name ("laptop")."""
+    """Return the `Config` of the TOML file *source*, or of the one shipped in `kvtier.configs` under this name."""
     return config_from_dict(load_toml(source), str(source))
 
 
 def load_toml(source: str | Path) -> dict[str, object]:
-    """The tables in the TOML file *source*, or in the one that ships by that name; `ConfigError`."""
+    """Return the tables of the TOML file *source*, or of the configuration shipped under this name.
+
+    Raises:
+        ConfigError: If there is no such file, or it is not valid TOML.
+    """
     folder = files("kvtier.configs").iterdir()
     shipped = {file.name.removesuffix(".toml"): file for file in folder if file.name.endswith(".toml")}
     file = shipped.get(str(source)) or Path(source).expanduser()
     if not file.is_file():
         names = ", ".join(sorted(shipped))
         raise ConfigError(
-            f"{source or 'an empty name'}: no such file, and no configuration ships by that name; there are: {names}"
+            f"{source or 'an empty name'}: no such file, and no shipped configuration has this name; use one of {names}"
         )
 
     try:
@@ -530,7 +546,7 @@ def load_toml(source: str | Path) -> dict[str, object]:
 
 
 def with_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    """The tables of *data* with what is *given* in place of their own, key by key."""
+    """Return the tables of *data* with the keys of *given* replacing their own."""
     whole = dict(data)
     for table, values in given.items():
         found = whole.get(table)
@@ -539,12 +555,12 @@ def with_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict
 
 
 def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:
-    """The `Config` of TOML-like *data*; *source* begins the message of a `ConfigError`."""
+    """Return the `Config` of TOML-like *data*. The message of a `ConfigError` begins with *source*."""
     return tree_from_dict(Config, data, source)
 
 
 def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -> _Tree:
-    """The tree of that *kind* of TOML-like *data*; *source* begins the message of a `ConfigError`."""
+    """Return the tree of type *kind* of TOML-like *data*. The message of a `ConfigError` begins with *source*."""
     try:
         return msgspec.convert(dict(data), kind, dec_hook=lambda _, size: parse_bytes(size))
     except msgspec.ValidationError as error:
@@ -552,8 +568,8 @@ def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -
 
 
 def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
-    """msgspec's "what - at `$.path`" as "$.path: what", with those of the *choices* that are allowed there."""
-    located = re.fullmatch(r"(.*) - at `(\$[^`]*)`", message, re.DOTALL)  # the top table's own mistakes have no path
+    """Rewrite msgspec's "what - at `$.path`" as "$.path: what", and add the *choices* allowed at the path."""
+    located = re.fullmatch(r"(.*) - at `(\$[^`]*)`", message, re.DOTALL)  # errors of the top table have no path
     what, path = located.groups() if located else (message, "$")
 
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", what):
@@ -566,18 +582,20 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
             return f"{path}: {gone}"
         return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     if what.startswith("Expected `str` matching regex"):
-        return f"{path}: is no address; write it as {' or '.join(choices[path])}"
+        return f"{path}: is not an address; write it as {' or '.join(choices[path])}"
     return f"{path}: {what.replace('`object', '`table')}"
 
 
 def _whole(path: str) -> str:
-    """The path of the list, for that of an item."""
+    """Return the path of the list that holds the item at *path*."""
     return re.sub(r"\[\d+\]$", "", path)
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
-    """What may stand at *path*, of type *kind*, and below it: the keys of each table, the values of each Literal,
-    examples of what has a pattern."""
+    """Return the choices, by path, for *kind* at *path* and below.
+
+    They are the keys of a table, the values of a Literal, and the examples of a string with a pattern.
+    """
     if get_origin(kind) is Literal:
         return {path: list(get_args(kind))}
     choices: dict[str, list[str]] = {}
@@ -586,7 +604,7 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     if get_origin(kind) is tuple:
         return _choices(get_args(kind)[0], path)
     numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
-    for table in (kind, *get_args(kind)):  # Table, Table | None, a number | Literal, or what has a pattern
+    for table in (kind, *get_args(kind)):  # Table, Table | None, a number | Literal, or a string with a pattern
         for meta in getattr(table, "__metadata__", ()):
             if meta.examples is not None:
                 choices[path] = meta.examples
@@ -601,7 +619,7 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
 
 
 def size_text(num_bytes: float) -> str:
-    """*num_bytes* with a unit that suits it, such as "1.5 GiB"."""
+    """Return *num_bytes* with a suitable unit, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""EngineCore: model, cache and scheduler as one machine that is stepped. One thread owns it."""
+"""EngineCore: the model, the cache and the scheduler, advanced step by step by the one thread that owns them."""
 
 import logging
 import os
@@ -58,33 +58,33 @@ SNAPSHOT_EVERY_S = 0.25
 FLUSH_TIMEOUT_S = 120.0
 CATCH_UP_S = 0.5
 SHARE_S = 1.0
-LOOK_EVERY_S = 1.0  # at samples of the model's weights, while requests run: 2 ms
-STILL_S = 0.1  # in which nothing was copied down: there is no room below, or nothing left to copy
+LOOK_EVERY_S = 1.0  # how often samples of the model's weights are checked while requests run; a check takes 2 ms
+STILL_S = 0.1  # if nothing was copied down for this long, the tiers below are full or nothing is left to copy
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """The engine at one moment, by value: for dashboards and other threads."""
+    """A snapshot of the engine, by value, for dashboards and other threads."""
 
     cache: CacheStatistics
-    tokens: TokenBalance  # of all prompts admitted
+    tokens: TokenBalance  # of all admitted prompts
     prefix: PrefixStatistics
     num_dropped_events: int  # batches of KV events that could not be sent
     num_waiting: int
     num_promoting: int
     num_running: int
     tenants: Mapping[str, Mapping[Tier, int]]  # bytes of the tenants with a quota, by name and tier
-    host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
+    host_prepared_bytes: int  # bytes of the host tier that are backed by memory and, with CUDA, page-locked
     plans: PlanStatistics
-    store: StoreStanding | None  # the disk tier's; None without one
-    sidecar: SidecarStanding | None  # None without one
+    store: StoreStanding | None  # None without a disk tier
+    sidecar: SidecarStanding | None  # None without a sidecar
     requests: RequestStatistics
-    pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
+    pinned_bytes: int  # bytes that pins of any kind keep in host memory or prefetch there
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an `EngineCore` is made of, ready to work together."""
+    """The connected parts of an `EngineCore`."""
 
     runner: ModelRunner
     memories: Sequence[BlockMemory]  # one for each attention group
@@ -92,27 +92,27 @@ class Parts:
     pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
-    namespace: bytes  # of the blocks' keys on disk
+    namespace: bytes  # digest in the blocks' keys on disk
     step_times: StepTimes
     accounts: RequestAccounts
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
-    sidecar: SidecarTiers | None  # the tiers below the device; None if they are this process's own
+    sidecar: SidecarTiers | None  # the tiers below the device; None if this process has its own
     remote: OpenRemote | None  # None without a remote tier
     sampling_defaults: SamplingDefaults
 
 
 class EngineCore:
-    """One engine: add requests, call `step` until `has_work` is False, read the requests.
+    """An engine: add requests, call `step` until `has_work` is False, then read the requests.
 
-    Closing it writes everything cached to the disk tier or the sidecar, so that the next start is warm. `build_core`
-    makes one, and one thread owns it.
+    Closing it flushes all cached blocks to the disk tier or the sidecar, so that the next start is warm. Create it with
+    `build_core`. One thread owns it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
-        """Takes over the *parts*, see `build_core`; `close` closes them."""
+        """Take ownership of the *parts*, see `build_core`; `close` closes them."""
         self.tokenizer = tokenizer
         self.config = config
         self.cache = parts.cache
@@ -139,23 +139,23 @@ class EngineCore:
         self._closed = False
         self._pid = os.getpid()
         self.look_at_model()
-        self._publish_events()  # what is on disk already
+        self._publish_events()  # the blocks that are already on disk
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
 
     @property
     def records(self) -> RecentRecords:
-        """What requests have taken that have ended lately."""
+        """Records of recently finished requests."""
         return self._accounts.records
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started."""
+        """Number of requests that have not started."""
         return len(self.scheduler.waiting)
 
     @property
     def waiting_prompts(self) -> list[Sequence[int]]:
-        """The token ids of the requests that have not started, as their callers gave them."""
+        """Prompt token ids of the requests that have not started."""
         return [request.prompt_token_ids for request in self.scheduler.waiting]
 
     @property
@@ -165,12 +165,12 @@ class EngineCore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a token's keys and values on device and host; layers with windows keep the last tokens' only."""
+        """Bytes of KV per token on device and host, although layers with windows keep only the last tokens."""
         return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
 
     @property
     def cipher(self) -> Cipher | None:
-        """The cipher of the disk tier; None without encryption or without a disk tier."""
+        """Cipher of the disk tier; None without encryption or without a disk tier."""
         return None if self._store is None else self._store.settings.cipher
 
     def add(
@@ -183,10 +183,16 @@ class EngineCore:
         caller: Caller = ANONYMOUS,
         grammar: Grammar | None = None,
     ) -> Request:
-        """Queue a prompt; its request. The *grammar* is that of the sampling's `structured_outputs`, and compiled here
-        if it is not given. ValueError, with what to do, if it has no tokens or ids that the model does not
-        have, is longer than the model or the device can hold, or if the queue is full; `WrongParameter` for sampling
-        that names tokens which the model does not have, or for what cannot be compiled."""
+        """Queue a prompt and return its request.
+
+        *grammar* is the compiled `sampling.structured_outputs`; by default it is compiled here.
+
+        Raises:
+            ValueError: If the prompt is empty, has token ids outside the vocabulary or is longer than the model or the
+                device can hold, if the adapter is not loaded, or if the queue is full.
+            WrongParameter: If *sampling* names tokens outside the vocabulary, or its grammar cannot be compiled.
+            ChangedModel: If the model was changed since it was loaded.
+        """
         self._check_open()
         if not self.has_work and time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self.look_at_model()
@@ -209,18 +215,21 @@ class EngineCore:
         return request
 
     def lora_key(self, name: str) -> Lora:
-        """The adapter *name* as a request's `ExtraKeys` have it: it chooses the weights and is part of block names.
+        """Return the key of the adapter *name* for a request's `ExtraKeys`. Any thread may call this.
 
-        ValueError if no such adapter is loaded. Any thread may ask.
+        The key selects the adapter's weights and is part of the block names.
+
+        Raises:
+            ValueError: If no such adapter is loaded.
         """
         for key in self.runner.adapters:
             if key.name == name:
                 return key
         there = ", ".join(key.name for key in self.runner.adapters) or "none"
-        raise ValueError(f"lora {name}: no such adapter; there is {there}: add [lora.{name}] to the configuration")
+        raise ValueError(f"lora {name}: no such adapter; loaded: {there}; add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
-        """How many of a prompt's tokens would come from which tier, the coldest that they need, or from "nowhere"."""
+        """Return the number of a prompt's tokens by the lowest tier that holds a block they need, or "nowhere"."""
         self._check_open()
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
@@ -232,8 +241,10 @@ class EngineCore:
     def explain_prompt(
         self, chain: BlockChain, tenant: str | None = None, same_messages: Sequence[str] = ()
     ) -> Evidence:
-        """Return what would be found now of the prompt in *chain*, and what is known of why not more; it changes
-        nothing. See `Explainer`."""
+        """Return the evidence of the hit that the prompt in *chain* would have now. Change nothing.
+
+        See `Explainer`.
+        """
         num_tokens = len(chain.token_ids)
         hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.where(chain)
         depths = bytearray(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
@@ -244,7 +255,7 @@ class EngineCore:
         return self.explainer.evidence_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        """Return the chain that names a prompt's blocks. Any thread may ask."""
+        """Return the chain that names a prompt's blocks. Any thread may call this."""
         names = self.config.names
         algorithm = HashAlgorithm(names.algorithm)
         chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
@@ -252,10 +263,9 @@ class EngineCore:
         return chain
 
     def reset(self) -> bool:
-        """Evict every block from device, host memory and disk, or from device and sidecar, once copies under way have
-        ended.
+        """Evict all blocks from device, host memory and disk, or from device and sidecar.
 
-        A remote tier keeps its blocks, because other machines share them, and they are found again.
+        In-flight copies end first. A remote tier keeps its blocks, which stay hits, because other machines share them.
 
         Returns:
             False if requests hold blocks, or if copies hang.
@@ -268,7 +278,7 @@ class EngineCore:
             self.cache.wait(IDLE_WAIT_S)
         if not self.cache.reset():
             return False
-        self.pins.unpin_all()  # the cache has ended them; their owners may pin as much again
+        self.pins.unpin_all()  # the reset ended them, so their owners may pin as many bytes again
         self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
         if self._remote is not None:
@@ -276,18 +286,20 @@ class EngineCore:
         return True
 
     def abort(self, request: Request) -> None:
-        """End a request; nothing of it stays leased."""
+        """Abort a request and release all of its leases."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
             self._accounts.on_ended(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Give a request another priority, unless it has finished."""
+        """Change a request's priority, unless it has finished."""
         if request.finish_reason is None:
             self.scheduler.set_priority(request, priority)
 
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token, with `new_text`. If all are parked it waits a moment.
+        """Compute one batch, and return the requests that got a token, with their `new_text`.
+
+        If every request is waiting for copies or slots, wait a moment and return.
 
         Raises:
             CopyHangs: If nothing could be computed for a minute beyond all deadlines.
@@ -299,13 +311,13 @@ class EngineCore:
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
         self._stall.look(self.has_work and not work, self.cache.num_under_way)
-        # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
+        # After the step: on two cores, copies that ran during a short step, such as a first token's, outlasted it.
         self._spill()
         self.pins.tick()
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
-            # No copy under way will free the slots that are missing; a deadline or an abort will.
+            # No in-flight copy will free the missing slots; a deadline or an abort will.
             time.sleep(STALLED_WAIT_S)
         self._publish_events()
         self._accounts.trace_spills()
@@ -314,7 +326,7 @@ class EngineCore:
         return advanced
 
     def idle(self) -> None:
-        """Do what is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
+        """Do the work that is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
         self._check_open()
         self.cache.wait(0.0)
         self._spill()
@@ -324,16 +336,18 @@ class EngineCore:
         self._take_snapshot()
 
     def look_at_model(self) -> None:
-        """Compare samples of the model's weights with those at load: 2 ms. If they differ, no request runs any more.
+        """Compare samples of the model's weights with those taken at load, in 2 ms. If they differ, no request runs.
 
-        Steps and new requests do so once a second; callers that may have changed the model in between call it too.
+        Steps and new requests do this once per second. Callers that may have changed the model in between call it too.
         """
         self._looked_at = time.monotonic()
         self.runner.is_as_loaded()
 
     def catch_up(self) -> None:
-        """Take in what a sidecar has told while nobody stepped the engine, and wait a moment for one that let go of an
-        engine that read nothing. Without a sidecar there is nothing to do."""
+        """Process the messages that a sidecar sent since the last step. Without a sidecar, do nothing.
+
+        A sidecar may have disconnected an engine that read no messages; wait a moment for it to attach again.
+        """
         if (sidecar := self._sidecar) is None or not sidecar.is_attached:
             return
         give_up_at, num_seen = time.monotonic() + CATCH_UP_S, -1
@@ -346,8 +360,10 @@ class EngineCore:
                 time.sleep(STALLED_WAIT_S)
 
     def share(self) -> None:
-        """Copy what was computed to the sidecar, for others; waits for that a second at most. For callers that may not
-        step the engine again soon; it copies down while it is stepped or idle. Without a sidecar it does nothing."""
+        """Copy computed blocks to the sidecar for other engines, within a second. Without a sidecar, do nothing.
+
+        For callers that may not step the engine again soon, because blocks are otherwise copied by `step` and `idle`.
+        """
         if (sidecar := self._sidecar) is None:
             return
         now = moved_at = time.monotonic()
@@ -361,27 +377,32 @@ class EngineCore:
                 num_shared, moved_at = num_done, now
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
+        """Raise AssertionError if an invariant of the cache or the scheduler is violated."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[str]:
-        """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        """Run the checks of `check` one at a time, and yield a description of each that passed.
+
+        The engine may be stepped between two of them.
+        """
         self._check_open()
         yield from self.cache.checks()
         self.scheduler.check()
         yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
         self._accounts.check()
-        yield "what requests have taken"
+        yield "request accounts"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
-        blocks left."""
+        """Abort all requests, flush cached blocks to disk or sidecar, and end the threads.
+
+        *progress* receives the number of blocks left to write.
+        """
         if self._closed or os.getpid() != self._pid:
             return  # in a forked process the threads are missing, and the sockets are the parent's
         self._closed = True
-        with ExitStack() as ends:  # each is closed, whatever another one raises
-            ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end
+        with ExitStack() as ends:  # close every part, even if another one raises
+            ends.callback(self._accounts.close)  # after the tiers, which still report copies while they close
             if self._remote is not None:
                 ends.callback(self._remote.close)
             ends.callback(self._close_tiers)
@@ -393,17 +414,15 @@ class EngineCore:
             if self.runner.is_as_loaded():
                 self._flush(progress)
             else:
-                log.warning(
-                    "the model was changed while the engine was open; blocks on the device only are not written"
-                )
+                log.warning("the model was changed while the engine was open; blocks only on the device are dropped")
             self._publish_events()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the engine has been closed; make a new one")
+            raise RuntimeError("the engine has been closed; create a new one")
 
     def _spill(self) -> None:
-        """Copy cold blocks down, unless the model was changed: blocks may be of the changed one then."""
+        """Copy cold blocks down, unless the model was changed: the changed model may have computed them."""
         if not self.runner.was_changed:
             self.cache.spill()
 
@@ -425,18 +444,18 @@ class EngineCore:
                 self._store.stop_opening()  # a lane may be waiting for the store to open
             is_closed = self.cache.close()
             if not is_closed and self._store is not None:
-                self._store.kill()  # a copy hangs, probably in its process
+                self._store.kill()  # a copy hangs, probably in the store's process
                 is_closed = self.cache.close()
         except BaseException:
             if self._store is not None:
-                self._store.kill()  # or the next start would find its folder locked
+                self._store.kill()  # otherwise the next start would find its folder locked
             raise
         finally:
             if self._sidecar is not None:
                 self._sidecar.close() if is_closed else self._sidecar.close_while_copying()
         if not is_closed:
             log.warning(
-                "a copy hangs: its memory is not freed; the next start finds the blocks that were written so far"
+                "a copy hangs, so its memory is not freed; the next start finds the blocks that were written so far"
             )
         elif self._store is not None:
             self._store.close()
@@ -455,21 +474,21 @@ class EngineCore:
 
     def _check_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         if not len(token_ids):
-            raise ValueError("prompt: has no tokens; give at least one")
+            raise ValueError("prompt: is empty; give at least one token")
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt: token ids are of type {ids.dtype}; give a text or a flat list of integers")
+            raise ValueError(f"prompt: token ids have type {ids.dtype}; give a text or a flat list of integers")
         if not 0 <= ids.min() <= ids.max() < self.runner.vocab_size:
             worst = int(ids.min() if ids.min() < 0 else ids.max())
             raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}")
         limit, wanted = self.runner.max_tokens, len(ids) + sampling.max_tokens
         if limit is not None and wanted > limit:
             raise ValueError(
-                f"prompt of {len(ids)} tokens and {sampling.max_tokens} more: the model takes {limit}; shorten it"
+                f"prompt of {len(ids)} tokens and {sampling.max_tokens} new ones: the model takes {limit}; shorten it"
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
-        """Compute the step's work; the requests that got a token, or have ended without one."""
+        """Compute the step's work, and return the requests that got a token or ended without one."""
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
         chunks = [_chunk(item) for item in work]
@@ -481,20 +500,20 @@ class EngineCore:
             logits = _score(work, parts, lost)
         self.scheduler.on_computed([item for item in work if item.request not in lost])
 
-        # Where a prompt goes on no token is new.
+        # A request whose prompt is not yet computed gets no token.
         rows = [i for i, item in enumerate(work) if item.request not in lost and item.request.num_to_compute == 0]
         advanced = [work[i].request for i in rows]
         if drawn := [i for i in rows if work[i].request.sampling.max_tokens]:
             self._sample([work[i].request for i in drawn], logits if len(drawn) == len(work) else logits[drawn])
         for request in advanced:
             self._end_if_done(request)
-        # Else the time has waits for copies in it, or work that prefill does not have.
+        # Otherwise the time includes waits for copies, or work that prefill does not have.
         if all(chunk.gate is None for chunk in chunks) and not is_scored:
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
-        """Give each request its next token, drawn from *logits* `[requests, vocab]`."""
+        """Append to each request its next token, drawn from *logits* `[requests, vocab]`."""
         token_ids = draw_tokens(logits, [request.sampler for request in requests])
         all_logprobs = step_logprobs(logits, token_ids, [request.sampling.logprobs for request in requests])
         for request, token_id, logprobs in zip(requests, token_ids, all_logprobs, strict=True):
@@ -504,7 +523,7 @@ class EngineCore:
             self._accounts.on_token(request.timeline)
 
     def _end_if_done(self, request: Request) -> None:
-        """End the leases of a request that has its last token, or wants none."""
+        """Retire a request that has its last token or generates none."""
         if not request.sampling.max_tokens:
             request.finish(FinishReason.LENGTH)
         if request.finish_reason is not None:
@@ -542,7 +561,7 @@ class EngineCore:
 
     def _prepared_bytes(self) -> int:
         prepared = [memory.prepared_bytes for memory in self._memories]
-        return sum(prepared) if self._sidecar is None else max(prepared)  # of a sidecar each group has all memory
+        return sum(prepared) if self._sidecar is None else max(prepared)  # each group maps all of a sidecar's memory
 
     def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:
         on_disk = {} if cache.disk is None else cache.disk.tenants
@@ -557,12 +576,12 @@ class EngineCore:
 
 
 def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
-    """Tiers of the blocks of a hit. Blocks that no group needs have none, and cost nothing to have."""
+    """Return the tiers of a hit's blocks. Blocks that no group needs have no tier, and count as on the device."""
     return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 
 def _chunk(work: Work) -> Chunk:
-    """The next tokens of a request, as the runner computes them."""
+    """Return the next tokens of a request as the chunk that the runner computes."""
     request, start = work.request, work.request.num_computed
     end, scored = start + work.num_tokens, work.scored
     num_logits = end - scored.start if scored else 1
@@ -570,7 +589,7 @@ def _chunk(work: Work) -> Chunk:
 
 
 def _score(work: Sequence[Work], logits: Sequence[torch.Tensor], lost: Sequence[Request]) -> torch.Tensor:
-    """Score prompts by the *logits* of each item of work `[tokens, vocab]`; the last row of each, `[items, vocab]`."""
+    """Score prompts by the *logits* of each work item `[tokens, vocab]`; return their last rows `[items, vocab]`."""
     for item, rows in zip(work, logits, strict=True):
         if item.request.scores is not None and item.scored and item.request not in lost:
             item.request.scores.add(rows[: len(item.scored)])

@@ -1,4 +1,4 @@
-"""EngineThread: loads, steps and closes an engine in a thread of its own, which no cancelled caller interrupts."""
+"""EngineThread: a thread that loads, steps and closes an engine, and that no cancelled caller interrupts."""
 
 import logging
 import os
@@ -17,24 +17,24 @@ from kvtier.engine.thread_work import as_exception
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
-COPYING_S = 0.005  # … and while it has something to copy down
-EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # for so long at most a program that ends waits for closing …
-LOADING_EXIT_WAIT_S = 10.0  # … and before that for loading, which is then cut off and leaves nothing behind
+IDLE_S = 0.1  # how often an engine without requests polls its tiers
+COPYING_S = 0.005  # how often it does so while copies are in flight
+EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # how long a program that ends waits for the engine to close
+LOADING_EXIT_WAIT_S = 10.0  # how long it waits for loading, which is then cut off and leaves nothing behind
 
 Progress = Callable[[int], None]
 _T = TypeVar("_T")
 
 
 def promise() -> "Future[Any]":
-    """A future that only its maker settles: cancelling a task that waits for it leaves it as it is."""
+    """Return a future that only its creator can settle: it cannot be cancelled by a task that waits for it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
-    """Settle *future* with the error, in a form that a coroutine can be given."""
+    """Settle *future* with the error, in a form that is safe to raise in a coroutine."""
     future.set_exception(as_exception(error))
 
 
@@ -48,21 +48,21 @@ class Attendant(Protocol):
     """An object that the engine's thread calls between steps; no other thread touches it."""
 
     def tick(self) -> None:
-        """Do some of the work that is due; called after every step, and every 0.1 s while there are none."""
+        """Do some of the work that is due. Called after every step, or every 0.1 s while the engine is idle."""
 
     def end(self) -> None:
-        """Let go of all that it holds of the engine; it is not called any more."""
+        """Release everything that it holds of the engine. This is the last call."""
 
 
 class EngineThread:
-    """A daemon thread that loads an engine, steps it, carries out commands between the steps until it is told to end,
-    and then closes the engine.
+    """A daemon thread that loads an engine, steps it, runs commands between the steps, and finally closes it.
 
-    It keeps three promises, in this order, also if something fails: *loaded* (with the engine), *served* (no command is
-    carried out any more) and *closed*. *served* has the error that the engine failed with, *closed* that of closing.
-    Every command that `put` takes is carried out or refused. Any thread may call all methods but `attend`, `neglect`.
+    It settles three futures, in this order, even after an error: *loaded* (with the engine), *served* (no more commands
+    run) and *closed*. *served* carries the error of a failed engine, *closed* an error of closing. Every command that
+    `put` accepts is either run or refused. Any thread may call all methods except `attend` and `neglect`.
 
-    No ThreadPoolExecutor: Python waits for its threads before it ends, so a program that forgot to close never would.
+    It is not a ThreadPoolExecutor, because Python joins those threads at exit, so that a program that forgot to close
+    the engine would never end.
     """
 
     def __init__(
@@ -71,8 +71,13 @@ class EngineThread:
         on_advanced: Callable[[Request], None],
         on_ended: Callable[[str], None],
     ) -> None:
-        """The thread calls all three: *on_advanced* with each request that a step gave a token, *on_ended* with the
-        reason when no step comes any more."""
+        """Create the thread, which calls all three callbacks; `start` starts it.
+
+        Args:
+            load: Loads the engine.
+            on_advanced: Called with each request that got a token in a step.
+            on_ended: Called with the reason after the last step.
+        """
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
         self.closed: Future[None] = promise()
@@ -81,7 +86,7 @@ class EngineThread:
         self._on_ended = on_ended
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._attendants: list[Attendant] = []  # owned by the thread
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the attributes below
         self._pid: int | None = None  # of the process that started the thread
         self._has_begun = False
         self._is_ending = False
@@ -90,25 +95,25 @@ class EngineThread:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the thread was started; the thread is then the parent's."""
+        """Whether this process was forked after the thread was started, so that only the parent has the thread."""
         return self._pid is not None and os.getpid() != self._pid
 
     @property
     def has_begun(self) -> bool:
-        """Whether the thread was started: then all three promises will be kept."""
+        """Whether the thread was started. If so, all three futures will be settled."""
         return self._has_begun
 
     def start(self) -> None:
-        """Begin to load. RuntimeError if the thread has been started, or told to end, before."""
+        """Start the thread, which loads the engine. Raise RuntimeError if it was started or ended before."""
         with self._lock:
             if self._has_begun or self._is_ending:
-                raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
+                raise RuntimeError("AsyncLLM: has been started or closed before; create a new one")
             self._has_begun = True
         self._pid = os.getpid()
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
-        """Have *do* called in the thread between two steps; or *refuse*, with the reason, if the engine ends before."""
+        """Schedule *do* to run in the thread between two steps. If the engine ends first, call *refuse* with why."""
         with self._lock:
             why = self._why_over
             if why is None:
@@ -126,9 +131,9 @@ class EngineThread:
         attendant.end()
 
     def end(self, progress: Progress | None = None) -> None:
-        """Tell the thread to end after the commands put so far, once it has loaded. Closing calls *progress*.
+        """Tell the thread to load, run the commands put so far, and then close the engine. Closing calls *progress*.
 
-        A later call only changes the *progress* that is called.
+        A later call only replaces *progress*.
         """
         with self._lock:
             if progress is not None:
@@ -138,25 +143,25 @@ class EngineThread:
                 self._commands.put(None)
 
     def end_at_exit(self) -> None:
-        """End the thread; wait `LOADING_EXIT_WAIT_S` at most until it has loaded, `EXIT_WAIT_S` until it has closed."""
+        """End the thread; wait at most `LOADING_EXIT_WAIT_S` for it to load, then `EXIT_WAIT_S` for it to close."""
         if self.is_forked:
             return
         self.end()
         if not wait([self.loaded], LOADING_EXIT_WAIT_S).done:
-            log.warning("the program ends while the engine is being loaded")
+            log.warning("the program ends while the engine is still loading")
         elif not wait([self.closed], EXIT_WAIT_S).done:
             log.warning("the engine did not close in %.0f s; blocks that it had not written are lost", EXIT_WAIT_S)
 
     def _live(self) -> None:
         try:
             engine = self._load()
-        except BaseException as error:  # the thread's top: the promise carries it to the caller
+        except BaseException as error:  # top of the thread: the future carries the error to the caller
             self._end_commands("AsyncLLM: could not be started")
             fail(self.loaded, error)
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        with Garbage() as garbage:  # before *loaded*: it begins by stopping all threads for a moment
+        with Garbage() as garbage:  # before *loaded*, because it first stops all threads for a moment
             self.loaded.set_result(engine)
             try:
                 self._serve(engine.core, garbage)
@@ -188,7 +193,7 @@ class EngineThread:
                 attendant.tick()
 
     def _carry_out(self, core: EngineCore) -> bool:
-        """Carry out the commands put so far; without requests, wait a moment for one. False if the thread is to end."""
+        """Run the commands put so far; while idle, wait a moment for one. Return False if the thread should end."""
         waits = not core.has_work
         while True:
             try:
@@ -199,10 +204,10 @@ class EngineThread:
             if command is None:
                 return False
             command.do(core)
-            waits = False  # for one only: a caller that asks again and again must not keep the engine from its own work
+            waits = False  # wait only for the first command, so that a busy caller cannot keep the engine from its work
 
     def _tell_progress(self, num_left: int) -> None:
-        self._progress(num_left)  # looked up each time: `end` may change it while the engine closes
+        self._progress(num_left)  # looked up on each call, because `end` may replace it while the engine closes
 
     def _end_commands(self, why: str) -> None:
         with self._lock:  # from here on `put` refuses

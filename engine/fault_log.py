@@ -1,4 +1,4 @@
-"""FaultLog: what goes wrong with the tiers, and what works again, in few lines of the log."""
+"""FaultLog: rate-limited log lines about faults of the tiers and their recovery."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -13,24 +13,23 @@ from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
 
 _T = TypeVar("_T")
-QUIET_S = 60.0  # after a line about one thing, until there is another about the same
+QUIET_S = 60.0  # minimum time between two lines about the same topic
 
-# A missing block was evicted meanwhile; I/O errors open the breaker, which has its own line.
+# A missing block was evicted concurrently; I/O errors open the breaker, which has its own line.
 _NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}
 log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """Compares each snapshot of store, disk and tiers with what was told last, and logs what has changed since: a line
-    for each thing, and at most one in `QUIET_S` about the same. What happens meanwhile is in the next one, with how
-    often.
+    """A log of the changes between snapshots of store, disk, tiers, sidecar and remote store.
 
-    Owned by the thread that owns the tiers: the engine's, or the sidecar's.
+    It logs at most one line per topic in `QUIET_S`. The next line counts the events in between. Owned by the thread
+    that owns the tiers: the engine's or the sidecar's.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told: dict[str, object] = {}  # by thing, its state in the last line
+        self._told: dict[str, object] = {}  # by topic, the state in its last line
         self._told_at: dict[str, float] = {}
 
     def look(
@@ -41,8 +40,7 @@ class FaultLog:
         sidecar: SidecarStanding | None = None,
         remote: RemoteStatistics | None = None,
     ) -> None:
-        """Log what is new in these; *standing* and *disk* are None without a disk, *sidecar* and *remote* are without
-        one."""
+        """Log what has changed. *standing* and *disk* are None without a disk tier."""
         if sidecar is not None:
             self._look_at_sidecar(sidecar)
         if standing is not None:
@@ -59,11 +57,11 @@ class FaultLog:
         folder = standing.folder
         for num_gone in self._take_change("gone", standing.num_gone, 0):
             log.warning(
-                "disk: %s was removed or replaced while it was open%s; its blocks are lost, and it is opened anew",
+                "disk: %s was removed or replaced while it was open%s; its blocks are lost, and it is reopened",
                 folder,
                 _times(standing.num_gone - num_gone),
             )
-        is_told = standing.not_open is NotOpen.GONE  # which has the line above
+        is_told = standing.not_open is NotOpen.GONE  # the line above reports it
         for _ in () if is_told else self._take_change("open", standing.not_open, None):
             if standing.not_open is None:
                 log.warning("disk: %s is open; it is used from now on", folder)
@@ -77,7 +75,7 @@ class FaultLog:
 
     def _look_at_sidecar(self, sidecar: SidecarStanding) -> None:
         state = (sidecar.is_attached, sidecar.num_attached)
-        if "sidecar" not in self._told:  # the start has told of it
+        if "sidecar" not in self._told:  # the start logs the first attachment
             self._told["sidecar"] = state
         for told in self._take_change("sidecar", state, state):
             was_attached, num_attached = told
@@ -85,42 +83,42 @@ class FaultLog:
                 log.warning("sidecar: %s has gone or does not answer; serving without it, trying again", sidecar.path)
                 continue
             times = sidecar.num_attached - num_attached
-            gone = f" had gone{_times(times)}, and" if was_attached else ""
+            gone = f" was lost{_times(times)} and" if was_attached else ""
             log.warning("sidecar: %s%s is attached; it is used from now on", sidecar.path, gone)
 
     def _look_at_side(self, side: str, disk: DiskStatistics) -> None:
         doing = {"read": "reading", "write": "writing"}[side]
         rests = disk.breakers[side] is not BreakerState.CLOSED
         for told in self._take_change(side, (rests, disk.num_opened[side]), (False, 0)):
-            assert isinstance(told, tuple), "what was told of a breaker"
-            if rests or not told[0]:  # or it has opened and closed since the last line
+            assert isinstance(told, tuple), "logged state of a breaker"
+            if rests or not told[0]:  # the second: the breaker opened and closed since the last line
                 times = _times(disk.num_opened[side] - told[1])
                 why = disk.why_failed[side] or "errors, or no answer"
-                log.warning("disk: %s has failed%s and is left alone for a while (%s)", doing, times, why)
+                log.warning("disk: %s failed%s and is paused (%s)", doing, times, why)
             if not rests:
                 log.warning("disk: %s works again", doing)
 
     def _look_at_remote(self, remote: RemoteStatistics) -> None:
-        """One line for all that can be wrong with it: who is told that it is away need not hear what cannot be done."""
+        """Log one line for reading and writing together: if the store is unreachable, neither works."""
         failing = [side for side, state in remote.breakers.items() if state is not BreakerState.CLOSED]
         for were_failing in self._take_change("remote", bool(failing), False):
             if failing:
                 why = next((why for side in failing if (why := remote.why_failed[side])), "") or "no answer in time"
-                log.warning("remote: %s is left alone for a while (%s); serving without it", remote.where, why)
+                log.warning("remote: %s is paused (%s); serving without it", remote.where, why)
             elif were_failing:
                 log.warning("remote: %s answers again; it is used from now on", remote.where)
 
     def _look_at_damage(self, tier: str, counts: Mapping[str, int]) -> None:
         damaged = {cause: number for cause, number in counts.items() if cause not in _NO_DAMAGE}
         for told in self._take_change(f"damage {tier}", damaged, {}):
-            assert isinstance(told, dict), "what was told of damage"
+            assert isinstance(told, dict), "logged counts of damage"
             new = {cause: number - told.get(cause, 0) for cause, number in damaged.items()}
             causes = ", ".join(f"{number} {cause}" for cause, number in sorted(new.items()) if number)
-            log.warning("%s: bad blocks were found (%s); they are computed anew", tier, causes)
+            log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """Yield a thing's state in its last line, and take the new one for told, if they differ and a line is due."""
-        told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # of a thing all states are of one type
+        """If the topic's state changed and a line is due, record the new state and yield the one of the last line."""
+        told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()
         if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:
             self._told[thing], self._told_at[thing] = state, now
@@ -133,12 +131,12 @@ def flush_fault(
     timeout_s: float,
     sidecar: SidecarStanding | None = None,
 ) -> str:
-    """Why not all blocks have reached the disk, or the *sidecar*, as far as that is known."""
+    """Return the known reason why not all blocks reached the disk or the *sidecar*."""
     if sidecar is not None and not sidecar.is_attached:
         return f"{sidecar.path} has gone or does not answer"
     if sidecar is not None:
-        return f"it took not all of them within {timeout_s:.0f} s"
-    assert disk is not None, "a flush to no disk"
+        return f"it did not accept all of them within {timeout_s:.0f} s"
+    assert disk is not None, "flush without a disk"
     if standing is not None and standing.not_open is not None:
         return f"{standing.folder} is not open: {standing.why}"
     if disk.breakers["write"] is not BreakerState.CLOSED:

@@ -1,4 +1,4 @@
-"""Garbage: has full garbage collections, which stop every thread, happen while the engine has no request."""
+"""Garbage: schedules full garbage collections, which stop every thread, for when the engine is idle."""
 
 import gc
 import logging
@@ -10,19 +10,20 @@ from typing import Self
 log = logging.getLogger(__name__)
 
 NEVER = 1 << 30
-ENOUGH = 100  # collections of younger objects, 700,000 new ones at least: worth a full one when idle …
-TOO_MANY = 2000  # … and beside requests: an engine that is never idle must not keep garbage for ever
+# Numbers of collections of the younger generations; 100 stand for at least 700,000 new objects.
+ENOUGH = 100  # worth a full collection when idle
+TOO_MANY = 2000  # worth one between steps, because an engine that is never idle must not keep garbage for ever
 
 
 class Garbage:
-    """A context manager for the thread that serves: meanwhile full collections happen when the engine is idle.
+    """A context manager for the serving thread, in which full collections run only while the engine is idle.
 
-    A full collection walks through all objects: 0.2 s with torch and transformers alone. Objects that are older than
-    this context are left out of it (`gc.freeze`), younger ones are collected as always, and all together when the
-    engine is idle. Beside requests that happens only after 14 million new objects without an idle moment.
+    A full collection visits all objects, which takes 0.2 s with torch and transformers alone. It skips objects that are
+    older than this context (`gc.freeze`). The younger generations are collected as usual. A full collection runs
+    between steps only after 14 million new objects without an idle moment.
 
-    The collector is the process's: the last of several engines to end leaves it as the first found it. A collector that
-    is switched off stays so.
+    The collector belongs to the process, so the last of several engines to end restores the settings that the first
+    one found. A disabled collector stays disabled.
     """
 
     _lock = threading.Lock()
@@ -47,17 +48,17 @@ class Garbage:
         cls = type(self)
         with cls._lock:
             cls._num_serving -= 1
-            gc.unfreeze()  # what this engine leaves can be found again
+            gc.unfreeze()  # so that this engine's objects can be collected
             if cls._num_serving == 0:
                 gc.set_threshold(*cls._thresholds_before)
 
     def on_idle(self) -> None:
-        """The engine has nothing to do: collect all garbage, if enough has gathered."""
+        """Run a full collection if enough garbage has gathered. Call this while the engine is idle."""
         if gc.isenabled() and gc.get_count()[2] >= ENOUGH:
             gc.collect()
 
     def on_step(self) -> None:
-        """A step has ended, and another may follow at once: collect only if there was no idle moment for very long."""
+        """Run a full collection if the engine has not been idle for very long. Call this after each step."""
         if gc.isenabled() and gc.get_count()[2] >= TOO_MANY:
             started = time.perf_counter()
             gc.collect()

@@ -1,4 +1,4 @@
-"""KV events on the wire: vLLM's format over ZMQ, for the routers that read it."""
+"""Encoder and ZMQ publisher of KV events in vLLM's wire format, for routers."""
 
 import logging
 import queue
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-RANK = 0  # of data parallel engines; here is only one
+RANK = 0  # data parallel rank; there is only one engine
 SEQ_BYTES = 8  # big-endian
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint with one of these is bound; others are connected to
-REPLAY_EVERY_S = 0.05  # how often an idle publisher looks for requests of subscribers that missed something
-# In one batch, whose encoding keeps every other thread from running: 8 million names on disk are 8,000 events.
+BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint that contains one is bound; other endpoints are connected to
+REPLAY_EVERY_S = 0.05  # how often an idle publisher polls for replay requests
+# Limit per batch, because encoding blocks every other thread: 8 million names on disk are 8,000 events.
 MAX_EVENTS = 64
 CLOSE_TIMEOUT_S = 2.0
-LINGER_S = 1.0  # for messages that subscribers have not taken when all are sent
+LINGER_S = 1.0  # how long closed sockets wait for subscribers to receive messages
 
 Hash = int | bytes
 
 
-# The wire format: field names, order and tags are vLLM's, and a field with its default value is left out.
+# The wire format: field names, order and tags are vLLM's, and fields with their default value are omitted.
 
 
 class _Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,7 +57,7 @@ class _Stored(_Event, frozen=True, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-    # Always left out. With these, 16 fields, msgspec writes the map's header as it does for vLLM's struct.
+    # Always omitted. They make 16 fields, so that msgspec encodes the map header as it does for vLLM's struct.
     locality: None = None
     ownership: None = None
     session_id: None = None
@@ -81,7 +81,7 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventEncoder:
-    """Encodes batches of events as vLLM's `KVEventBatch`, in msgpack. An event's group id is a place in *groups*."""
+    """An encoder of event batches as vLLM's `KVEventBatch` in msgpack. An event's group id is an index of *groups*."""
 
     def __init__(self, groups: Sequence[AttentionGroup], int_block_hashes: bool = True) -> None:
         self._groups = groups
@@ -89,7 +89,7 @@ class EventEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, timestamp: float, events: Sequence[Event]) -> bytes:
-        """The payload of one message. *timestamp* in seconds since the epoch."""
+        """Return the payload of one message. *timestamp* is in seconds since the epoch."""
         return self._encoder.encode(_Batch(timestamp, [self._event(event) for event in events], RANK))
 
     def _event(self, event: Event) -> _Event:
@@ -122,7 +122,7 @@ class EventEncoder:
         return [self._hash(name) for name in names]
 
     def _hash(self, name: BlockName) -> Hash:
-        """The name, or its low 64 bits as an unsigned integer."""
+        """Return the name, or its low 64 bits as an unsigned integer."""
         return int.from_bytes(name[-8:], "big") if self._int_block_hashes else name
 
 
@@ -141,7 +141,7 @@ def _kind(group: AttentionGroup) -> str:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
-    """For each block the keys that decide its KV beside its tokens, without tags and a LoRA's path; None for most."""
+    """Return each block's extra keys, without tags and without a LoRA's path; None for a block without extra keys."""
     starts = (event.first_token + i * event.block_size for i in range(len(event.names)))
     keys_of_blocks = (event.extra.keys_of_block(start, start + event.block_size) for start in starts)
     return [None if keys is None else tuple(map(_untagged, keys)) for keys in keys_of_blocks]
@@ -164,7 +164,7 @@ class _Queued:
 
 @dataclass(frozen=True, slots=True)
 class _Sockets:
-    """The publisher's open sockets, and the stack that closes them."""
+    """The publisher's open sockets and the stack that closes them."""
 
     publishing: "zmq.Socket[bytes]"
     replay: "zmq.Socket[bytes] | None"
@@ -172,39 +172,46 @@ class _Sockets:
 
     @classmethod
     def open(cls, config: EventsConfig) -> Self:
-        """Open the configured sockets. `MissingExtra` without pyzmq, OSError for an endpoint that cannot be used."""
+        """Open the configured sockets.
+
+        Raises:
+            MissingExtra: If pyzmq is not installed.
+            OSError: If an endpoint cannot be used.
+        """
         with extra("events", "events", "or remove [events]"):
             import zmq
 
         with ExitStack() as undo:
             context: zmq.Context[zmq.Socket[bytes]]
             if config.endpoint.startswith("inproc://"):
-                context = zmq.Context.instance()  # the process's own, which an inproc subscriber uses too
+                context = zmq.Context.instance()  # the process-wide context, which inproc subscribers share
             else:
                 context = zmq.Context()
-                undo.callback(context.term)  # waits until everything is sent, LINGER_S at most
+                undo.callback(context.term)  # waits at most LINGER_S until everything is sent
             publishing = _open(undo, context, zmq.PUB, config, config.endpoint, config.hwm)
             replay = None
             if config.replay_endpoint is not None:
-                # Room for a whole replay behind one that was read: ZMQ takes note of reading when half the room is free
-                # again. What exceeds it is lost to a subscriber that asks and does not read.
+                # Room for a whole replay after one that was read, because ZMQ notices reads only once half the queue is
+                # free. A subscriber that requests more replays without reading them loses messages.
                 room = 2 * (config.buffer_steps + 1)
                 replay = _open(undo, context, zmq.ROUTER, config, config.replay_endpoint, room)
             return cls(publishing, replay, undo.pop_all())
 
 
 class ZmqPublisher:
-    """Sends batches of events to all subscribers, and the newest ones again to a subscriber that asks for them.
+    """A publisher that sends event batches to all subscribers, and replays the newest batches on request.
 
-    Batches are numbered from 0 when they are published. One that finds the queue full is dropped and counted; its
-    number stays missing, so that subscribers see what they lost. The engine's thread calls `publish`, which never
-    blocks; all else happens in a thread of the publisher's own, which owns the sockets.
+    Batches are numbered from 0 in the order of publication. If the queue is full a batch is dropped and counted, and
+    the gap in the numbers shows subscribers their loss. The engine's thread calls `publish`, which never blocks. The
+    publisher's own thread owns the sockets and sends.
 
-    Messages are (topic, number as 8 bytes big-endian, payload). To the replay socket a subscriber sends (b"", number);
-    it is answered (b"", topic, number, payload) for every batch from that number on that is still buffered, then
+    Messages are (topic, number as 8 bytes big-endian, payload). A subscriber sends (b"", number) to the replay socket.
+    The replies are (b"", topic, number, payload) for every buffered batch from this number on, then
     (b"", b"", -1, b"").
 
-    Raises `MissingExtra` without pyzmq, OSError for an endpoint that cannot be used.
+    Raises:
+        MissingExtra: If pyzmq is not installed.
+        OSError: If an endpoint cannot be used.
     """
 
     def __init__(self, config: EventsConfig, groups: Sequence[AttentionGroup]) -> None:
@@ -212,23 +219,23 @@ class ZmqPublisher:
         self._encoder = EventEncoder(groups, config.int_block_hashes)
         self._topic = config.topic.encode()
         self._queue: queue.Queue[_Queued] = queue.Queue(config.hwm)
-        self._num_refused = self._num_failed = 0  # the engine's thread counts the first, the publisher's the second
-        self._give_up_at: float | None = None  # set when it is to end
+        self._num_refused = self._num_failed = 0  # counted by the engine's thread and by the publisher's, respectively
+        self._give_up_at: float | None = None  # set by `close`
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number and payload
         self._sockets = _Sockets.open(config)
         self.endpoint = _address(self._sockets.publishing)
         self.replay_endpoint = None if self._sockets.replay is None else _address(self._sockets.replay)
         self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
         self._thread.start()
-        log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
+        log.info("publishing KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
 
     @property
     def num_dropped(self) -> int:
-        """Batches that no subscriber can get."""
+        """Number of batches that were dropped."""
         return self._num_refused + self._num_failed
 
     def publish(self, events: list[Event]) -> None:
-        """Queue the events to be sent, as batches of `MAX_EVENTS` at most. The publisher keeps the list."""
+        """Queue the events in batches of at most `MAX_EVENTS`. The publisher takes ownership of the list."""
         for start in range(0, max(1, len(events)), MAX_EVENTS):
             self._publish_batch(events[start : start + MAX_EVENTS])
 
@@ -243,15 +250,15 @@ class ZmqPublisher:
         except queue.Full:
             self._num_refused += 1
             if self._num_refused == 1:
-                log.warning("events: %d batches wait, number %d is dropped; raise events.hwm", self._queue.maxsize, seq)
+                log.warning("events: %d batches wait; batch %d is dropped; raise events.hwm", self._queue.maxsize, seq)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the queued batches, for *timeout_s* at most, and end. Idempotent."""
+        """Send the queued batches for at most *timeout_s*, then end the thread. Idempotent."""
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + timeout_s
         self._thread.join(timeout_s + 2 * LINGER_S)
         if self._thread.is_alive():
-            log.warning("events: the publisher hangs; it is not waited for any longer")
+            log.warning("events: the publisher hangs; closing without it")
 
     def __enter__(self) -> Self:
         return self
@@ -260,18 +267,18 @@ class ZmqPublisher:
         self.close()
 
     def _run(self) -> None:
-        """The publisher's thread."""
+        """Send batches and answer replay requests until closed. Runs in the publisher's thread."""
         try:
             replay = self._sockets.replay
             with self._sockets.ends:
                 while not self._is_over():
                     with suppress(queue.Empty):
                         self._send(self._queue.get(timeout=REPLAY_EVERY_S))
-                    # One at a time: a subscriber that asks again and again delays new batches only so much.
+                    # One replay after each batch, so that a subscriber that keeps asking hardly delays new batches.
                     if replay is not None and replay.poll(0):
                         self._answer(replay, replay.recv_multipart())
         except Exception:
-            log.exception("events: the publisher failed and sends no more")
+            log.exception("events: the publisher failed and has stopped")
         finally:
             self._num_failed += self._queue.qsize()
 
@@ -294,11 +301,11 @@ class ZmqPublisher:
 
     def _answer(self, replay: "zmq.Socket[bytes]", request: list[bytes]) -> None:
         if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
-            log.warning("events: a replay was asked for in %d frames; send an empty one and 8 bytes", len(request) - 1)
+            log.warning("events: a replay request had %d frames; send an empty frame and 8 bytes", len(request) - 1)
             return
         client, _, start = request
         for seq, payload in self._buffer:
-            if seq >= start:  # big-endian numbers sort as their bytes do
+            if seq >= start:  # big-endian numbers sort in the order of their bytes
                 replay.send_multipart([client, b"", self._topic, seq, payload])
         replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
@@ -306,7 +313,7 @@ class ZmqPublisher:
 def _open(
     undo: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, config: EventsConfig, endpoint: str, hwm: int
 ) -> "zmq.Socket[bytes]":
-    """A socket at *endpoint*, closed by *undo*. A ROUTER always binds."""
+    """Open a socket at *endpoint*, to be closed by *undo*. A ROUTER always binds."""
     import zmq
 
     address = endpoint.replace("://*:", f"://{config.host}:")
@@ -326,7 +333,7 @@ def _open(
 
 
 def _address(socket: "zmq.Socket[bytes]") -> str:
-    """The socket's address, with the port that it got."""
+    """Return the socket's address, including the port that it was given."""
     import zmq
 
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

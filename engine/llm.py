@@ -1,4 +1,4 @@
-"""LLM: prompts in, completions out, with a prefix cache that outlives the GPU pool and the process."""
+"""LLM, the synchronous API: completions of prompts, with a prefix cache that survives the process."""
 
 import sys
 import time
@@ -32,17 +32,20 @@ from kvtier.tiers.naming.request_text import check_text
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 GREEDY = SamplingParams()
-MANY_PROMPTS = 4  # from so many on, `generate` shows a progress bar (on a terminal)
+MANY_PROMPTS = 4  # from this number of prompts on, `generate` shows a progress bar on a terminal
 
 
 class LLM:
     """A model with tiered KV offload.
 
-    *model* is a folder, a GGUF file, a hub id, "smollm2" or a loaded `transformers` model (then with its *tokenizer*);
-    *config* a `Config`, a dict, a TOML file, or the name of a shipped one such as "laptop". Use it as a context manager
-    or call `close`: closing writes what is cached to the disk tier, so that the next start is warm (also at exit).
-    Threads that call it wait for each other; `AsyncLLM` serves them side by side. After `close`, and in a process that
-    was forked after it was made, every call is a RuntimeError.
+    Use it as a context manager or call `close`. Closing, also at exit, flushes cached blocks to the disk tier, so that
+    the next start is warm. Calls from several threads run one after the other; `AsyncLLM` batches them. Every call
+    raises RuntimeError after `close`, and in a process that was forked after the LLM was created.
+
+    Args:
+        model: A folder, a GGUF file, a hub id, "smollm2", or a loaded `transformers` model.
+        config: A `Config`, a dict, a TOML file, or the name of a shipped configuration such as "laptop".
+        tokenizer: Required with a loaded model.
     """
 
     def __init__(
@@ -75,13 +78,16 @@ class LLM:
         max_load_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Continue each prompt (text or token ids), all of them batched; completions in the prompts' order.
+        """Generate continuations of all prompts (texts or token ids) in one batch, and return them in order.
 
-        Without *sampling* they are sampled as the model's settings say, see `default_sampling`.
-        *lora* names an adapter of the configuration. Prompts share cached blocks only with prompts of the same adapter
-        and *cache_salt*. *progress* shows a bar; None: for many prompts on a terminal. ValueError for a prompt that
-        cannot fit the device pool, and for an adapter that is not loaded; `ChangedModel` if the model was changed since
-        it was loaded.
+        *sampling* defaults to `default_sampling`. *lora* is the name of an adapter of the configuration. Prompts share
+        cached blocks only with prompts of the same adapter, *cache_salt* and *extra* keys. *max_load_tokens* limits the
+        tokens that each prompt loads from tiers below the device. *progress* shows a progress bar; by default it is
+        shown for many prompts on a terminal.
+
+        Raises:
+            ValueError: If a prompt cannot fit the device pool, or the adapter is not loaded.
+            ChangedModel: If the model was changed since it was loaded.
         """
         arrived_at = time.monotonic()
         options = RequestOptions(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
@@ -120,8 +126,11 @@ class LLM:
         return [request.completion() for request in requests]
 
     def default_sampling(self) -> SamplingParams:
-        """What the model's makers advise in its `generation_config`, unless the configuration has
-        `model.generation_config = "none"`; greedy, and 16 tokens, where they say nothing."""
+        """Return the sampling parameters of the model's `generation_config`.
+
+        Parameters that the model does not set default to greedy sampling of 16 tokens. So do all of them if the
+        configuration has `model.generation_config = "none"`.
+        """
         return self.core.sampling_defaults.over(GREEDY)
 
     def where(
@@ -132,33 +141,33 @@ class LLM:
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> dict[str, int]:
-        """How many of the prompt's tokens are in which tier now; "nowhere" counts those that would be computed."""
+        """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that would be computed."""
         with self._calls:
             token_ids = encode(self.core.tokenizer, prompt)
             return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
     def reset_prefix_cache(self) -> bool:
-        """Evict every cached block, in host memory and on disk too. Blocks in a remote tier stay, and are found again.
+        """Evict all blocks from device, host memory and disk. A remote tier keeps its blocks, which stay hits.
 
         Returns:
-            False if copies hang; then nothing has changed.
+            False, with nothing evicted, if copies hang.
         """
         with self._calls:
             return self.core.reset()
 
     def statistics(self) -> EngineStatistics:
-        """Everything counted so far, by value."""
+        """Return a new snapshot of all counters, by value."""
         with self._calls:
             self.core.idle()
             return self.core.statistics
 
     def check(self) -> None:
-        """Verify the books of cache and scheduler; AssertionError if anything disagrees."""
+        """Check the invariants of cache and scheduler, and raise AssertionError if one is violated."""
         with self._calls:
             self.core.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Write what is cached to disk and end all threads. *progress* gets the number of blocks still to write."""
+        """Flush cached blocks to disk and end all threads. *progress* receives the number of blocks left to write."""
         self._calls.close(partial(self._close, progress))
 
     def _close(self, progress: Callable[[int], None]) -> None:
@@ -168,7 +177,7 @@ class LLM:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an LLM has threads and device memory, and cannot be pickled or copied; make one in each process"
+            "an LLM has threads and device memory and cannot be pickled or copied; create one in each process"
         )
 
     def __enter__(self) -> Self:
@@ -183,13 +192,17 @@ class LLM:
 def load_model(
     model: str | Path | PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on its device and its tokenizer. ValueError when a loaded model comes without one."""
+    """Return the model on its device, and its tokenizer.
+
+    Raises:
+        ValueError: If *model* is a loaded model without a tokenizer, or is not a `transformers` model.
+    """
     if not isinstance(model, str | Path | PreTrainedModel):
         kind = type(model).__name__
-        raise ValueError(f"model: {kind} is no transformers model; pass one, and peft's adapters by [lora]")
+        raise ValueError(f"model: {kind} is no transformers model; pass one, and configure peft adapters in [lora]")
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
-            raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or the model as a path")
+            raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or pass the model as a path")
         return model, tokenizer
     device = torch_device(config.device)
     checkpoint = Checkpoint.of(model)
@@ -201,7 +214,7 @@ def load_model(
 
 
 def model_name(model: str | Path | PreTrainedModel, config: Config) -> str:
-    """What the model is called, unless the configuration says how: by its folder, its file, its hub id or its class."""
+    """Return the model's name: `server.model_name`, or by default its folder, file, hub id or class."""
     if config.server.model_name is not None:
         return config.server.model_name
     if isinstance(model, PreTrainedModel):
@@ -210,7 +223,7 @@ def model_name(model: str | Path | PreTrainedModel, config: Config) -> str:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU if there is one. ValueError for a GPU where there is none."""
+    """Return the device called *name*; "auto" is a GPU if there is one. Raise ValueError for "cuda" without a GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -219,14 +232,14 @@ def torch_device(name: str) -> torch.device:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list of prompts, each a text or token ids (a list or an array)."""
+    """Return one prompt or several as a list of prompts, each a text or token ids (a list or an array)."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]  # a sequence that starts with a number is one prompt's tokens
-    return list(prompts)  # any other sequence has prompts in it
+    return list(prompts)  # any other sequence holds prompts
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
-    """The prompt's token ids. ValueError for a text that is no valid Unicode."""
+    """Return the prompt's token ids. Raise ValueError if the text is not valid Unicode."""
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         token_ids: list[int] = tokenizer(prompt)["input_ids"]
@@ -235,7 +248,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
 
 
 def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
-    """*extra* with the adapter and the salt of one call. ValueError if no such adapter is loaded."""
+    """Return *extra* with the adapter and the salt of one call. Raise ValueError if the adapter is not loaded."""
     if cache_salt is not None:
         extra = replace(extra, cache_salt=cache_salt)
     return extra if lora is None else replace(extra, lora=core.lora_key(lora))

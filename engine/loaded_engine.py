@@ -1,4 +1,4 @@
-"""LoadedEngine: an engine with all that serves it: its core, the threads that tokenize, the server of metrics."""
+"""LoadedEngine: an engine's core together with its tokenizer threads and its metrics server."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is ready to serve. The engine's thread makes it, closes it and owns the *core*."""
+    """An engine that is ready to serve. The engine's thread creates it, closes it and owns the *core*."""
 
     core: EngineCore
     tokenizers: TokenizerThreads
@@ -32,7 +32,7 @@ class LoadedEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         progress: Callable[[str], None],
     ) -> Self:
-        """Load a model and build its engine. Arguments and errors as of `LLM`; *progress* is called with each stage."""
+        """Load a model and build its engine. Arguments and errors are those of `LLM`; *progress* gets each stage."""
         progress("loading the weights")
         loaded, its_tokenizer = load_model(model, config.model, tokenizer)
         with ExitStack() as undo:
@@ -47,8 +47,8 @@ class LoadedEngine:
         return cls(core, tokenizers, metrics)
 
     def close(self, progress: Callable[[int], None]) -> None:
-        """End the threads and write what is cached to disk; *progress* gets the number of blocks still to write."""
-        with ExitStack() as ends:  # each is closed, whatever another one raises
+        """Flush cached blocks to disk and end all threads. *progress* receives the number of blocks left to write."""
+        with ExitStack() as ends:  # close every part, even if another one raises
             ends.callback(self.core.close, progress)
             ends.callback(self.metrics.close)
             ends.callback(self.tokenizers.close)

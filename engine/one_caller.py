@@ -1,4 +1,4 @@
-"""OneCaller: calls on an object in turn, in the process that made it, until it is closed."""
+"""OneCaller: serializes the calls on an object, in the process that created it, until it is closed."""
 
 import os
 import threading
@@ -7,24 +7,24 @@ from types import TracebackType
 
 
 class OneCaller:
-    """A context manager around each call on an object that threads share. Threads wait for each other.
+    """A context manager around each call on an object that threads share. Concurrent calls wait for each other.
 
     Raises:
-        RuntimeError: In a process that was forked after the object was made, after `close`, and if a call is made
-            within another one of the same thread, as a signal handler may do.
+        RuntimeError: After `close`, in a process that was forked after the object was created, and for a call within
+            another call of the same thread, such as from a signal handler.
     """
 
     def __init__(self, name: str) -> None:
-        """Create the guard of an object that errors call *name*."""
+        """Create the guard of an object. Error messages begin with *name*."""
         self._name = name
         self._pid = os.getpid()
         self._turn = threading.Lock()
-        self._caller: int | None = None  # the thread whose call is under way
+        self._caller: int | None = None  # id of the thread whose call is running
         self._is_closed = False
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the object was made: its threads and sockets are the parent's."""
+        """Whether this process was forked after the object was created, so that the parent has its threads."""
         return os.getpid() != self._pid
 
     @property
@@ -33,19 +33,19 @@ class OneCaller:
         return self.is_forked or self._is_closed
 
     def check(self) -> None:
-        """Raise RuntimeError if the object may not be used here, or not any more; wait for no other call."""
+        """Raise RuntimeError if the object is closed or belongs to another process. Never block."""
         if self.is_forked:
             raise RuntimeError(
-                f"{self._name}: this process was forked after process {self._pid} made it, so its threads are not "
-                "here; make it in the process that uses it, or start processes by spawn"
+                f"{self._name}: this process was forked after process {self._pid} created it, and its threads exist "
+                "only there; create it in the process that uses it, or start processes by spawn"
             )
         if self._is_closed:
-            raise RuntimeError(f"{self._name}: has been closed; make a new one")
+            raise RuntimeError(f"{self._name}: has been closed; create a new one")
 
     def close(self, work: Callable[[], None]) -> None:
-        """Wait for the call under way, do *work*, and have all later calls raise.
+        """Wait for the running call, do *work*, and make all later calls raise.
 
-        Does nothing if the object was closed before, and in a forked process.
+        Do nothing if the object was closed before, or in a forked process.
         """
         if self.is_over:
             return
@@ -74,8 +74,8 @@ class OneCaller:
     def _begin(self) -> None:
         if self._caller == threading.get_ident():
             raise RuntimeError(
-                f"{self._name}: called from within a call of its own, for example by a signal handler; call it after "
-                "that call has returned"
+                f"{self._name}: called from within one of its own calls, for example by a signal handler; call it "
+                "after that call has returned"
             )
         self._turn.acquire()
         self._caller = threading.get_ident()

@@ -1,4 +1,4 @@
-"""Errors of threads, in a form in which a coroutine that waits for the thread's work can be given them."""
+"""Conversion of thread errors into exceptions that are safe to raise in a waiting coroutine."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -8,10 +8,10 @@ _T = TypeVar("_T")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error that a coroutine is given for *error* of a thread: itself, or a RuntimeError that names it.
+    """Return *error* if it is safe to raise in a coroutine, otherwise a RuntimeError that names it.
 
-    A coroutine that is given StopIteration waits for ever, takes any CancelledError for its own, and what is no
-    Exception, such as SystemExit, would end the event loop.
+    StopIteration would make a coroutine wait for ever, a CancelledError would look like its own cancellation, and a
+    BaseException such as SystemExit would end the event loop.
     """
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, CancelledError)):
         return error
@@ -21,12 +21,12 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def guarded(work: Callable[[], _T]) -> Callable[[], _T]:
-    """*work*, made to raise only what a coroutine can be given."""
+    """Wrap *work* so that it raises only errors that are safe to raise in a coroutine."""
 
     def guarded_work() -> _T:
         try:
             return work()
-        except BaseException as error:  # the thread's top: its pool keeps the thread
+        except BaseException as error:  # top of the thread: the pool's thread must survive
             if (named := as_exception(error)) is error:
                 raise
             raise named from error

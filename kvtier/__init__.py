@@ -1,7 +1,7 @@
-"""kvtier: a tiered KV cache for LLM inference. The names that most programs need are here, and load on first use.
+"""A tiered KV cache for LLM inference: the public names that most programs need, each imported on first use.
 
-The rooms `store`, `transfer`, `tiers`, `engine` and `configs` are folders at the repository's top; links to them are
-here, so that editors, type checkers and a fresh clone find `kvtier.*`.
+The packages `store`, `transfer`, `tiers`, `engine` and `configs` are folders at the top of the repository. This folder
+holds links to them, so that editors, type checkers and a fresh clone find `kvtier.*`.
 """
 
 from importlib import import_module
@@ -50,7 +50,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # On first use: torch and transformers take seconds, which `import kvtier` and `kvtier --help` need not.
+    # Import on first use: torch and transformers take seconds, and `import kvtier` and `kvtier --help` need neither.
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,1 +1,1 @@
-"""`kvtier route`: sends each request to the replica that has most of its prompt, and has the time for it."""
+"""`kvtier route`: a router that sends each request to the replica with most of its prompt, unless it is too busy."""

@@ -1,4 +1,4 @@
-"""RouteApp: the router's own paths, and the proxy for all others."""
+"""`RouteApp`: the router's own paths, and the proxy for all other paths."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ OWN = frozenset({HEALTH, READY, METRICS, REPLICAS, DRAIN, UNDRAIN})
 
 
 class RouteApp:
-    """The ASGI app behind the port. *is_ending*: new requests are refused. Owned by the event loop."""
+    """The ASGI app behind the port. It refuses new requests if *is_ending* is set. Owned by the event loop."""
 
     def __init__(
         self,
@@ -45,10 +45,13 @@ class RouteApp:
         audit: AuditLog | None,
         browser_rules: BrowserRules | None,
     ) -> None:
-        """*operators* may drain replicas, and each time is a line in *audit*; None: nobody may. *browser_rules* refuse
-        what pages of other sites ask."""
+        """Create the app.
+
+        *operators* may drain replicas, which writes a line to *audit*; None disables draining. *browser_rules* refuse
+        requests from pages of other sites.
+        """
         self.is_ending = False
-        self.num_running = 0  # requests that were let in and have not ended
+        self.num_running = 0  # admitted requests that have not ended
         self._router, self._proxy, self._feeds, self._metrics = router, proxy, feeds, metrics
         self._operators, self._audit = operators, audit
         self._browser_rules = browser_rules
@@ -62,7 +65,7 @@ class RouteApp:
             Route(UNDRAIN, self._drain, methods=["POST"]),
         ]
         handlers = {ApiError: _api_error, HTTPException: _http_error}
-        self._own = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
+        self._own = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own error type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -92,13 +95,13 @@ class RouteApp:
         self.num_running += 1
         try:
             if self.is_ending:
-                raise ApiError(503, "the router is about to end; ask another one", code="shutting_down")
+                raise ApiError(503, "the router is shutting down; use another one", code="shutting_down")
             await self._proxy(scope, receive, in_time(send_named))
         except ApiError as error:
-            assert not has_begun, "an error behind a status"
+            assert not has_begun, "an error after the answer has begun"
             await error_response(error, scope)(scope, receive, send_named)
         except (Broken, ClientDisconnect, TimeoutError):
-            pass  # an answer that is not complete: the server cuts the connection
+            pass  # the answer is incomplete, so the server cuts the connection
         finally:
             self.num_running -= 1
 
@@ -108,11 +111,11 @@ class RouteApp:
         return self._browser_rules.refusal(scope["method"], Headers(scope=scope))
 
     async def _health(self, _: Request) -> Response:
-        """The process lives."""
+        """Return 200, because the process is alive."""
         return json_response({"status": "alive"})
 
     async def _ready(self, _: Request) -> Response:
-        """Whether requests are answered."""
+        """Return 200 if requests are answered, else 503."""
         num_open = sum(each.is_open for each in self._router.replicas.values())
         is_ready = num_open > 0 and not self.is_ending
         status = "about to end" if self.is_ending else "ready" if is_ready else "no replica is ready"
@@ -122,15 +125,15 @@ class RouteApp:
         return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _replicas(self, request: Request) -> Response:
-        """What is known of all replicas."""
+        """Return the state of all replicas."""
         if self._operators is not None:
             self._operator(request, self._operators)
         return json_response({"object": "list", "data": [self._told(name) for name in self._router.replicas]})
 
     async def _drain(self, request: Request) -> Response:
-        """Send no new request to a replica, or do so again; those that run go on."""
+        """Stop sending new requests to a replica, or resume. Running requests continue."""
         if self._operators is None or self._audit is None:
-            message = "nobody may drain replicas: start the router with [operators] or KVTIER_OPERATOR_TOKEN"
+            message = "draining is disabled; start the router with [operators] or KVTIER_OPERATOR_TOKEN"
             raise ApiError(404, message, code="no_operators")
         who, verb = self._operator(request, self._operators), request.url.path.rsplit("/", 1)[-1]
         name = request.query_params.get("replica", "")
@@ -144,13 +147,13 @@ class RouteApp:
         return json_response(self._told(name))
 
     def _operator(self, request: Request, operators: Operators) -> str:
-        """Who asks. ApiError 401 if it is no operator."""
+        """Return the operator's name. Raise ApiError 401 if the request has no operator's token."""
         who = operators.name_of(request.headers.get("authorization", ""))
         if who is None:
             self._metrics.operators_refused.inc()
             if self._refused is not None:
                 self._refused.note()
-            message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+            message = "the operator's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
         return who
 

@@ -1,11 +1,11 @@
-"""What a client is told whose answer ends too early."""
+"""The error that a client gets if its answer ends too early."""
 
 from kvtier.web.api_error import ApiError
 from kvtier.web.event_stream import data_event
 
 
 def replica_failed(what: str, status: int = 502) -> ApiError:
-    """The error of a request to a replica which did *what* is said."""
+    """Return the error for a request whose replica failed as *what* says."""
     return ApiError(status, f"the replica {what}", code="replica_failed")
 
 

@@ -1,4 +1,4 @@
-"""The router's configuration: one frozen tree, of a TOML file and the command line."""
+"""The router's configuration: one frozen tree, from a TOML file and the command line."""
 
 import re
 from collections.abc import Mapping
@@ -28,9 +28,11 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class ReplicaConfig(Table, frozen=True, kw_only=True):
-    """`[[replicas]]`: a server. *url* as `http://HOST:PORT`; *events* where it publishes KV events, *replay* where it
-    sends what was missed again, both ZMQ endpoints. Events of *topic* are listened to. It is called *name*, by default
-    its URL."""
+    """`[[replicas]]`: a server.
+
+    *url* has the form `http://HOST:PORT`. *events* is the ZMQ endpoint where the server publishes KV events, *replay*
+    the one where it sends missed events again. The router listens to events of *topic*. *name* is by default the URL.
+    """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = ""
@@ -46,10 +48,10 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
         except ValueError:
             is_usable = False
         if not is_usable:
-            raise ValueError(f"url {self.url}: is no server; write it as http://HOST:PORT")
+            raise ValueError(f"url {self.url}: is not the URL of a server; write it as http://HOST:PORT")
         for key, endpoint in (("events", self.events), ("replay", self.replay)):
             if endpoint is not None and not re.match(r"^(tcp://[^*]+:\d+|ipc://.+|inproc://.+)$", endpoint):
-                raise ValueError(f"{key} {endpoint}: is no endpoint to connect to; write it as tcp://HOST:PORT")
+                raise ValueError(f"{key} {endpoint}: is not an endpoint to connect to; write it as tcp://HOST:PORT")
         if self.replay is not None and self.events is None:
             raise ValueError("replay without events: give the endpoint of events too")
         msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
@@ -57,17 +59,18 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
 
     @property
     def publisher(self) -> Publisher | None:
-        """Where it tells what it has; None if it does not."""
+        """ZMQ endpoints where the server publishes KV events, None if it publishes none."""
         return None if self.events is None else Publisher(self.name, self.events, self.replay, self.topic)
 
 
 class PolicyConfig(Table, frozen=True, kw_only=True):
-    """`[policy]`: what weighs how much, in tokens that have to be computed.
+    """`[policy]`: the weights of the routing policy, in tokens that must be computed.
 
     Loading a token from host memory or disk costs *host_cost* or *disk_cost* of computing it. A token that waits at a
-    replica counts *queue_weight*, a request that runs there *request_tokens*. A conversation stays with its replica
-    if another is not better by more than *session_tokens*. A prompt of which nobody has anything goes by the hash of
-    its first *first_tokens* tokens, to the first replica with less than *hash_slack* times its share of requests.
+    replica counts *queue_weight*, and a request that runs there counts *request_tokens*. A conversation stays with its
+    replica unless another replica is better by more than *session_tokens*. If no replica has any of a prompt, the hash
+    of its first *first_tokens* tokens decides: the prompt goes to the first replica with less than *hash_slack* times
+    its share of requests.
     """
 
     host_cost: Part = 0.1
@@ -80,18 +83,18 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 
 
 class IndexConfig(Table, frozen=True, kw_only=True):
-    """`[index]`: *max_blocks* that are known of, some 250 bytes each; *max_sessions* conversations."""
+    """`[index]`: limits on the known blocks (*max_blocks*, about 250 bytes each) and conversations (*max_sessions*)."""
 
     max_blocks: Count = 2_000_000
     max_sessions: Count = 100_000
 
 
 class TokensConfig(Table, frozen=True, kw_only=True):
-    """`[tokens]`: how the router comes to know a prompt's tokens, which is what events are about.
+    """`[tokens]`: how the router gets a prompt's tokens, which it needs because KV events refer to tokens.
 
-    With *ask* a replica's `/tokenize` is asked for *timeout_s* seconds at most, and answers of *max_cached* tokens in
-    all are kept, four bytes each.
-    Without it, or without an answer, the prompt's text is compared with what was sent to whom.
+    With *ask*, the router queries a replica's `/tokenize` for at most *timeout_s* seconds. It caches answers of
+    *max_cached* tokens in all, four bytes each. Without *ask* or without an answer, the router compares the prompt's
+    text with the texts that were sent to each replica.
     """
 
     ask: bool = True
@@ -100,8 +103,10 @@ class TokensConfig(Table, frozen=True, kw_only=True):
 
 
 class HealthConfig(Table, frozen=True, kw_only=True):
-    """`[health]`: each replica is asked every *every_s* seconds; *failures* times no answer in *timeout_s* seconds, and
-    it is dead."""
+    """`[health]`: each replica is polled every *every_s* seconds.
+
+    A replica is dead after *failures* polls in a row without an answer within *timeout_s* seconds.
+    """
 
     every_s: Seconds = 2.0
     timeout_s: Seconds = 2.0
@@ -109,13 +114,16 @@ class HealthConfig(Table, frozen=True, kw_only=True):
 
 
 class RouteConfig(Table, frozen=True, kw_only=True):
-    """The whole tree. Requests have *max_body* bytes at most, and an answer that takes longer than *timeout_s* to begin
-    or to go on is given up. Told to end, the router lets answers go on for *drain_s* seconds.
+    """The whole tree.
 
-    *api_keys* is the replicas' own file, if they have one: kvtier's blocks are named by tenant. With it the router lets
-    every request pass, and the replica decides. Without it requests must name as `Host` an IP address, a loopback name,
-    one of *allowed_hosts* or, if *host* is no loopback address, a name that public DNS cannot have; and of pages in
-    browsers those of *cors_origins* alone may ask, which the replicas have to allow too.
+    A request's body has at most *max_body* bytes. The router gives up an answer that takes longer than *timeout_s*
+    seconds to begin or to continue. On shutdown, running answers may continue for *drain_s* seconds.
+
+    *api_keys* is the replicas' own key file, if they have one, because kvtier names blocks by tenant. With it, the
+    router passes on every request, and the replica checks the key. Without it, the `Host` of a request must be an IP
+    address, a loopback name, one of *allowed_hosts* or, if *host* is not a loopback address, a name that public DNS
+    cannot have. Of the pages in browsers, only those of *cors_origins* may send requests, and the replicas must allow
+    these origins too.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -141,15 +149,15 @@ class RouteConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.replicas:
-            raise ValueError("no replicas: give the URL of one server at least")
+            raise ValueError("no replicas: give the URL of at least one server")
         for what in ("name", "url"):
             values = [getattr(each, what) for each in self.replicas]
             if len(set(values)) < len(values):
                 twice = next(each for each in values if values.count(each) > 1)
-                raise ValueError(f"replicas: the {what} {twice} is there twice; each replica has one of its own")
+                raise ValueError(f"replicas: the {what} {twice} is used twice; give each replica its own")
 
 
 def route_config(source: str | Path | None, given: Mapping[str, object]) -> RouteConfig:
-    """The configuration in the TOML file *source*, with what is *given* in place of its own; `ConfigError`."""
+    """Return the configuration in the TOML file *source*, overridden by *given*. Raise `ConfigError` if invalid."""
     data = with_tables({} if source is None else load_toml(source), given)
     return tree_from_dict(RouteConfig, data, "route" if source is None else str(source))

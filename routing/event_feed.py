@@ -1,4 +1,4 @@
-"""EventFeed: the KV events of one replica, in their order, without a gap that nobody knows of."""
+"""`EventFeed`: the KV events of one replica, in order and without undetected gaps."""
 
 import asyncio
 import logging
@@ -14,28 +14,28 @@ from kvtier.routing.kv_event import Batch, Publisher, decode
 
 log = logging.getLogger(__name__)
 
-REPLAY_S = 10.0  # nothing else is heard meanwhile
-AGAIN_S = 1.0  # after an error, before the feed begins anew
+REPLAY_S = 10.0  # max wait for the next part of a replay, during which the feed hears nothing else
+AGAIN_S = 1.0  # between an error and the restart of the feed
 _END = -1
 _SEQ_BYTES = 8  # big-endian, signed: the end of a replay is -1
 _MAX_MESSAGE_BYTES = 16 << 20  # more than the blocks of the largest step; a longer message ends the connection
-_HWM = 100_000  # batches that wait for the router, as many as a publisher keeps for a slow one
+_HWM = 100_000  # batches that wait for the router, as many as a publisher keeps for a slow subscriber
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A batch and its number."""
+    """A batch and its sequence number."""
 
     seq: int
     batch: Batch
 
 
 class EventFeed:
-    """Listens to a publisher, asks it again for what was missed, and says when what it told cannot be relied on.
+    """A subscription to one publisher that replays missed batches and reports when earlier batches are unreliable.
 
-    That is so after a gap that cannot be replayed, and when another publisher answers at the endpoint: a replica that
-    was restarted. *take* is then given what can be replayed since the last gap. Owned by the event loop; `run` runs
-    until it is cancelled.
+    Earlier batches are unreliable after a gap that cannot be replayed. They are also unreliable when another publisher
+    answers at the endpoint, because the replica was restarted. *take* then gets the batches that can be replayed since
+    the last gap. Owned by the event loop; `run` runs until it is cancelled.
     """
 
     def __init__(
@@ -45,33 +45,36 @@ class EventFeed:
         lose: Callable[[], None],
         replay_s: float = REPLAY_S,
     ) -> None:
-        """*take* gets each batch once, in order; *lose* is called when all that it got before is in doubt. A replay is
-        given up when its next part has not come for *replay_s* seconds."""
+        """Create the feed of *publisher*.
+
+        *take* gets each batch once, in order. *lose* is called when all batches that it got before are in doubt. A
+        replay is abandoned if its next part does not arrive within *replay_s* seconds.
+        """
         self._name = publisher.name
         self._endpoint, self._replay_endpoint = publisher.events, publisher.replay
         self._topic = publisher.topic.encode()
         self._take, self._lose, self._replay_s = take, lose, replay_s
-        self._last: Told | None = None  # that was taken
-        self._is_in_doubt = False  # the connection was lost: another publisher may answer now
+        self._last: Told | None = None  # the last batch that was taken
+        self._is_in_doubt = False  # the connection was lost, so another publisher may answer now
         self.num_batches = self.num_gaps = self.num_replays = self.num_losses = 0
 
     @property
     def next_seq(self) -> int | None:
-        """The number of the batch that comes next; None before the first."""
+        """Sequence number of the next batch, None before the first batch."""
         return None if self._last is None else self._last.seq + 1
 
     def start_over(self) -> None:
-        """What was told is forgotten: learn anew all that can be replayed, when the next batch comes."""
+        """Take all batches that can be replayed again when the next batch arrives, because they were forgotten."""
         self._last = None
         self._is_in_doubt = False
 
     async def run(self) -> None:
-        """Listen until cancelled. Whatever a publisher sends, the router lives: listening begins anew."""
+        """Listen until cancelled. After an error, whatever the publisher has sent, start to listen again."""
         while True:
             try:
                 await self._listen()
             except Exception as error:
-                log.warning("events of %s: %r; what it has is learnt anew", self._name, error)
+                log.warning("events of %s: %r; its blocks are forgotten and learnt anew", self._name, error)
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
 
@@ -99,16 +102,16 @@ class EventFeed:
                     await self._hear(_told(seq, payload))
 
     async def _note(self, event: int) -> None:
-        """Of the connection: it was lost, or is there, now or again."""
+        """Handle the loss of the connection, or a connection that is established for the first time or again."""
         if event == zmq.EVENT_DISCONNECTED:
             self._is_in_doubt = self._last is not None
         elif self._last is None:
-            self._take_tail(await self._replay(0))  # what was told before
+            self._take_tail(await self._replay(0))  # batches that were published before
         elif self._is_in_doubt:
             await self._resolve_doubt()
 
     async def _hear(self, told: Told) -> None:
-        """A batch as it is published."""
+        """Process a published batch."""
         if self._is_in_doubt:
             await self._resolve_doubt()
         last = self._last
@@ -117,7 +120,7 @@ class EventFeed:
         elif told.seq == last.seq + 1:
             self._accept(told)
         elif told.seq <= last.seq:
-            if told.batch.ts > last.batch.ts:  # else it was replayed already
+            if told.batch.ts > last.batch.ts:  # else the batch was replayed already
                 await self._begin_anew(told)
         else:
             self.num_gaps += 1
@@ -128,7 +131,7 @@ class EventFeed:
                 self._accept(told)
 
     async def _resolve_doubt(self) -> None:
-        """Ask whether it is still the publisher that was listened to: then it has the last batch as it was."""
+        """Check whether the publisher is still the same one, which then replays the last batch unchanged."""
         self._is_in_doubt = False
         assert self._last is not None
         again = await self._replay(self._last.seq)
@@ -143,8 +146,8 @@ class EventFeed:
         await self._begin_with(told)
 
     async def _begin_with(self, told: Told) -> None:
-        """Take what was told before *told*, as far as it can be had without a gap, then *told*."""
-        if told.seq:  # a subscription takes a moment: what came in it was not heard
+        """Take the batches before *told* that can be replayed without a gap, then *told*."""
+        if told.seq:  # batches that were published while the subscription began were missed
             self._take_tail(await self._replay(0))
         if self._last is None or told.seq == self._last.seq + 1:
             self._accept(told)
@@ -155,7 +158,7 @@ class EventFeed:
         self._lose()
 
     def _take_from(self, seq: int, replayed: Sequence[Told]) -> bool:
-        """Take what is *replayed* from number *seq* on, if nothing is missing; whether all is taken."""
+        """Take the *replayed* batches from number *seq* on, if none is missing. Return whether they were taken."""
         if [each.seq for each in replayed] != list(range(seq, seq + len(replayed))):
             return False
         for told in replayed:
@@ -163,7 +166,7 @@ class EventFeed:
         return bool(replayed)
 
     def _take_tail(self, replayed: Sequence[Told]) -> None:
-        """Take what follows the last gap: what was told before it may have been taken back in the gap."""
+        """Take the batches after the last gap, because batches within the gap may have revoked earlier ones."""
         start = len(replayed)
         while start and (start == len(replayed) or replayed[start - 1].seq + 1 == replayed[start].seq):
             start -= 1
@@ -176,7 +179,7 @@ class EventFeed:
         self._take(told.batch)
 
     async def _replay(self, start: int) -> list[Told]:
-        """All batches from number *start* on that the publisher still has; none if it cannot be asked."""
+        """Return all batches from number *start* on that the publisher still has; empty if it does not answer."""
         if self._replay_endpoint is None:
             return []
         self.num_replays += 1
@@ -192,11 +195,11 @@ class EventFeed:
                 if int.from_bytes(seq, "big", signed=True) == _END:
                     return told
                 told.append(_told(seq, payload))
-        log.warning("events of %s: no answer at %s; a replay is given up", self._name, self._replay_endpoint)
+        log.warning("events of %s: no answer at %s; the replay is abandoned", self._name, self._replay_endpoint)
         return []
 
 
 def _told(seq: bytes, payload: bytes) -> Told:
     if len(seq) != _SEQ_BYTES:
-        raise ValueError(f"a message's number has {len(seq)} bytes and not {_SEQ_BYTES}")
+        raise ValueError(f"the sequence number of a batch has {len(seq)} bytes instead of {_SEQ_BYTES}")
     return Told(int.from_bytes(seq, "big"), decode(payload))

@@ -1,4 +1,4 @@
-"""HealthCheck: asks each replica again and again whether it is ready."""
+"""`HealthCheck`: polls each replica for its readiness."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ from kvtier.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
 
-READY, HEALTH = "/ready", "/health"  # kvtier has both, vLLM the second
+READY, HEALTH = "/ready", "/health"  # kvtier has both, vLLM only the second
 
 
 class HealthCheck:
-    """Asks all replicas; what does not answer is forgotten, and what answers again is open again."""
+    """The polls of all replicas. A replica that does not answer counts as dead until it answers again."""
 
     def __init__(self, config: HealthConfig, router: Router, session: ClientSession) -> None:
         self._config = config
@@ -24,13 +24,13 @@ class HealthCheck:
         self._session = session
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._config.every_s)
 
     async def look(self) -> None:
-        """Ask all once, at the same time."""
+        """Poll all replicas once, concurrently."""
         await asyncio.gather(*map(self._look_at, self._router.replicas.values()))
 
     async def _look_at(self, replica: Replica) -> None:
@@ -52,7 +52,7 @@ class HealthCheck:
             )
 
     async def _ask(self, replica: Replica) -> Health | None:
-        """What the replica says; None if it says nothing."""
+        """Return the replica's health, or None if it does not answer."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status = await self._status(replica.url + READY)

@@ -1,4 +1,4 @@
-"""KV events as they come over the wire: vLLM's format of today and of before, and LMCache's, which vLLM publishes."""
+"""KV events in their wire formats: vLLM's current and older ones, and LMCache's, which vLLM publishes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import msgspec
 
 from kvtier.tiers.naming.tier import Tier
 
-Name: TypeAlias = int | bytes  # of a block, as the replica calls it
+Name: TypeAlias = int | bytes  # a replica's name of a block
 
-# vLLM says GPU, CPU and STORAGE, LMCache cpu, SGLang CPU_TIER1; what is neither device nor host memory is behind both.
+# vLLM sends GPU, CPU and STORAGE, LMCache cpu, SGLang CPU_TIER1. Any medium that is not listed counts as disk.
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "CPU_TIER1": Tier.HOST, "CPU_PINNED": Tier.HOST}
 _FIELDS = {  # in the order of the arrays in which vLLM before 0.32 sent events
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
@@ -20,8 +20,11 @@ _FIELDS = {  # in the order of the arrays in which vLLM before 0.32 sent events
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """The replica has these blocks in *medium*. They follow each other, and *parent_block_hash*, if it has
-    *token_ids*. Of *group_idx* only the first group is looked at, whose blocks decide how far a prefix goes."""
+    """The event that the replica has these blocks in *medium*.
+
+    If the event has *token_ids*, the blocks follow each other, and the first one follows *parent_block_hash*. The
+    router uses events of the first group only (*group_idx*), whose blocks decide how long a prefix is.
+    """
 
     block_hashes: Sequence[Name]
     parent_block_hash: Name | None
@@ -34,12 +37,12 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def tier(self) -> Tier:
-        """Where they are."""
+        """Tier that has the blocks."""
         return tier_of(self.medium)
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """The replica has these blocks no longer in *medium*."""
+    """The event that the replica no longer has these blocks in *medium*."""
 
     block_hashes: Sequence[Name]
     medium: str | None = None
@@ -47,19 +50,19 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def tier(self) -> Tier:
-        """Where they were."""
+        """Tier that had the blocks."""
         return tier_of(self.medium)
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """The replica has nothing any more."""
+    """The event that the replica has no blocks any more."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Events that came together, *ts* seconds after the epoch. What is no event that is known is not among them."""
+    """The events of one message, sent *ts* seconds after the epoch, without events of unknown kinds."""
 
     ts: float
     events: list[Event]
@@ -75,21 +78,21 @@ _AS_ANYTHING = msgspec.msgpack.Decoder(_Anything)
 
 
 def decode(payload: bytes) -> Batch:
-    """The batch in a message's payload. ValueError for what is none."""
+    """Return the batch in a message's payload. Raise ValueError if it has none."""
     try:
         return _AS_MAPS.decode(payload)
-    except msgspec.ValidationError:  # arrays, or an event of a kind that is not known
+    except msgspec.ValidationError:  # events as arrays, or an event of an unknown kind
         batch = _AS_ANYTHING.decode(payload)
         return Batch(batch.ts, [event for raw in batch.events if (event := _event(raw)) is not None])
 
 
 def tier_of(medium: str | None) -> Tier:
-    """The tier that a medium is; without one it is the device's."""
+    """Return the tier of a medium; the device if there is none."""
     return Tier.DEVICE if medium is None else _TIERS.get(medium.upper(), Tier.DISK)
 
 
 def _event(raw: object) -> Event | None:
-    """The event in a map, or in an array that begins with its kind; None if it is of no kind that is known."""
+    """Return the event in a map, or in an array that begins with its kind; None if the kind is unknown."""
     if isinstance(raw, Sequence) and raw and raw[0] in _FIELDS:
         raw = {"type": raw[0], **dict(zip(_FIELDS[raw[0]], raw[1:], strict=False))}
     if not isinstance(raw, Mapping) or raw.get("type") not in _FIELDS:
@@ -99,8 +102,10 @@ def _event(raw: object) -> Event | None:
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """The ZMQ endpoints of the replica called *name*: where it publishes KV events of *topic*, and where it sends what
-    was missed again, if it does."""
+    """The ZMQ endpoints of the replica *name*.
+
+    It publishes KV events of *topic* at *events*. It sends missed events again at *replay*, if that is given.
+    """
 
     name: str
     events: str

@@ -1,4 +1,4 @@
-"""What the router's `/metrics` answers."""
+"""The metrics in the router's `/metrics`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,32 +13,32 @@ from kvtier.routing.replica import Health
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 from kvtier.routing.tokens import Tokens
 
-REQUESTS = counter("kvtier_route_requests", "Requests sent to a replica, by why it was chosen", "replica", "reason")
-RETRIES = counter("kvtier_route_retries", "Requests that went on to another replica, by what the one before did", "why")
-FAILURES = counter("kvtier_route_failures", "Requests that no replica answered, or not to the end, by why", "why")
-PROMPT_TOKENS = counter("kvtier_route_prompt_tokens", "Tokens of prompts that were sent, estimated if not known")
-MATCHED_TOKENS = counter("kvtier_route_matched_tokens", "Those that the replica should have, by where", "tier")
-CHOOSE_SECONDS = histogram("kvtier_route_choose_seconds", "Seconds that choosing took, of a prompt's tokens")
-REPLICAS = gauge("kvtier_route_replicas", "Replicas by health", "health")
-DRAINING = gauge("kvtier_route_draining_replicas", "Replicas that an operator drains")
-REPLICA_REQUESTS = gauge("kvtier_route_replica_requests", "Requests at a replica that have not ended", "replica")
-WAITING_TOKENS = gauge("kvtier_route_waiting_tokens", "Prompt tokens at a replica that wait to be computed", "replica")
-INDEX_BLOCKS = gauge("kvtier_route_index_blocks", "Blocks that some replica has, or was sent")
-ORPHANS = counter("kvtier_route_orphan_blocks", "Blocks told of whose place in a prompt is not known")
-SESSIONS = gauge("kvtier_route_sessions", "Conversations whose replica is known")
-EVENT_BATCHES = counter("kvtier_route_event_batches", "Batches of KV events taken in", "replica")
-EVENT_GAPS = counter("kvtier_route_event_gaps", "Gaps in the numbers of batches", "replica")
-EVENT_REPLAYS = counter("kvtier_route_event_replays", "Times that a replica was asked for batches again", "replica")
-EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that a replica's blocks were forgotten", "replica")
-OPERATORS_REFUSED = counter("kvtier_route_operators_refused", "Requests with no operator's token, or a wrong one.")
-TOKENIZE = counter("kvtier_route_tokenize", "Questions to replicas for a prompt's tokens, by result", "result")
+REQUESTS = counter("kvtier_route_requests", "Requests sent to a replica, by reason.", "replica", "reason")
+RETRIES = counter("kvtier_route_retries", "Requests retried at another replica, by failure of the one before.", "why")
+FAILURES = counter("kvtier_route_failures", "Requests that no replica answered completely, by reason.", "why")
+PROMPT_TOKENS = counter("kvtier_route_prompt_tokens", "Prompt tokens sent to replicas, estimated if not known.")
+MATCHED_TOKENS = counter("kvtier_route_matched_tokens", "Prompt tokens the replica should have, by tier.", "tier")
+CHOOSE_SECONDS = histogram("kvtier_route_choose_seconds", "Seconds to choose a replica from a prompt's tokens.")
+REPLICAS = gauge("kvtier_route_replicas", "Replicas by health.", "health")
+DRAINING = gauge("kvtier_route_draining_replicas", "Replicas that an operator drains.")
+REPLICA_REQUESTS = gauge("kvtier_route_replica_requests", "Requests at a replica that have not ended.", "replica")
+WAITING_TOKENS = gauge("kvtier_route_waiting_tokens", "Prompt tokens at a replica that wait to be computed.", "replica")
+INDEX_BLOCKS = gauge("kvtier_route_index_blocks", "Blocks that some replica has or was sent.")
+ORPHANS = counter("kvtier_route_orphan_blocks", "Reported blocks whose place in a prompt is not known.")
+SESSIONS = gauge("kvtier_route_sessions", "Conversations whose replica is known.")
+EVENT_BATCHES = counter("kvtier_route_event_batches", "Batches of KV events received.", "replica")
+EVENT_GAPS = counter("kvtier_route_event_gaps", "Gaps in the sequence numbers of batches.", "replica")
+EVENT_REPLAYS = counter("kvtier_route_event_replays", "Replays of batches requested from a replica.", "replica")
+EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that a replica's blocks were forgotten.", "replica")
+OPERATORS_REFUSED = counter("kvtier_route_operators_refused", "Requests with a missing or wrong operator's token.")
+TOKENIZE = counter("kvtier_route_tokenize", "Requests to replicas for a prompt's tokens, by result.", "result")
 
 CATALOGUE: tuple[MetricName, ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricName))
 _CHOOSE_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 class RouteMetrics:
-    """What is counted as it happens. No label is a client's to choose. Owned by the event loop."""
+    """The metrics that are counted as events happen. Clients cannot choose labels. Owned by the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,19 +51,19 @@ class RouteMetrics:
         self._matched_tokens = MATCHED_TOKENS.counter(self.registry)
 
     def sent(self, prompt: RoutedPrompt, routed: Routed) -> None:
-        """A prompt was sent to the replica of the choice."""
+        """Count a prompt that was sent to the chosen replica."""
         self._requests.labels(routed.choice.name, str(routed.choice.reason)).inc()
         self._prompt_tokens.inc(prompt.num_tokens)
         for tier in ("device", "host", "disk", "expected"):
             self._matched_tokens.labels(tier).inc(getattr(routed.matched, tier))
 
     def passed(self, replica: str) -> None:
-        """A request without a prompt was sent there."""
+        """Count a request without a prompt that was sent to *replica*."""
         self._requests.labels(replica, "pass").inc()
 
 
 class RouterCollector(Collector):
-    """What is asked for when Prometheus asks."""
+    """The metrics that are read from the router's state when Prometheus scrapes it."""
 
     def __init__(self, router: Router, feeds: Mapping[str, EventFeed], tokens: Tokens) -> None:
         self._router = router
@@ -71,7 +71,7 @@ class RouterCollector(Collector):
         self._tokens = tokens
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric, as it is now."""
+        """Yield each metric with its current values."""
         router, feeds = self._router, self._feeds
         replicas = router.replicas.values()
         by_health = Counter(str(each.health) for each in replicas)

@@ -1,4 +1,4 @@
-"""RoutingPolicy: which replica a request goes to."""
+"""`RoutingPolicy`: the choice of a replica for a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from kvtier.routing.prefix_index import NOTHING, Matched
 
 
 class Reason(StrEnum):
-    """Why a replica was chosen."""
+    """The reason why a replica was chosen."""
 
-    PREFIX = "prefix"  # nobody has more of the prompt
-    LOAD = "load"  # somebody has more, and too much to do
-    SESSION = "session"  # it has had the conversation so far
-    HASH = "hash"  # nobody is known to have anything: by the prompt's first blocks
+    PREFIX = "prefix"  # no replica has more of the prompt
+    LOAD = "load"  # another replica has more of the prompt, but too much load
+    SESSION = "session"  # the replica has had the conversation so far
+    HASH = "hash"  # no replica is known to have any of the prompt, so the hash of its first blocks decides
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replica has to do."""
+    """The load of a replica."""
 
-    num_requests: int = 0  # that are not answered yet
-    num_waiting_tokens: int = 0  # of their prompts, to be computed before their answers begin
+    num_requests: int = 0  # not answered yet
+    num_waiting_tokens: int = 0  # prompt tokens of these requests to compute before their answers begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Candidate:
     name: str
     matched: Matched = NOTHING
     load: Load = Load()
-    is_open: bool = True  # it lives, is not being drained, and has not failed this request already
+    is_open: bool = True  # it is ready, is not being drained, and has not been tried for this request
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The replica, why, and what its answer costs, in tokens computed."""
+    """The chosen replica, the reason, and the cost of its answer in computed tokens."""
 
     name: str
     reason: Reason
@@ -46,20 +46,20 @@ class Choice:
 
 
 class RoutingPolicy:
-    """Weighs prefix against load, in tokens that have to be computed before an answer can begin.
+    """A policy that weighs prefix against load, in tokens that must be computed before an answer can begin.
 
-    It sees no clock, no socket and no index: the same arguments give the same choice. A router of another kind can
-    ask it as well.
+    It uses no clock, socket or index, so the same arguments give the same choice. Other kinds of routers can use it as
+    well.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
 
     def choose(self, num_tokens: int, candidates: Sequence[Candidate], session: str | None = None) -> Choice | None:
-        """One of the open *candidates* for a prompt of *num_tokens*; None if none is open.
+        """Return the choice among the open *candidates* for a prompt of *num_tokens*, or None if none is open.
 
-        They are in the order of consistent hashing for this prompt, which decides between equals. *session* is the
-        replica that had the conversation before, if one had.
+        Candidates come in the order of consistent hashing for this prompt, which breaks ties. *session* is the replica
+        that had the conversation before, if there is one.
         """
         open_ones = [each for each in candidates if each.is_open]
         if not open_ones:
@@ -85,13 +85,15 @@ class RoutingPolicy:
         return max(0.0, num_tokens - self._saved(candidate.matched)) + ahead
 
     def _saved(self, matched: Matched) -> float:
-        """Tokens that need not be computed; those in lower tiers have to be loaded, which is a part of computing."""
+        """Return the tokens that need not be computed, less the cost of loading those in lower tiers."""
         host, disk = 1 - self._config.host_cost, 1 - self._config.disk_cost
         return matched.device + matched.expected + host * matched.host + disk * matched.disk
 
 
 def _first_with_room(candidates: Sequence[Candidate], slack: float) -> Candidate:
-    """Consistent hashing with bounded loads: the first that would not have *slack* times as many requests as all have
-    on average."""
+    """Return the first candidate with less than *slack* times the average number of requests.
+
+    This is consistent hashing with bounded loads.
+    """
     limit = ceil(slack * (1 + sum(each.load.num_requests for each in candidates)) / len(candidates))
     return next(each for each in candidates if each.load.num_requests < limit)

@@ -1,4 +1,4 @@
-"""PrefixIndex: which replica has which prefixes, and in which tier."""
+"""`PrefixIndex`: the prefixes that each replica has, and their tiers."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ from kvtier.routing.fingerprints import Fingerprint, Fingerprints, Prefixes
 from kvtier.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, Event, Name
 from kvtier.tiers.naming.tier import Tier
 
-MAX_SIZES = 3  # of blocks: an engine's own, and those of one or two caches below it
-_MAX_SIZES = 64  # that are counted, whatever a replica tells
-_MAX_LORAS = 4096  # names that are kept, likewise
-SWEPT = 1000  # prefixes that are looked at with each event, if a replica was forgotten: 0.2 ms
-MAX_LOOKED_UP = 512  # blocks of one prompt: of a longer one each second is looked up, each third, …
+MAX_SIZES = 3  # block sizes: an engine's own, and those of one or two caches below it
+_MAX_SIZES = 64  # block sizes that are counted, whatever replicas send
+_MAX_LORAS = 4096  # names that are kept, whatever replicas send
+SWEPT = 1000  # prefixes that are swept with each event after a replica was forgotten: 0.2 ms
+MAX_LOOKED_UP = 512  # blocks of one prompt; of a longer prompt, every second or third block is looked up, and so on
 
 
 class Standing(IntEnum):
-    """Why a replica should have a block, the best first. The value is a bit of the replica's four."""
+    """The reason why a replica should have a block, best first. The value is one of the replica's four bits."""
 
     DEVICE = 1
     HOST = 2
     DISK = 4
-    EXPECTED = 8  # it was sent a prompt with it, and no event has told of it yet
+    EXPECTED = 8  # the replica was sent a prompt with the block, and no event has reported the block yet
 
 
 _BITS = len(Standing)
@@ -38,7 +38,7 @@ _BEST = [None, *(next(each for each in Standing if bits & each) for bits in rang
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """How many tokens of a prompt's beginning a replica has, by the best place for each."""
+    """The number of leading tokens of a prompt that a replica has, each counted in its best place."""
 
     device: int = 0
     host: int = 0
@@ -47,7 +47,7 @@ class Matched:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of tokens in all places."""
         return self.device + self.host + self.disk + self.expected
 
 
@@ -56,8 +56,10 @@ NOTHING = Matched()
 
 @dataclass(slots=True)
 class _Run:
-    """Blocks *start* to *end* of a prompt, of which *held* says who has them. *first* is the first that was looked up:
-    those before it may be held by others too."""
+    """Blocks *start* to before *end* of a prompt, with the bits of their holders in *held*.
+
+    *first* is the first block that was looked up. The blocks before it may have further holders.
+    """
 
     held: int
     start: int
@@ -66,54 +68,58 @@ class _Run:
 
 
 class PrefixIndex:
-    """What events say that replicas have, and what they were sent, by the fingerprints of prefixes.
+    """The prefixes that replicas have reported in events or were sent, by fingerprint.
 
-    *holders* has for each known prefix four bits of each replica. A replica's name of a block leads to its fingerprint
-    as long as there is room; what is forgotten for room, the oldest first, is forgotten of all replicas, so that none
-    is believed to have what it has long lost. Owned by one thread.
+    The index has four bits per replica for each known prefix. It maps replicas' names of blocks to fingerprints while
+    there is room. When room runs out, the oldest name is dropped and its prefix is forgotten for all replicas, so that
+    no replica is believed to have blocks that it lost long ago. Owned by one thread.
 
-    It is approximate: between two blocks that a replica has, up to one in 512 of a long prompt apart, all count as had.
+    The index is approximate. In a long prompt, the blocks that are looked up are up to 1/512 of the prompt apart, and
+    all blocks between two of them that a replica has count as held.
     """
 
     def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:
-        """*max_blocks*: names to know, and as many prefixes that were sent and not told of."""
+        """Create an empty index.
+
+        *max_blocks* limits the known names, and separately the prefixes that were sent but not reported.
+        """
         self.fingerprints = fingerprints
-        self.loras: OrderedDict[str, None] = OrderedDict()  # those told of last
-        self.num_orphans = 0  # blocks that cannot be placed: the parent was told before the router listened
+        self.loras: OrderedDict[str, None] = OrderedDict()  # adapters in the latest events
+        self.num_orphans = 0  # blocks without a known prefix: their parent was reported before the router listened
         self._max_blocks = max_blocks
-        self._sizes: Counter[int] = Counter()  # of blocks told of, by their sizes
-        self._shifts: dict[str, int] = {}  # where a replica's four bits are
-        self._told_of: set[str] = set()  # replicas that something is known of
-        self._retired = 0  # the bits of replicas from before they were forgotten …
-        self._unswept: list[Fingerprint] = []  # … which these prefixes may have
+        self._sizes: Counter[int] = Counter()  # number of reported blocks by size
+        self._shifts: dict[str, int] = {}  # position of a replica's four bits
+        self._told_of: set[str] = set()  # replicas of which any prefix is known
+        self._retired = 0  # the bits that replicas had before they were forgotten
+        self._unswept: list[Fingerprint] = []  # prefixes that may still have retired bits
         self._holders: dict[Fingerprint, int] = {}
         self._names: OrderedDict[Name, Fingerprint] = OrderedDict()
         self._expected: OrderedDict[Fingerprint, None] = OrderedDict()
 
     @property
     def block_sizes(self) -> list[int]:
-        """The most frequent sizes of blocks that are told of: the last chunk of a prompt in LMCache may have any."""
+        """Most frequent sizes of reported blocks. LMCache's last chunk of a prompt may have any size."""
         return [size for size, _ in self._sizes.most_common(MAX_SIZES)]
 
     @property
     def num_prefixes(self) -> int:
-        """How many prefixes some replica has, or should have; and had, where that is not swept away yet."""
+        """Number of prefixes that some replica has or should have, with forgotten ones that are not swept yet."""
         return len(self._holders)
 
     def add(self, replica: str) -> None:
-        """Begin to know a replica."""
+        """Add a replica."""
         self._shifts[replica] = self._free_shift()
 
     def remove(self, replica: str) -> None:
-        """The replica has gone: it has nothing, and is known no longer."""
+        """Remove a replica, and forget its prefixes."""
         self.forget(replica)
         del self._shifts[replica]
 
     def forget(self, replica: str) -> None:
-        """The replica has nothing any more, as far as is known. What its blocks are called is still known.
+        """Forget the prefixes of a replica, but not the names of its blocks.
 
-        It has other bits from now on; those that it had are swept away, some with each event that comes (a new dict of
-        a million prefixes takes half a second, in which nobody could choose).
+        The replica gets new bits. A part of its old bits is swept with each event that arrives, because a new dict of a
+        million prefixes takes half a second, during which no request could be routed.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)
@@ -122,7 +128,7 @@ class PrefixIndex:
             self._unswept = list(self._holders)
 
     def learn(self, replica: str, event: Event) -> None:
-        """Take in what a replica tells."""
+        """Apply a KV event of a replica."""
         match event:
             case AllBlocksCleared():
                 self.forget(replica)
@@ -134,7 +140,7 @@ class PrefixIndex:
         self._sweep()
 
     def expect(self, replica: str, prefixes: Prefixes) -> None:
-        """The replica was sent a prompt with these prefixes. Those that it has by its own word stay as they are."""
+        """Record that the replica was sent a prompt with these prefixes. Those that it has reported do not change."""
         self._told_of.add(replica)
         self._sweep()
         shift = self._shifts[replica]
@@ -150,19 +156,19 @@ class PrefixIndex:
             self._drop(oldest, self._every(Standing.EXPECTED))
 
     def expect_no_longer(self, replica: str, prefixes: Prefixes) -> None:
-        """The replica will not compute the prompt that it was sent."""
+        """Record that the replica will not compute the prompt that it was sent."""
         bit = Standing.EXPECTED << self._shifts[replica]
         for prefix in prefixes.fingerprints:
             self._drop(prefix, bit)
 
     def matched(self, prefixes: Prefixes) -> Mapping[str, Matched]:
-        """How much of a prompt each replica has, of those that have something."""
+        """Return how much of a prompt each replica has, without replicas that have none of it."""
         runs = self._runs(prefixes.fingerprints)
         found = {name: self._counted(prefixes, runs, shift) for name, shift in self._shifts.items()}
         return {name: matched for name, matched in found.items() if matched.total}
 
     def _runs(self, prefixes: Sequence[Fingerprint]) -> list["_Run"]:
-        """Who holds what of the prompt, up to the first block that nobody holds."""
+        """Return the runs of blocks with equal holders, up to the first block that no replica holds."""
         stride = 1 + len(prefixes) // MAX_LOOKED_UP
         lasts = [*range(stride - 1, len(prefixes), stride)]
         if prefixes and (not lasts or lasts[-1] < len(prefixes) - 1):
@@ -181,11 +187,11 @@ class PrefixIndex:
         return runs
 
     def _counted(self, prefixes: Prefixes, runs: Sequence["_Run"], shift: int) -> Matched:
-        """How much one replica has of what the *runs* say."""
+        """Return how much of the *runs* the replica with the bits at *shift* has."""
         counts = dict.fromkeys(Standing, 0)
         for run in runs:
             standing = _BEST[run.held >> shift & _ALL]
-            if standing is None:  # somewhere up to the run's first block that was looked up
+            if standing is None:  # the replica's prefix ends before the run's first block that was looked up
                 for prefix in prefixes.fingerprints[run.start : run.first]:
                     standing = _BEST[self._holders.get(prefix, 0) >> shift & _ALL]
                     if standing is None:
@@ -221,12 +227,12 @@ class PrefixIndex:
             self._holders.pop(prefix, None)
 
     def _free_shift(self) -> int:
-        """Four bits that no replica has, and none had whose bits are not swept away."""
+        """Return the position of four bits that no replica has and that no unswept prefix may have."""
         taken = self._retired | sum(_ALL << shift for shift in self._shifts.values())
         return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
 
     def _sweep(self) -> None:
-        """Clear the bits that replicas had before they were forgotten, of some prefixes."""
+        """Clear the bits that replicas had before they were forgotten from some of the prefixes."""
         for prefix in self._unswept[-SWEPT:]:
             self._drop(prefix, self._retired)
         del self._unswept[-SWEPT:]
@@ -234,11 +240,11 @@ class PrefixIndex:
             self._retired = 0
 
     def _every(self, standing: Standing) -> int:
-        """The mask with the bit of that standing for each replica."""
+        """Return the mask with the bit of *standing* for each replica."""
         return sum(standing << shift for shift in self._shifts.values())
 
     def _name(self, event: BlockStored) -> None:
-        """Find out which prefixes the blocks of an event are, which has their tokens."""
+        """Compute the prefixes of an event's blocks from their tokens."""
         size, keys = event.block_size, event.extra_keys or []
         before = self._before(event)
         if before is None or len(event.token_ids) != size * len(event.block_hashes):
@@ -262,7 +268,7 @@ class PrefixIndex:
             self._know([name], [before])
 
     def _before(self, event: BlockStored) -> Fingerprint | None:
-        """The prefix that an event's first block follows; None if it is not known."""
+        """Return the prefix that an event's first block follows, or None if it is not known."""
         if event.parent_block_hash is not None:
             return self._names.get(event.parent_block_hash)
         return self.fingerprints.root(event.lora_name, _salt((event.extra_keys or [None])[0], event.lora_name))
@@ -277,12 +283,14 @@ class PrefixIndex:
 
 
 def _salt(keys: Sequence[object] | None, lora: str | None) -> str | None:
-    """The salt among the keys of a prompt's first block, which come without tags: a text that is not the adapter's
-    name, which is the first."""
+    """Return the salt among the extra keys of a prompt's first block, or None.
+
+    The keys have no tags: the salt is the first text after the adapter's name.
+    """
     texts = [key for key in keys or () if isinstance(key, str)]
     return next(iter(texts[1:] if lora is not None and texts[:1] == [lora] else texts), None)
 
 
 def _others(keys: Sequence[object] | None, lora: str | None) -> list[object]:
-    """What else the KV of a block depends on: images, embeddings. Adapter and salt are in the root."""
+    """Return the keys, such as images and embeddings, besides adapter and salt, which the root covers."""
     return [key for key in keys or () if not isinstance(key, str)]

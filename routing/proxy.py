@@ -1,4 +1,4 @@
-"""Proxy: passes a request on to a replica, and its answer back; to the next one if nothing of it has come."""
+"""`Proxy`: passes a request to a replica and its answer back, and tries the next replica if there is no answer."""
 
 import logging
 import time
@@ -28,37 +28,37 @@ from kvtier.web.request_body import read_body
 
 log = logging.getLogger(__name__)
 
-BODY_S = 60.0  # in which a body comes
-REFUSED = 503  # a replica that loads, drains or is full says so before it begins
+BODY_S = 60.0  # max time to receive a request's body
+REFUSED = 503  # sent by a replica that loads, drains or is full, before it begins any work
 
 
 @dataclass(slots=True)
 class _Way:
-    """A request on its way: where it went, and what may still be tried."""
+    """A request in progress: the replicas that were tried, and whether it may be repeated."""
 
     asked: Asked
     prompt: RoutedPrompt | None
     key: bytes
     may_repeat: bool
-    reading_s: float = 0.0  # seconds that the prompt's prefixes took
+    reading_s: float = 0.0  # time that it took to compute the prompt's prefixes
     tried: set[str] = field(default_factory=set)
-    refusal: Answer | None = None  # a 503, complete, which is the answer if no other replica gives one
+    refusal: Answer | None = None  # a complete 503, which is sent if no other replica answers
 
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """A replica on a request's way, and how much of its prompt has to be computed there."""
+    """A replica that a request goes to, and the number of prompt tokens that must be computed there."""
 
     replica: Replica
     num_tokens: int
 
 
 class Proxy:
-    """The ASGI app for all that is not the router's own. Owned by the event loop.
+    """The ASGI app for all paths that are not the router's own. Owned by the event loop.
 
-    A request is at one replica at a time, and at each once at most. It goes on to the next if a replica cannot be
-    reached, says 503, or ends without a byte of an answer; what computes nothing that could be computed twice only if
-    the replica cannot have begun.
+    A request is at one replica at a time, and at each replica at most once. It goes on to the next replica if a replica
+    cannot be reached, answers 503, or ends before the first byte of an answer. A request that may not be repeated goes
+    on only if the replica cannot have begun it.
     """
 
     def __init__(
@@ -71,15 +71,19 @@ class Proxy:
         keys: ApiKeys | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """*keys* are those of the replicas, whose blocks are named by tenant."""
+        """Create the proxy. *keys* are the replicas' API keys, because replicas name blocks by tenant."""
         self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
         self._salts = Salts(keys, config.tenant_isolation == "strict")
         self._limits = ServerConfig(max_body=config.max_body, body_timeout_s=BODY_S)
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. ApiError if nothing was sent and no replica answers; the connection is cut if an answer
-        ends too early."""
+        """Answer one request.
+
+        Raises:
+            ApiError: If no replica answers and nothing was sent to the client.
+            Broken: If an answer ends too early. The caller then cuts the connection.
+        """
         request = Request(scope, receive)
         body = await read_body(request, self._limits)
         await while_connected(receive, self._pass_on(scope, request.headers, body, send))
@@ -101,7 +105,7 @@ class Proxy:
         who = next(iter(credentials.values()), "")
         asked = Asked(scope["method"], _target(scope), _headers_of(scope), body)
         question = read_question(path, body, headers.get(SESSION_HEADER), who)
-        # What has no prompt that could be looked for is always answered by one replica, which has a client's documents.
+        # Requests without a prompt to look up always go to the same replica, which has the client's documents.
         key = who.encode(errors="surrogatepass")
         if question is None:
             return _Way(asked, None, key, may_repeat=may_repeat(asked.method, path))
@@ -113,7 +117,7 @@ class Proxy:
         return _Way(asked, prompt, key, may_repeat=True, reading_s=self._clock() - began_at)
 
     def _next(self, way: _Way) -> _Stop | None:
-        """Where the request goes now; None if there is nobody who has not had it."""
+        """Return the replica that gets the request next, or None if all open replicas were tried."""
         if way.prompt is None:
             name = self._router.any_open(way.key, way.tried)
             if name is not None:
@@ -130,7 +134,7 @@ class Proxy:
         return _Stop(self._router.replicas[routed.choice.name], num_computed)
 
     async def _answer(self, way: _Way, stop: _Stop, send: Send) -> bool:
-        """Have the replica answer; whether the client has an answer now. ApiError if nobody else may be asked."""
+        """Pass on the replica's answer. Return whether the client got one; raise ApiError if no retry is allowed."""
         replica = stop.replica
         with replica.working(stop.num_tokens) as work:
             try:
@@ -149,7 +153,7 @@ class Proxy:
                 return False
 
     def _give_up(self, way: _Way, replica: Replica, error: NoAnswer) -> None:
-        """Go on to the next replica, or raise ApiError if the request may have been carried out already."""
+        """Record the failure before the next replica is tried. Raise ApiError if the request may have been executed."""
         log.warning("replica %s gave no answer (%s)", replica.name, error.why)
         if not error.was_connected:
             self._router.bury(replica.name)
@@ -165,7 +169,7 @@ class Proxy:
             self._router.refused(way.prompt, replica.name)
 
     async def _send(self, answer: Answer, send: Send) -> None:
-        """Send the answer on, each part as it comes. `Broken` if it ends too early: then the client's ends too."""
+        """Forward the answer, each part when it arrives. Raise `Broken` if the replica's answer ends too early."""
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         await send({"type": "http.response.body", "body": answer.first, "more_body": True})
         try:
@@ -180,7 +184,7 @@ class Proxy:
 
 
 def _target(scope: Scope) -> bytes:
-    """Path and query, as they were sent."""
+    """Return the path and query as they were sent."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     return path + (b"?" + scope["query_string"] if scope["query_string"] else b"")
 

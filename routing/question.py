@@ -1,4 +1,4 @@
-"""Question: what a request's body says about where it should go."""
+"""`Question`: the facts in a request's body that decide where it should go."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from typing import Annotated, Any
 import msgspec
 
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
-ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # what has a prompt, and may be asked again if it failed
+ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # have a prompt, and may be retried
 
 SESSION_HEADER = "x-session-id"
 CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
-# A longer body, or one of more values, is compared as it is: to read 64 MiB of token ids holds up all clients for 14 s.
+# A longer body, or one with more values, is compared unparsed: parsing 64 MiB of token ids blocks all clients for 14 s.
 MAX_READ_BYTES = 8 << 20
 MAX_VALUES = 1 << 18  # numbers, texts and objects; each but the first has a comma before it
-_MAX_MESSAGES = 4096  # of an Anthropic request whose tokens are asked for
+_MAX_MESSAGES = 4096  # of an Anthropic request that is tokenized
 _MAX_SESSION = 1024  # characters of a session's name that count
 
 
@@ -26,10 +26,10 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The prompt of a request, before it is tokens.
+    """The prompt of a request, before it is tokenized.
 
-    *text* is of the whole prompt, and of a longer one it is the beginning, as a conversation's is of its next turn's.
-    *tokenize* is what `/tokenize` has to be asked for its tokens; None if it cannot be.
+    *text* covers the whole prompt. A longer prompt's text begins with it, as the next turn of a conversation does.
+    *tokenize* is the body of the request to `/tokenize`, None if the prompt cannot be tokenized there.
     """
 
     text: bytes
@@ -41,18 +41,15 @@ class Question:
 
 
 def may_repeat(method: str, path: str) -> bool:
-    """Whether a request may be asked again although a replica has begun to answer it."""
+    """Return whether a request may be repeated although a replica has begun to answer it."""
     return method in _SAFE or path in ASKING
 
 
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
-    """The question in the *body* of a request to *path*; None if it has none that can be looked for.
+    """Return the question in the *body* of a request to *path*, or None if it has no prompt that can be looked up.
 
-    A body that takes long to read is taken for a text as it is.
-
-    Args:
-        session: What the request's headers call its conversation.
-        who: The header that says who asks: what two clients call the same is not the same.
+    A body that takes too long to parse is used as a text as it is. *session* is the conversation's name in the headers.
+    *who* is the header with the credentials, which keeps equal names of different clients apart.
     """
     if path not in ASKING:
         return None
@@ -64,7 +61,7 @@ def read_question(path: str, body: bytes, session: str | None, who: str) -> Ques
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(content, dict) or b'"document_id"' in body or content.get("kvtier"):
-        return None  # a document that was put by name is at one replica
+        return None  # a document that was stored by name is at one replica
     text, token_ids, tokenize = _PROMPTS[path](content)
     return Question(
         text,
@@ -96,7 +93,7 @@ def _chat(content: Mapping[str, Any]) -> _Prompt:
 
 
 def _messages(content: Mapping[str, Any]) -> _Prompt:
-    """Anthropic's: a chat whose system message stands beside the others."""
+    """Return the prompt of an Anthropic request: a chat whose system message is a separate field."""
     text = _texts(content, "tools", "system", "messages")
     messages, system = content.get("messages"), content.get("system")
     if content.get("tools") or not isinstance(messages, list) or len(messages) > _MAX_MESSAGES:
@@ -128,12 +125,12 @@ def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:
 
 
 def _texts(content: Mapping[str, Any], *names: str) -> bytes:
-    """What stands under *names*, without the bracket behind the last list, so that a longer list begins with it."""
+    """Return the fields *names* without the last list's bracket, so that a longer list begins with the same text."""
     return b"\n".join(msgspec.json.encode(content.get(name)) for name in names).removesuffix(b"]")
 
 
 def _plain(message: object) -> object:
-    """A message of texts alone as OpenAI's chats have it; None for one with anything else in it."""
+    """Return a message of texts in OpenAI's chat format, or None if it has anything other than texts."""
     if not isinstance(message, dict):
         return None
     role, content = message.get("role"), message.get("content")

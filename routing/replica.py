@@ -1,4 +1,4 @@
-"""Replica: one of the servers behind the router, and what is known of its health and load."""
+"""`Replica`: one of the servers behind the router, with its known health and load."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,44 +8,44 @@ from kvtier.routing.policy import Load
 
 
 class Health(StrEnum):
-    """What a replica last said."""
+    """The last known health of a replica."""
 
-    UNKNOWN = "unknown"  # it was not asked yet
+    UNKNOWN = "unknown"  # not polled yet
     READY = "ready"
-    NOT_READY = "not_ready"  # it lives, and loads its model or is about to end
+    NOT_READY = "not_ready"  # alive, but loading its model or about to end
     DEAD = "dead"
 
 
 class Replica:
-    """A server: where it is, how it is, and what was sent to it that has not ended. Owned by the event loop."""
+    """A server, with its address, its health, and its requests that have not ended. Owned by the event loop."""
 
     def __init__(self, name: str, url: str = "", health: Health = Health.UNKNOWN) -> None:
-        """*url* is where it answers HTTP; empty for one that is reached in another way."""
+        """Create a replica. *url* is its HTTP address; empty for a replica that is reached in another way."""
         self.name, self.url = name, url
         self.health = health
-        self.is_draining = False  # an operator wants no new request to go there
-        self.num_failures = 0  # of asking how it is, in a row
-        self.num_elsewhere = 0  # requests there that others have sent, as far as it says
+        self.is_draining = False  # an operator has stopped new requests to the replica
+        self.num_failures = 0  # failed polls in a row
+        self.num_elsewhere = 0  # requests at the replica that other routers have sent, as far as known
         self._num_requests = self._num_waiting_tokens = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may go there."""
+        """Whether new requests may be sent to the replica."""
         return self.health is Health.READY and not self.is_draining
 
     @property
     def num_sent(self) -> int:
-        """Requests that this router has sent and that have not ended."""
+        """Number of requests that this router has sent and that have not ended."""
         return self._num_requests
 
     @property
     def load(self) -> Load:
-        """What it has to do, as far as is known: how long prompts are is known only of those that were sent here."""
+        """Known load of the replica. Lengths of prompts are known only for requests that this router has sent."""
         return Load(self._num_requests + self.num_elsewhere, self._num_waiting_tokens)
 
     @contextmanager
     def working(self, num_tokens: int) -> Iterator["Work"]:
-        """A request is there, *num_tokens* of whose prompt have to be computed."""
+        """Count a request at the replica within the context. *num_tokens* of its prompt must be computed."""
         work = Work(self, num_tokens)
         self._num_requests += 1
         self._num_waiting_tokens += num_tokens
@@ -56,18 +56,18 @@ class Replica:
             self._num_requests -= 1
 
     def computed(self, num_tokens: int) -> None:
-        """So many tokens of prompts wait no longer."""
+        """Subtract *num_tokens* prompt tokens that no longer wait to be computed."""
         self._num_waiting_tokens -= num_tokens
 
 
 class Work:
-    """A request at a replica: its prompt waits until its answer begins."""
+    """A request at a replica, whose prompt counts as waiting until its answer begins."""
 
     def __init__(self, replica: Replica, num_tokens: int) -> None:
         self._replica = replica
         self._num_tokens = num_tokens
 
     def begin(self) -> None:
-        """The answer begins, or never will."""
+        """Stop counting the prompt as waiting, because the answer begins or never will."""
         self._replica.computed(self._num_tokens)
         self._num_tokens = 0

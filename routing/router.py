@@ -1,4 +1,4 @@
-"""Router: what is known of all replicas, and the choice among them."""
+"""`Router`: the state of all replicas as far as it is known, and the choice among them."""
 
 from bisect import bisect
 from collections import OrderedDict
@@ -17,15 +17,15 @@ from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica
 from kvtier.routing.token_cache import TokenArray
 
-_POINTS = 64  # of each replica: their shares then differ by an eighth or so
-TEXT_STEP = 512  # bytes of a text between two of its prefixes that are compared
-MAX_TEXT = 256 * TEXT_STEP  # bytes that are looked at: where texts of that length differ behind, they are alike
-MAX_TOKENS = 1 << 17  # tokens that are looked at: prompts of that length that differ behind are alike
-BYTES_PER_TOKEN = 4.0  # of a text whose tokens are not known, roughly
+_POINTS = 64  # per replica, so that their shares differ by about an eighth
+TEXT_STEP = 512  # bytes of a text between two prefixes that are compared
+MAX_TEXT = 256 * TEXT_STEP  # bytes that are compared; texts that differ only after them count as equal
+MAX_TOKENS = 1 << 17  # tokens that are compared; prompts that differ only after them count as equal
+BYTES_PER_TOKEN = 4.0  # rough estimate for a text whose tokens are not known
 
 
 class Sessions:
-    """The replicas of the conversations that were asked for last, *limit* of them."""
+    """The replicas of the *limit* most recent conversations."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,30 +35,30 @@ class Sessions:
         return len(self._replicas)
 
     def replica_of(self, session: Hashable) -> str | None:
-        """The replica that had it last; None if nobody is known to have."""
+        """Return the replica that had the session last, or None if it is not known."""
         return self._replicas.get(session)
 
     def keep(self, session: Hashable, replica: str) -> None:
-        """Note who has it now."""
+        """Record that *replica* has the session now."""
         self._replicas[session] = replica
         self._replicas.move_to_end(session)
         if len(self._replicas) > self._limit:
             self._replicas.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """The replica has no conversation any more."""
+        """Forget all conversations of the replica."""
         self._replicas = OrderedDict((key, name) for key, name in self._replicas.items() if name != replica)
 
 
 class HashRing:
-    """Consistent hashing: replicas have points on a ring, and a key's replicas are those that follow it."""
+    """A ring for consistent hashing: replicas have points on it, and a key's replicas are those that follow the key."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._points = sorted((_place(f"{name} {i}".encode()), name) for name in names for i in range(_POINTS))
         self._num_names = len(names)
 
     def order(self, key: bytes) -> list[str]:
-        """All replicas, the key's own first. The others are the same whether it is there or not."""
+        """Return all replicas, the key's own first. Without that one, the order of the rest would be the same."""
         start = bisect(self._points, (_place(key), ""))
         found: dict[str, None] = {}
         for i in range(len(self._points)):
@@ -74,8 +74,11 @@ def _place(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A prompt as it is looked for: its prefixes, in one or several sizes of steps; the first are noted when it is
-    sent. *ring_key* is of its first blocks."""
+    """A prompt in the form in which the index looks it up.
+
+    *views* has its prefixes in one or several step sizes; the first view is recorded when the prompt is sent.
+    *ring_key* covers its first blocks.
+    """
 
     num_tokens: int
     views: Sequence[Prefixes]
@@ -85,14 +88,17 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A choice, and how much of the prompt the replica had."""
+    """A choice, and how much of the prompt the chosen replica had."""
 
     choice: Choice
     matched: Matched
 
 
 class Router:
-    """Chooses, and learns from what replicas tell and what they are sent. Owned by the event loop."""
+    """The router's state, which it learns from replicas' KV events and from the prompts sent to them.
+
+    Owned by the event loop.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,10 @@ class Router:
         fingerprints: Fingerprints | None = None,
         on_dead: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """*on_dead* is called with the name of a replica that has died, when what it had is forgotten."""
+        """Create a router without replicas.
+
+        *on_dead* is called with the name of a replica that has died, after its prefixes are forgotten.
+        """
         self.index = PrefixIndex(fingerprints or Fingerprints(), index.max_blocks)
         self.sessions = Sessions(index.max_sessions)
         self._replicas: dict[str, Replica] = {}
@@ -112,26 +121,29 @@ class Router:
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
-        """Those that there are, by name."""
+        """Current replicas by name."""
         return self._replicas
 
     def add(self, replica: Replica) -> None:
-        """A replica has come. None of its name is there."""
-        assert replica.name not in self._replicas, "a replica of that name is there"
+        """Add a replica, whose name must be new."""
+        assert replica.name not in self._replicas, "a replica with this name exists already"
         self._replicas[replica.name] = replica
         self._ring = HashRing(sorted(self._replicas))
         self.index.add(replica.name)
 
     def remove(self, name: str) -> None:
-        """The replica has gone for good: nothing is known of it any more."""
+        """Remove a replica for good, and forget all that is known of it."""
         del self._replicas[name]
         self._ring = HashRing(sorted(self._replicas))
         self.index.remove(name)
         self.sessions.forget(name)
 
     def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
-        """The question as it is looked for. *salt* is what the replicas name its blocks with; *who* keeps texts apart
-        whose tokens are not known."""
+        """Return the question in the form in which the index looks it up.
+
+        *salt* is the salt with which replicas name its blocks. If the tokens are not known, texts with different *who*
+        share nothing.
+        """
         if tokens is None or not self.index.block_sizes:
             return self._by_text(question, len(tokens) if tokens is not None else None, who)
         fingerprints = self.index.fingerprints
@@ -152,7 +164,7 @@ class Router:
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
     def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
-        """How much of the prompt each replica has, in the steps in which it has most."""
+        """Return how much of the prompt each replica has, in the step size in which it has most."""
         best: dict[str, Matched] = {}
         for view in prompt.views:
             for name, matched in self.index.matched(view).items():
@@ -161,7 +173,7 @@ class Router:
         return best
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
-        """The replica for the prompt, none of those that were *tried*; None if no other is open."""
+        """Return the replica for the prompt, other than those *tried*, or None if no other replica is open."""
         matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
@@ -173,33 +185,33 @@ class Router:
         return None if choice is None else Routed(choice, matched.get(choice.name, NOTHING))
 
     def sent(self, prompt: RoutedPrompt, name: str) -> None:
-        """The prompt was sent to that replica, which will have it soon."""
+        """Record that the prompt was sent to the replica, which will have it soon."""
         if prompt.views:
             self.index.expect(name, prompt.views[0])
         if prompt.session is not None:
             self.sessions.keep(prompt.session, name)
 
     def refused(self, prompt: RoutedPrompt, name: str) -> None:
-        """That replica has not computed the prompt, and will not."""
+        """Record that the replica has not computed the prompt and will not."""
         if prompt.views:
             self.index.expect_no_longer(name, prompt.views[0])
 
     def any_open(self, key: bytes, tried: Collection[str] = ()) -> str | None:
-        """A replica for a request without a prompt: always the same for the same *key*, while it is open."""
+        """Return a replica for a request without a prompt: always the same one for a *key* while it is open."""
         order = self._ring.order(key)
         return next((name for name in order if self.replicas[name].is_open and name not in tried), None)
 
     def learn(self, name: str, batch: Batch) -> None:
-        """Take in what a replica tells."""
+        """Apply a batch of a replica's KV events."""
         for event in batch.events:
             self.index.learn(name, event)
 
     def forget(self, name: str) -> None:
-        """The replica has nothing any more, as far as is known."""
+        """Forget the prefixes of a replica."""
         self.index.forget(name)
 
     def bury(self, name: str) -> None:
-        """The replica is dead: what it had is forgotten, and its conversations go elsewhere."""
+        """Mark the replica as dead, and forget its prefixes and conversations."""
         replica = self.replicas[name]
         if replica.health is not Health.DEAD:
             replica.health = Health.DEAD

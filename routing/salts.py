@@ -1,17 +1,20 @@
-"""Salts: what replicas name the blocks of a request with."""
+"""`Salts`: the salts with which replicas name the blocks of requests."""
 
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.tenancy import effective_salt
 
 
 class Salts:
-    """Knows the replicas' keys, if they have some: their blocks are named by tenant. Lets every request pass."""
+    """The salts of requests, from the replicas' keys if there are any, because blocks are named by tenant.
+
+    Does not check keys: every request passes.
+    """
 
     def __init__(self, keys: ApiKeys | None, is_strict: bool) -> None:
         self._keys, self._is_strict = keys, is_strict
 
     def of(self, who: str, asked: str | None) -> str | None:
-        """That of a request in which *who* is the header that says who asks, and *asked* its own salt."""
+        """Return a request's salt; *who* is the header with its credentials, *asked* its own salt."""
         if self._keys is None:
             return asked
         scheme, _, token = who.partition(" ")

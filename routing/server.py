@@ -1,4 +1,4 @@
-"""RouteServer: the router on its port, with all that goes on beside answering."""
+"""`RouteServer`: the router on its port, with its background tasks."""
 
 import asyncio
 import contextlib
@@ -32,13 +32,13 @@ from kvtier.web.operating.operators import Operators
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-IDLE_S = 4.0  # a connection to a replica is kept: servers of uvicorn's close one after 5
+IDLE_S = 4.0  # how long an idle connection to a replica is kept; uvicorn's servers close one after 5 s
 LEAVING_S = 5  # for the last bytes of answers
-LOOK_S = 0.05  # how often it is looked whether all answers have ended
+LOOK_S = 0.05  # between two checks whether all answers have ended
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server without its handlers of signals, which `commands/route.py` sets for the process."""
+    """uvicorn's server without its signal handlers, which `cli/route.py` sets for the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,12 +46,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 class RouteServer:
-    """Routes requests that come to a socket which is bound already; `run` runs until `stop`."""
+    """The router on a socket that is bound already. `run` runs until `stop`."""
 
     def __init__(
         self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
     ) -> None:
-        """Made on the event loop that it runs on. *operators* may drain replicas; *keys* are the replicas'."""
+        """Create the server on its event loop. *operators* may drain replicas; *keys* are the replicas' API keys."""
         self.router = Router(config.policy, config.index, on_dead=self._on_dead)
         for each in config.replicas:
             self.router.add(Replica(each.name, each.url))
@@ -79,16 +79,16 @@ class RouteServer:
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
-        """Should it only have been out of reach, its events are learnt anew."""
+        """Learn the replica's events anew, because it may only have been unreachable."""
         if name in self.feeds:
             self.feeds[name].start_over()
 
     def stop(self) -> None:
-        """Begin to drain, then end. Called on the event loop."""
+        """Begin to drain, then end. Call this on the event loop."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Route until `stop`. Raises the error that ended what goes on beside."""
+        """Route until `stop`. Raise the error of a background task that failed."""
         async with self._ends:
             await self._health.look()
             server = _Uvicorn(_settings(self._config, self.app, self.metrics))
@@ -113,7 +113,7 @@ class RouteServer:
             yield feed.run()
 
     async def _drain(self) -> None:
-        """Refuse what comes, and let what runs go on for a while."""
+        """Refuse new requests, and wait up to `drain_s` for running ones."""
         self.app.is_ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
@@ -124,11 +124,11 @@ class RouteServer:
 
 
 def _session(config: RouteConfig) -> ClientSession:
-    """What asks replicas: over connections that are kept, and with nothing of its own in a request."""
+    """Return the client session for replicas, which keeps connections and adds nothing of its own to a request."""
     return ClientSession(
         connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
         timeout=ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=config.timeout_s),
-        cookie_jar=DummyCookieJar(),  # they are its clients'
+        cookie_jar=DummyCookieJar(),  # cookies belong to the router's clients
         auto_decompress=False,
         middlewares=(sent_once,),
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -152,13 +152,13 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
         access_log=False,
         server_header=False,
         date_header=False,
-        proxy_headers=False,  # the address behind the others in X-Forwarded-For is the one that is connected
+        proxy_headers=False,  # the last address in X-Forwarded-For must be that of the connected client
         timeout_graceful_shutdown=LEAVING_S,
     )
 
 
 def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return what a browser may ask for other sites' pages; None where the replicas need a key."""
+    """Return the rules for requests from pages of other sites, or None if the replicas need a key."""
     if keys is not None:
         return None
     return BrowserRules.of(
@@ -171,5 +171,5 @@ def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | N
 
 
 def keys_of(config: RouteConfig) -> ApiKeys | None:
-    """The replicas' keys. ValueError for a file that cannot be used."""
+    """Return the replicas' keys. Raise ValueError if the file cannot be used."""
     return ApiKeys.of(config.api_keys)

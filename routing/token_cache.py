@@ -1,4 +1,4 @@
-"""TokenCache: the tokens of prompts that were asked for last."""
+"""`TokenCache`: the tokens of the most recent prompts."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def tokens_in(answer: bytes) -> TokenArray:
-    """Those in what `/tokenize` has answered. `msgspec.MsgspecError` or OverflowError if it has none."""
+    """Return the tokens in an answer of `/tokenize`. Raise `msgspec.MsgspecError` or OverflowError if it has none."""
     return np.array(_ANSWER.decode(answer).tokens, dtype=np.uint32)
 
 
 class TokenCache:
-    """Keeps the newest answers, of *limit* tokens in all. Owned by one thread."""
+    """A cache of the newest answers, with at most *limit* tokens in all. Owned by one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept: OrderedDict[bytes, TokenArray] = OrderedDict()
-        self._num_kept = 0  # tokens of all that is kept
+        self._num_kept = 0  # tokens of all answers
 
     def get(self, asker: str, body: bytes) -> TokenArray | None:
-        """Return the tokens that *body* asks `/tokenize` for, if they were kept for the same *asker*.
+        """Return the answer to *body*, a request to `/tokenize`, if it was kept for the same *asker*.
 
-        To another one an answer without delay would tell that the text was asked for before.
+        To another asker, an answer without delay would reveal that the text was requested before.
         """
         key = _key(asker, body)
         if key in self._kept:
@@ -42,7 +42,7 @@ class TokenCache:
         return self._kept.get(key)
 
     def keep(self, asker: str, body: bytes, tokens: TokenArray) -> None:
-        """Keep what was answered to *asker*."""
+        """Keep the answer for *asker*."""
         key = _key(asker, body)
         if key not in self._kept:
             self._kept[key] = tokens
@@ -53,12 +53,12 @@ class TokenCache:
 
 
 def asking(tokenize: Mapping[str, object]) -> bytes:
-    """The body that asks `/tokenize`."""
+    """Return the body of a request to `/tokenize`."""
     return msgspec.json.encode(tokenize)
 
 
 def asker_of(who: str, salt: str | None) -> str:
-    """Return by what clients are kept apart: the header that says who asks, and the request's salt."""
+    """Return the key that keeps clients apart: the header with the credentials, and the request's salt."""
     return repr((who, salt))
 
 

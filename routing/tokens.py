@@ -1,4 +1,4 @@
-"""Tokens: those of a question, which a replica is asked for."""
+"""`Tokens`: the tokens of questions, which the router requests from replicas."""
 
 import asyncio
 import logging
@@ -17,16 +17,17 @@ from kvtier.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
 
-BELIEVED_S = 60.0  # after which it is found out anew whether a replica has the route
+BELIEVED_S = 60.0  # how long the router remembers whether a replica has the route
 MAX_ANSWER_BYTES = 8 << 20  # a million tokens
 _NOT_FOUND = (404, 405)
 
 
 class Tokens:
-    """Asks the least busy replica's `/tokenize`, as only it has the tokenizer and the chat template that count.
+    """The tokens of questions, from `/tokenize` of the least busy replica.
 
-    The newest answers are kept, each for who asked. A replica without such a route is asked again a minute later, when
-    it may be another version. Owned by the event loop.
+    Only replicas have the tokenizer and the chat template that count. The newest answers are cached, for each client
+    separately. A replica without the route is asked again after a minute, because its version may have changed. Owned
+    by the event loop.
     """
 
     def __init__(
@@ -36,15 +37,17 @@ class Tokens:
         self._session = session
         self._clock = clock
         self._cache = TokenCache(config.max_cached)
-        self._unable: dict[str, float] = {}  # replicas without the route, and until when that is believed
-        self._able: dict[str, float] = {}  # those with it, likewise
+        self._unable: dict[str, float] = {}  # replicas without the route, and until when to remember that
+        self._able: dict[str, float] = {}  # replicas with the route, and until when to remember that
         self.num_asked = self.num_failed = 0
 
     async def of(
         self, question: Question, replicas: Iterable[Replica], credentials: Mapping[str, str]
     ) -> TokenArray | None:
-        """Return the question's tokens; None if nobody says in time. *credentials*: the headers by which a replica lets
-        in."""
+        """Return the question's tokens, or None if no replica returns them in time.
+
+        *credentials* are the request's headers with the client's credentials for the replica.
+        """
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
         able = [each for each in replicas if each.is_open and not self._believed(self._unable, each)]
@@ -71,14 +74,14 @@ class Tokens:
                 self._able[replica.name] = self._clock() + BELIEVED_S
                 return tokens_in(content)
         except (NoAnswer, ClientError, OSError, msgspec.MsgspecError, OverflowError):
-            pass  # the text has to do
+            pass  # fall back to the text
         self.num_failed += 1
         return None
 
     async def _look_for_route(self, replica: Replica, headers: Mapping[str, str]) -> None:
-        """Find out whether a 404 was about the route, or about what a client has asked for, such as an unknown model.
+        """Find out whether a 404 was caused by a missing route or by the client's request, such as an unknown model.
 
-        A body without a prompt is a mistake to every server that has the route, and not found where there is none.
+        Every server that has the route reports an error for a body without a prompt. A server without it answers 404.
         """
         status, _ = await self._post(replica, b"{}", headers)
         is_lacking = status in _NOT_FOUND
@@ -87,7 +90,7 @@ class Tokens:
             log.warning("%s has no /tokenize, so prompts are compared as text", replica.name)
 
     async def _post(self, replica: Replica, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return status and content of the answer. ClientError for an answer that is too long."""
+        """Return the status and the content of the answer. Raise ClientError if the answer is too long."""
         async with self._session.post(f"{replica.url}/tokenize", data=body, headers=headers) as answer:
             content = bytearray()
             async for piece in answer.content.iter_any():

@@ -1,4 +1,4 @@
-"""Upstream: one request as it goes to a replica, and its answer as it comes back."""
+"""The upstream side of the router: one request to a replica, and its answer."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
@@ -22,7 +22,7 @@ from kvtier.web.browser_check import is_same_origin
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-MAX_WHOLE = 64 << 20  # bytes of an answer that says its length: it is read to its end before a byte is sent on
+MAX_WHOLE = 64 << 20  # an answer with a known length up to this is read completely before a byte is forwarded
 
 _HOP_BY_HOP = frozenset(
     {
@@ -41,7 +41,7 @@ _OF_THE_ROUTER = frozenset({b"host", b"content-length", b"expect", b"x-request-i
 
 
 class NoAnswer(Exception):
-    """A replica did not answer, and nothing has been sent on. *was_connected*: it may have begun to work."""
+    """The error that a replica did not answer. Nothing was forwarded; if *was_connected*, it may have begun to work."""
 
     def __init__(self, why: str, was_connected: bool) -> None:
         super().__init__(why)
@@ -50,7 +50,7 @@ class NoAnswer(Exception):
 
 
 class Broken(Exception):
-    """A replica's answer has ended too early. *why*: it died, or nothing has come for too long."""
+    """The error that an answer ended too early. *why* is "died" for the replica's end, or "timeout"."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -59,7 +59,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as a client sent it; *target* is its path and query. *headers* are those that go on."""
+    """A request as a client sent it. *target* is its path and query, *headers* has the headers to forward."""
 
     method: str
     target: bytes
@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A replica's answer, of which a byte has come already; of one that says how long it is, all of it."""
+    """A replica's answer. *first* has the bytes that came first, or the whole body if *is_whole*."""
 
     status: int
     headers: Headers
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def is_events(self) -> bool:
-        """Whether it is a stream of server-sent events, to which one can be added."""
+        """Whether the answer is a stream of server-sent events, to which another event can be added."""
         headers = dict(self.headers)
         is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
         return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
@@ -87,10 +87,14 @@ class Answer:
 
 @asynccontextmanager
 async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncIterator[Answer]:
-    """The answer of the replica at *url*; on leaving the replica learns that nobody reads any longer.
+    """Yield the answer of the replica at *url*.
 
-    *session* has the middleware `sent_once`. Raises `NoAnswer` if nothing of it has come, ApiError for a request that
-    HTTP does not allow; *rest* raises `Broken`.
+    *session* must have the middleware `sent_once`. Leaving the context tells the replica that the answer is no longer
+    read. `Answer.rest` raises `Broken`.
+
+    Raises:
+        NoAnswer: If no part of an answer has arrived.
+        ApiError: If HTTP does not allow the request.
     """
     with closing(await _response(session, url, asked)) as response:
         async with aclosing(_pieces(response)) as pieces:
@@ -103,23 +107,23 @@ async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncItera
 
 
 async def _response(session: ClientSession, url: str, asked: Asked) -> ClientResponse:
-    """The answer's head."""
+    """Return the answer's head."""
     try:
-        # The target begins with a slash, or it would be a part of the replica's address. It is not made another.
+        # The target must begin with a slash, or it would become part of the replica's address. It is sent unchanged.
         if not asked.target.startswith(b"/"):
-            raise ValueError("its target is no path")
+            raise ValueError("its target is not a path")
         target = URL(url + asked.target.decode("ascii"), encoded=True)
         headers = [(name.decode(), value.decode()) for name, value in asked.headers]
         body = BytesIO(asked.body) if asked.body else None
         return await session.request(asked.method, target, headers=headers, data=body, allow_redirects=False)
-    except ValueError as error:  # aiohttp's of a URL is a ClientError too
+    except ValueError as error:  # first, because aiohttp's error for a URL is also a ClientError
         raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_request") from None
     except (ClientError, OSError) as error:
         raise NoAnswer(_why(error), was_connected=True) from None
 
 
 async def sent_once(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
-    """A middleware of aiohttp's, without which it sends GET, PUT and others again by itself. Raises `NoAnswer`."""
+    """Send a request once, as a middleware, because aiohttp itself repeats GET, PUT and more. Raise `NoAnswer`."""
     try:
         return await handler(request)
     except (ClientConnectorError, ConnectionTimeoutError):
@@ -141,9 +145,9 @@ def _why(error: Exception) -> str:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
-    """Return a request's *headers* as they go on, with the address of its *client* behind those of the proxies before.
+    """Return a request's *headers* to forward, with the address of its *client* after those of earlier proxies.
 
-    The origin of a page of the router's own is left out: a replica, which has another name, would take it for foreign.
+    The origin of the router's own pages is left out. A replica has another name and would take it for a foreign site.
     """
     headers = [*headers]
     of_router = _OF_THE_ROUTER.union([b"origin"] if is_same_origin(datastructures.Headers(raw=headers)) else [])
@@ -153,7 +157,7 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: s
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Those of the *headers* that are not of one connection alone."""
+    """Return the *headers* that do not belong to a single connection."""
     headers = [*headers]
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     of_connection = _HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}

@@ -19,7 +19,7 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499  # nginx's number, for the log only: the client had left before a status could be sent
+CLIENT_LEFT = 499  # nginx's number, for the log only: the client disconnected before a status could be sent
 
 
 class Access:
@@ -30,7 +30,7 @@ class Access:
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the request answered by the inner app, then log and count it."""
+        """Let the inner app answer the request, then log and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -63,7 +63,7 @@ class Access:
                 self._entrance.tracer.end(_ended(span, facts, status, seconds))
 
     def _begin_span(self, scope: Scope, facts: Facts) -> Span | None:
-        """The span of a request, if it is traced. The id of its trace is in the log in any case, if it has one."""
+        """Return the span of a traced request, else None; note the request's trace id for the log in any case."""
         header, path = Headers(scope=scope).get("traceparent"), label_of(scope["path"])
         if (tracer := self._entrance.tracer) is None or path in QUIET:
             facts.trace = TraceContext.of(header)
@@ -92,7 +92,7 @@ class Access:
 
 
 def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
-    """The span of a request that was answered."""
+    """Return the span of a request that was answered."""
     known: dict[str, Attribute | None] = {
         **span.attributes,
         "http.response.status_code": status,
@@ -104,15 +104,17 @@ def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
 
 
 class KeyCheck:
-    """Hands on requests with a known API key, and notes the key's tenant. Without a file of keys it hands on all except
-    those that a page of another site makes a browser send."""
+    """A filter that passes on requests with a known API key, and notes the key's tenant.
+
+    Without a key file, it passes on all requests except those that a page of another site makes a browser send.
+    """
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or hand the request on to the inner app."""
+        """Answer 401 or 403, or pass the request on to the inner app."""
         refusal = None
         if scope["type"] == "http":
             refusal = self._of_browser(scope)
@@ -142,7 +144,7 @@ class KeyCheck:
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
-        # Metrics count all tenants together, which is more than one tenant may know of the others.
+        # Metrics count all tenants together, so they would reveal other tenants' activity.
         if scope["path"] in OF_ALL and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
             return ApiError(
                 403,
@@ -153,6 +155,6 @@ class KeyCheck:
 
 
 def _key_of(headers: Headers) -> str | None:
-    """The key that a request brings: OpenAI's clients as a bearer's, Anthropic's in a header of its own."""
+    """Return the request's API key: a bearer token from OpenAI's clients, a header from Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

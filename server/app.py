@@ -1,4 +1,4 @@
-"""What LoadingApp and ServingApp share: routes that both answer, the shape of errors, and the Switch between them."""
+"""Parts of both LoadingApp and ServingApp: common routes, error responses, and the Switch between the two."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -21,31 +21,30 @@ from kvtier.web.paths import HEALTH, METRICS, VERSION
 
 
 class App(Protocol):
-    """Answers requests in one stage of the server's life: while the model is loaded, or after."""
+    """An app that answers requests while the model is being loaded, or after that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI defines it."""
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what tenants share among *num_tenants* from now on."""
+        """Divide shared resources among *num_tenants* from now on."""
 
     def end(self) -> None:
-        """Refuse requests from now on: the server is about to end."""
+        """Refuse requests from now on, because the server is shutting down."""
 
 
 class Switch:
-    """The app behind the port: a request is answered by the app that is set when it comes. Owned by the event loop."""
+    """The app behind the port, which passes each request to the *app* set at the time. Owned by the event loop."""
 
     def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the app that is set now answer the request."""
         await self.app(scope, receive, send)
 
 
 def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> Starlette:
-    """A Starlette app of *routes* and of /health, /version and /metrics, which answer at any time."""
+    """Return a Starlette app of *routes* and of /health, /version and /metrics, which always answer."""
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -61,8 +60,8 @@ def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> S
 
 
 def shutting_down() -> ApiError:
-    """The error of a request that comes when the server is about to end."""
-    return ApiError(503, "the server is about to end; ask another one", code="shutting_down")
+    """Return the error for a request to a server that is shutting down."""
+    return ApiError(503, "the server is shutting down; use another one", code="shutting_down")
 
 
 async def _health(_: Request) -> Response:
@@ -78,7 +77,7 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Answer an error that Starlette raises: an unknown route, or a method that the route does not take."""
+    """Answer an error that Starlette raises: an unknown route, or a method that the route does not support."""
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message = f"no such route: {request.method} {request.url.path}; {_known(request)}"
@@ -86,7 +85,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _known(request: Request) -> str:
-    """Which routes there are, and which of them may be meant."""
+    """Return the list of routes, preceded by the route that was probably meant."""
     routes = {route.path for route in request.app.routes if isinstance(route, Route)}
     paths = sorted(path for path in routes if not path.startswith(ASSETS))
     near = get_close_matches(request.url.path, paths, 1)
@@ -99,5 +98,5 @@ async def _left(request: Request, _: ClientDisconnect) -> Response:
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    message = f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
+    message = f"the server failed; look for this request id in its log: {facts_of(request.scope).request_id}"
     return error_response(ApiError(500, message), request.scope)

@@ -1,4 +1,4 @@
-"""build_server: the one place where the parts of a server are made and put together."""
+"""build_server: the one place where the parts of a server are created and connected."""
 
 import socket
 import time
@@ -38,10 +38,10 @@ def build_server(
     operating: Operating | None = None,
     shows_bars: bool = False,
 ) -> HttpServer:
-    """A server of *model*, which clients call *model_name*; nothing is loaded before it runs.
+    """Return a server of *model*, which clients call *model_name*. It loads nothing before it runs.
 
-    *operating* has operators' verbs, by default there are none. With *shows_bars* transformers shows on stderr how far
-    it is with the weights. ValueError if an adapter is called *model_name* too.
+    *operating* has the operators' verbs; by default there are none. With *shows_bars* transformers shows the progress
+    of loading the weights on stderr. Raises ValueError if an adapter is called *model_name* too.
     """
     if model_name in config.lora:
         raise ValueError(
@@ -52,10 +52,11 @@ def build_server(
     loading = LoadingApp(entrance, models)
 
     async def load() -> "ServingApp":
-        loading.tell_stage("importing torch and transformers")  # for seconds; clients and signals are answered
+        # Takes seconds; clients and signals are answered meanwhile.
+        loading.tell_stage("importing torch and transformers")
         executor = ThreadPoolExecutor(1)
         importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)
-        executor.shutdown(wait=False)  # the thread ends after the import, also if this task is cancelled
+        executor.shutdown(wait=False)  # the thread ends after the import, even if this task is cancelled
         await importing
         from kvtier.server.serving_app import load_app
 
@@ -68,5 +69,5 @@ def _import_engine(shows_bars: bool) -> None:
     from transformers.utils import logging as transformers_log
 
     redirect_libraries()
-    if not shows_bars:  # in a file a bar is one line without end
+    if not shows_bars:  # in a log file a progress bar is one endless line
         transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

@@ -1,18 +1,18 @@
-"""CacheControl: the key `cache_control` of a part of a prompt, as Anthropic has it: the prompt is kept up to there."""
+"""CacheControl: Anthropic's `cache_control` of a part of a prompt, which keeps the prompt up to that part."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-MAX_BREAKPOINTS = 4  # Anthropic's
+MAX_BREAKPOINTS = 4  # Anthropic's limit
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks to keep the prompt up to the end of the part that has it, until that was not read for *ttl*.
+    """A request to keep the prompt up to the end of this part, until it has not been read for *ttl*.
 
-    Who may read it at Anthropic, the *scope*, changes nothing here: a tenant's blocks are its own.
+    Anthropic's *scope*, which says who may read it, has no effect here: a tenant's blocks are its own.
     """
 
     type: Literal["ephemeral"]
@@ -21,13 +21,13 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ttl_s(self) -> float:
-        """The time in seconds."""
+        """Time to live in seconds."""
         return TTL_S[self.ttl]
 
 
 def check_breakpoints(controls: Sequence[CacheControl]) -> None:
-    """ValueError for more breakpoints than a prompt may have, or one of 1h behind one of 5m."""
+    """Raise ValueError for more breakpoints than a prompt may have, or one of 1h after one of 5m."""
     if len(controls) > MAX_BREAKPOINTS:
         raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MAX_BREAKPOINTS} at most")
     if [each.ttl for each in controls] != sorted((each.ttl for each in controls), key=TTL_S.__getitem__, reverse=True):
-        raise ValueError("cache_control: a ttl of 1h comes after one of 5m; the longer ones have to come first")
+        raise ValueError("cache_control: a ttl of 1h comes after one of 5m; the longer ones must come first")

@@ -1,4 +1,4 @@
-"""CacheUsage: a prompt's tokens as Anthropic's `usage` counts them: read from the cache, kept from now on, neither."""
+"""CacheUsage: a prompt's tokens as Anthropic's `usage` counts them: read from the cache, newly kept, or neither."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,19 @@ _TTL = {ttl_s: ttl for ttl, ttl_s in TTL_S.items()}
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Read, created and other tokens add up to the prompt. A token counts as *created* if it was computed, is kept now
-    up to one of the request's breakpoints, and was not kept before."""
+    """Counts of read, created and other tokens, which add up to the prompt.
 
-    num_read: int  # that came from a tier, whichever, kept or not
-    created: Mapping[str, int]  # by the ttl of the first breakpoint after them
-    num_other: int  # that were computed, and are not kept, or were so before: computing them was sooner than loading
+    A token counts as *created* if it was computed, is now kept up to one of the request's breakpoints, and was not kept
+    before.
+    """
+
+    num_read: int  # loaded from any tier, kept or not
+    created: Mapping[str, int]  # by the ttl of the first breakpoint after the token
+    num_other: int  # computed, and not kept, or kept before but faster to compute than to load
 
     @classmethod
     def of(cls, tokens: TokenBalance, kept: Keeping) -> "CacheUsage":
-        """The usage of a prompt with this balance, of which so much is *kept*."""
+        """Return the usage of a prompt with this token balance and this *kept* part."""
         num_read = tokens.num_tokens - tokens.recomputed
         end, created = max(num_read, kept.num_before), dict.fromkeys(TTL_S, 0)
         for each in kept.breakpoints:
@@ -31,7 +34,7 @@ class CacheUsage:
         return cls(num_read, created, tokens.recomputed - sum(created.values()))
 
     def anthropic(self) -> dict[str, object]:
-        """The fields of Anthropic's `usage` that are about the prompt."""
+        """Return the fields of Anthropic's `usage` that describe the prompt."""
         return {
             "input_tokens": self.num_other,
             "cache_creation_input_tokens": sum(self.created.values()),
@@ -40,5 +43,5 @@ class CacheUsage:
         }
 
     def creation(self) -> dict[str, int]:
-        """The object `cache_creation`."""
+        """Return the object `cache_creation`."""
         return {f"ephemeral_{ttl}_input_tokens": num_tokens for ttl, num_tokens in self.created.items()}

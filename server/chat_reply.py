@@ -18,7 +18,7 @@ from kvtier.web.event_stream import DONE, data_event
 
 
 class ChatReply:
-    """A `Reply`. The first chunk of a choice has the role, the next ones text and calls, the last one why it ended."""
+    """A `Reply`. A choice's first chunk has the role, the next ones text and calls, the last one the finish reason."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ChatReply:
         logprobs = self._logprobs([piece.logprobs]) if piece.logprobs else None
         for delta in self._read(index, piece):
             yield self._event(index, self._written(index, delta), logprobs)
-            logprobs = None  # they are the piece's, and told once
+            logprobs = None  # they belong to the piece, so they are sent once
         if logprobs is not None:
             yield self._event(index, {"content": ""}, logprobs)
         if piece.completion is not None:
@@ -69,8 +69,8 @@ class ChatReply:
         return data_event(error.content())
 
     def _scores(self, done: Completion) -> dict[str, object]:
-        """What is told of the prompt's tokens, if that was asked for: then a completion has it."""
-        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # as many as were asked for were taken
+        """Return the log probabilities of the prompt's tokens, which a completion has if asked for."""
+        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # the completion has only as many as were asked for
         return {"prompt_logprobs": prompt_logprobs(scores, limit, self._text)} if scores else {}
 
     def _used(self) -> dict[str, object]:
@@ -94,7 +94,7 @@ class ChatReply:
         return [*reader.push(piece.text), *([] if piece.completion is None else reader.end())]
 
     def _written(self, index: int, delta: Delta) -> dict[str, object]:
-        """The `delta` of a chunk."""
+        """Return the `delta` of a chunk."""
         match delta:
             case TextDelta(text):
                 return {"content": text}
@@ -128,11 +128,11 @@ class ChatReply:
 
 
 def finish_reason(completion: Completion, *, has_calls: bool) -> str:
-    """Why a choice has ended, in OpenAI's words."""
+    """Return OpenAI's finish reason of a choice."""
     is_stopped = completion.finish_reason is FinishReason.STOP
     return "tool_calls" if has_calls and is_stopped else str(completion.finish_reason)
 
 
 def _call(name: str, arguments: str) -> dict[str, object]:
-    """A call, with an id that no other one has."""
+    """Return a call with a unique id."""
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}

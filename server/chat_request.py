@@ -1,4 +1,4 @@
-"""ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template makes a prompt of."""
+"""ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template turns into a prompt."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ CHAT_NEUTRAL = NEUTRAL | {
     "echo": (False,),
 }
 MAX_MESSAGES = 10_000  # a template handles each message in Python
-_HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
+_HERE = "\ue000kvtier\ue001"  # private-use characters; in a message's text they would only make a prefix shorter
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -45,14 +45,13 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    """A part of an earlier answer in which the model refused; it is text like any other."""
+    """A part of an earlier answer in which the model refused. It is treated as text."""
 
     refusal: str
     cache_control: CacheControl | None = None
 
     @property
     def text(self) -> str:
-        """The refusal."""
         return self.refusal
 
 
@@ -69,19 +68,23 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
     cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
-        raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
+        raise ValueError(
+            "image_url is not supported, because the models served here read only text; send the image's text"
+        )
 
 
 Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message. A client may send an answer of this server, or of another, back as it came: what is unknown here is
-    left out, see `unknown_fields`. What a model has thought before its answer goes by several names."""
+    """One message. A client may send back an answer of any server unchanged.
+
+    Unknown fields are ignored, see `unknown_fields`. The thoughts of a model before its answer go by several names.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    cache_control: CacheControl | None = None  # of the message's last part, in the place of the part's own
+    cache_control: CacheControl | None = None  # overrides that of the message's last part
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -94,8 +97,10 @@ class Message(msgspec.Struct, frozen=True):
     thinking: Any = None
 
     def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
-        """The message as templates know it, and one with these *traits* wants it: the role developer, which is younger
-        than they are, becomes system."""
+        """Return the message in the format of a template with these *traits*.
+
+        The role developer, which is newer than the templates, becomes system.
+        """
         text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
         role = "system" if self.role == "developer" else self.role
         written: dict[str, Any] = {"role": role, "content": traits.content(role, text)}
@@ -108,29 +113,29 @@ class Message(msgspec.Struct, frozen=True):
         return written | ({} if self.name is None else {"name": self.name})
 
     def answering(self, names: Mapping[str, str]) -> "Message":
-        """A copy of what a tool has said with the name of the tool, which *names* has by the id of the call."""
+        """Return a copy of a tool's message with the tool's name, which *names* has by the id of the call."""
         name = names.get(self.tool_call_id or "")
         return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The message's parts; a content that is a text is one part, and so is a refusal."""
+        """Parts of the message; a content that is a text is one part, and so is a refusal."""
         said = [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
         return [*(part for part in said if part != TextPart("")), TextPart(self.refusal)] if self.refusal else said
 
     @property
     def thoughts(self) -> str:
-        """What the model has thought before this answer; empty if that is not told."""
+        """Thoughts of the model before this answer; empty if the message has none."""
         told = (self.reasoning_content, self.reasoning, self.thinking) if self.role == "assistant" else ()
         return next((text for text in told if isinstance(text, str) and text), "")
 
     @property
     def document_ids(self) -> list[str]:
-        """The ids of the documents in the message."""
+        """Ids of the documents in the message."""
         return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
 
     def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
-        """The numbers of the parts up to which the prompt is to be kept, and how; None: up to the end of its calls."""
+        """Yield the numbers of the parts that end a prefix to keep, with their controls; None: the end of the calls."""
         *others, last = [part.cache_control for part in self.parts] or [None]
         own = None if self.tool_calls else self.cache_control
         for number, control in enumerate([*others, own or last]):
@@ -140,7 +145,7 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """A copy of the message with a mark behind its part *number*, which is a text."""
+        """Return a copy of the message with a mark behind its part *number*, which is a text."""
         parts = [
             TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])
@@ -148,7 +153,7 @@ class Message(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, content=parts, refusal=None)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
-        """A copy of the message with the texts of its documents, which *texts* has by id."""
+        """Return a copy of the message with the texts of its documents, which *texts* has by id."""
         if not self.document_ids or self.content is None or isinstance(self.content, str):
             return self
         parts = [
@@ -159,13 +164,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[CacheControl]:
-    """Those of a whole prompt, in the order in which they are counted."""
+    """Return the cache controls of a whole prompt in their order: tools first, then messages."""
     of_tools = [tool.cache_control for tool in tools if tool.cache_control is not None]
     return of_tools + [control for message in messages for _, control in message.cache_controls()]
 
 
 def unknown_fields(messages: object) -> set[str]:
-    """The fields of messages, as they came, that are not known here, and that the prompt therefore has nothing of."""
+    """Return the fields of the client's *messages* that are unknown here, and so are missing from the prompt."""
     if not isinstance(messages, list):
         return set()
     found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
@@ -173,13 +178,12 @@ def unknown_fields(messages: object) -> set[str]:
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to continue. Without a limit the answer may fill what the longest request has left.
+    """A conversation to continue. Without a limit, the answer may use all tokens that the longest request has left.
 
-    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
-    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. Without
-    *add_generation_prompt* the prompt ends with the last message. What
-    *reasoning_effort* says, the template is told too, by that name. It is told of *tools* whatever *tool_choice* is, so
-    that the prompts of one conversation begin alike.
+    In addition to OpenAI's: *chat_template_kwargs* are variables of the model's template such as `enable_thinking`.
+    With *continue_final_message* the answer continues the last message, which is the assistant's. Without
+    *add_generation_prompt* the prompt ends with the last message. The template gets *reasoning_effort* as a variable of
+    that name. It gets *tools* whatever *tool_choice* is, so that the prompts of one conversation share a prefix.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
@@ -202,7 +206,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
         if self.continue_final_message and self.messages[-1].tool_calls:
-            raise ValueError("messages: the last one calls tools; send what they have answered behind it")
+            raise ValueError("messages: the last one calls tools; append the results of the tools")
         check_tools(self.tools, self.tool_choice)
         check_breakpoints(cache_controls(self.tools, self.messages))
         if self.top_logprobs and not self.logprobs:
@@ -212,29 +216,29 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def num_prompts(self) -> int:
-        """A chat has one prompt."""
+        """Number of prompts: a chat has one."""
         return 1
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """The conversation's prompt, as a list of one. *document* has to be empty.
+        """Return the conversation's prompt, as a list of one. *document* must be empty.
 
-        ApiError 400 if the model has no template, or it does not take these messages; TooManyTokens beyond *limit*.
+        Raises ApiError 400 if the model has no template, or if it rejects these messages; TooManyTokens beyond *limit*.
         """
-        assert not document, "documents stand in the messages"
+        assert not document, "documents are parts of the messages"
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
             raise ApiError(400, message, code="no_chat_template")
         traits = TemplateTraits.of(tokenizer, has_tools=bool(self.tools))
         if self.tools and not traits.writes_tools:
             message = (
-                "the model's chat template writes no tools; leave them out, or serve a model that was made for them"
+                "the model's chat template does not support tools; leave them out, or serve a model that supports them"
             )
             raise ApiError(400, message, param="tools", code="no_tools")
         try:
@@ -245,7 +249,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         except NotOfTheTemplate as error:
             raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
         except TEMPLATE_ERRORS as error:
-            message = f"the model's chat template does not take these messages: {error}"
+            message = f"the model's chat template rejects these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
 
     def _text(
@@ -274,16 +278,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         except TEMPLATE_ERRORS:
             if not any(message.thoughts for message in messages):
                 raise
-            text = write([_without_thoughts(message) for message in written])  # some take them only in some messages
+            # Some templates take thoughts only in some messages.
+            text = write([_without_thoughts(message) for message in written])
         _check_kept(messages, traits, text)
         return text
 
     def _breakpoints(
         self, tokenizer: PreTrainedTokenizerBase, traits: TemplateTraits, text: PrefixedText
     ) -> Iterator[Breakpoint]:
-        """Where what has a `cache_control` ends in the prompt. The template is asked, which may write it anew: it
-        writes the conversation with a mark there, or no more than is up to there, and what comes before that is
-        compared with *text*."""
+        """Yield the places in the prompt where tools and parts with a `cache_control` end.
+
+        A template may rewrite a conversation, so each place is found by rendering: the template writes the conversation
+        with a mark at the place, or only up to the place, and the text before it is compared with *text*.
+        """
         write = partial(self._text, tokenizer, traits)
         for place, tool in enumerate(self.tools):
             if tool.cache_control is not None:
@@ -301,21 +308,21 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def document_ids(self) -> list[str]:
-        """The ids of the documents in the messages, in their order."""
+        """Ids of the documents in the messages, in their order."""
         return [document_id for message in self.messages for document_id in message.document_ids]
 
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
-        """A copy with the texts of its documents, which *texts* has by id. Only the copy can be made a prompt of."""
+        """Return a copy with the texts of its documents, which *texts* has by id; only the copy has a prompt."""
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
 
     @property
     def _variables(self) -> dict[str, TemplateValue]:
-        """What the template is told beside the messages."""
+        """Variables of the template in addition to the messages."""
         told = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return told | self.chat_template_kwargs
 
     def max_new_tokens(self, room: int) -> int:
-        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
+        """Return the maximum number of tokens to generate; *room* is the longest request less the prompt."""
         return self.max_completion_tokens or self.max_tokens or max(1, room)
 
 
@@ -324,16 +331,16 @@ def _without_thoughts(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) -> None:
-    """LostContent if the template, which may lose what users say, has lost the last of it."""
+    """Raise LostContent if the template, which may drop users' messages, has dropped the last one."""
     if "user" not in traits.lost_roles:
         return
     said = next((message for message in reversed(messages) if message.role == "user"), None)
     if said is not None and any(part.text.strip() not in text for part in said.parts if isinstance(part, TextPart)):
-        raise LostContent("it leaves out what the user says; use /v1/completions, or a tokenizer with another template")
+        raise LostContent("it drops the user's text; use /v1/completions, or a tokenizer with another template")
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
-    """The breakpoint at the mark; none if the template has left out what has it."""
+    """Yield the breakpoint at the mark; nothing if the template has dropped the marked part."""
     before, mark, _ = marked.partition(_HERE)
     if mark:
         yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)

@@ -1,4 +1,4 @@
-"""Choices: the completions of one request, generated together; their pieces are given as they come."""
+"""Choices: the completions of one request, generated together, whose pieces are yielded as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -42,10 +42,9 @@ async def generate(
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
 
-    The first choice of a prompt computes it. The others start with its first token, find its blocks, and are told its
-    log probabilities with theirs.
-    Of several choices each has a request id of its own, which ends in its index. Closing the iterator ends all choices.
-    An error of one ends all, and is raised here.
+    The first choice of a prompt computes it. The prompt's other choices start at its first token, hit its blocks, and
+    get its prompt log probabilities. If there are several choices, each has its own request id, which ends in its
+    index. Closing the iterator ends all choices. An error of one choice ends all choices, and is raised here.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -70,7 +69,7 @@ async def generate(
                     of_prompt = piece.prompt_logprobs
                     tasks.extend(asyncio.create_task(follow(follower, (), of_prompt)) for follower in followers)
                     followers = ()
-        except BaseException as error:  # the task's top: the reader of the pieces learns of it
+        except BaseException as error:  # top of the task: the consumer of *pieces* raises the error
             pieces.put_nowait(error)
 
     num_choices = num_running = sum(len(group) for group in choices)
@@ -89,6 +88,6 @@ async def generate(
 
 
 def _scored(piece: Piece, scores: Scores) -> Piece:
-    """The piece with what another choice has found of the same prompt's tokens."""
+    """Return the piece with the prompt log probabilities that another choice of the prompt has computed."""
     done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
     return replace(piece, completion=done, prompt_logprobs=scores)

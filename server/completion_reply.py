@@ -14,11 +14,11 @@ from kvtier.server.usage import Usage
 from kvtier.web.api_error import ApiError
 from kvtier.web.event_stream import DONE, data_event
 
-_Scored = Sequence[tuple[int, TokenLogprobs | None]]  # token ids, and what is told of them
+_Scored = Sequence[tuple[int, TokenLogprobs | None]]  # token ids with their log probabilities
 
 
 class CompletionReply:
-    """A `Reply` whose chunks have the same form as the whole answer. An echo stands before the choice's own text."""
+    """A `Reply` whose chunks have the same format as the whole answer. An echo precedes the choice's own text."""
 
     def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> None:
         self._head = envelope("text_completion", "cmpl", asked.model)
@@ -71,7 +71,7 @@ class CompletionReply:
         finish_reason: str | None,
         of_prompt: Sequence[TokenLogprobs | None],
     ) -> dict[str, object]:
-        """The choice, or its next piece; the first one has the echo, of whose tokens *of_prompt* is told."""
+        """Return the choice or its next piece; the first has the echo, whose tokens' scores are *of_prompt*."""
         scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
         if self._asked.echo and index not in self._begun:
             self._begun.add(index)

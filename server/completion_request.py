@@ -12,12 +12,15 @@ from kvtier.server.generation_request import IGNORED, GenerationRequest, Logprob
 from kvtier.server.prompt import Prompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # which is for a chat's template
+COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # only chat templates use it
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt or many, each a text or token ids. With *echo* each answer begins with its prompt, whose tokens'
-    *logprobs* are told too; with *max_tokens* 0 that is all of it."""
+    """One or more prompts, each a text or token ids.
+
+    With *echo* each answer begins with its prompt, and *logprobs* covers the prompt's tokens too. With *max_tokens* 0
+    nothing is generated.
+    """
 
     prompt: str | list[str | int | list[int]]
     echo: bool = False
@@ -36,31 +39,31 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to find for each token of the prompt."""
+        """Number of top tokens to score at each position of the prompt; None: the prompt is not scored."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the answer has the prompt in it, or what is thought of its tokens."""
+        """Whether the answer contains the prompt, or log probabilities of its tokens."""
         return self.echo or super().tells_prompt
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts the request has; each of them gets *n* choices."""
+        """Number of prompts; each of them gets *n* choices."""
         return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """The prompts, after those of *document*, which begins with the special tokens if any.
+        """Return the prompts, each after the tokens of *document*, which begins with the special tokens if any.
 
-        TooManyTokens and UnknownToken for a prompt that is beyond *limit*.
+        Raises TooManyTokens and UnknownToken for a prompt beyond *limit*.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         prompts = [(prompt, _encode(tokenizer, prompt, limit, not document)) for prompt in asked]
@@ -69,7 +72,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
 
     def max_new_tokens(self, room: int) -> int:
-        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
+        """Return the maximum number of tokens to generate; *room* is the longest request less the prompt."""
         return self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""ContextLimit: how many tokens a prompt and its continuation may have together, and which setting says so."""
+"""ContextLimit: the maximum tokens of a prompt and its continuation together, and the setting that decides it."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from kvtier.engine.async_llm import AsyncLLM
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The model's limit, or the smaller one of the device's blocks. Its text begins the errors of what is too long."""
+    """The model's limit, or the device's if that is smaller. Errors for too long prompts begin with its text."""
 
     num_tokens: int
     model_tokens: int | None  # None: the model has no limit
-    option: str  # the device's, which is the limit if the model's is not
+    option: str  # the device's setting, which decides if the model does not
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> "ContextLimit":

@@ -1,4 +1,4 @@
-"""Conversations: which requests had the same messages, whatever the chat template made of them."""
+"""Conversations: recent requests with the same messages, whatever prompts the chat template made of them."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -9,20 +9,22 @@ import msgspec
 from kvtier.server.chat_request import Message
 
 MAX_CONVERSATIONS = 4096
-MAX_ALIKE = 8  # requests that are named for one, the newest
+MAX_ALIKE = 8  # newest requests to report
 _DIGEST_BYTES = 16
 
 
 class Conversations:
-    """The newest requests for chats, by digests of their messages: of the first one, and of all. No text is kept. Owned
-    by the event loop."""
+    """The newest chat requests, by digests of their first message and of all their messages.
+
+    It keeps no text. Owned by the event loop.
+    """
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()  # digests by request
         self._alike: dict[bytes, deque[str]] = {}
 
     def add(self, request_id: str, tenant: str | None, messages: Sequence[Message]) -> None:
-        """Take in a request that begins; one with the same id takes its place."""
+        """Add a request that begins; it replaces an earlier one with the same id."""
         self._drop(request_id)
         digests = _digests(tenant, messages)
         self._requests[request_id] = digests
@@ -32,11 +34,11 @@ class Conversations:
             self._drop(next(iter(self._requests)))
 
     def alike(self, request_id: str) -> list[str]:
-        """Other requests of its tenant that began with the same message."""
+        """Return other requests of its tenant that began with the same message."""
         return self._named(self._requests.get(request_id, ()), request_id)
 
     def alike_messages(self, tenant: str | None, messages: Sequence[Message]) -> list[str]:
-        """Requests of the tenant that began with the same message."""
+        """Return requests of the tenant that began with the same message."""
         return self._named(_digests(tenant, messages), "")
 
     def _named(self, digests: Sequence[bytes], besides: str) -> list[str]:

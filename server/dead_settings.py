@@ -1,4 +1,4 @@
-"""Settings of a configuration that do nothing beside its other settings, told to the operator."""
+"""Settings that have no effect because of the configuration's other settings."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from kvtier.web.api_keys import ApiKeys
 
 
 def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
-    """A line for each setting that does nothing: `key: why`. A setting at its default is not mentioned."""
+    """Return a line `key: reason` for each setting without effect, except for settings at their default."""
     return [
         *_of_the_engine(config, groups),
         *_of_looking_ahead(config),
@@ -30,11 +30,11 @@ def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterat
     if not has_tiers and scheduler.load != default.load:
         yield "scheduler.load: there is no tier to load from"
     if scheduler.token_budget < scheduler.prefill_chunk != default.prefill_chunk:
-        yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, no chunk is longer"
+        yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, so no chunk is longer"
     if scheduler.token_budget < scheduler.max_running != default.max_running:
-        yield f"scheduler.max_running: token_budget is {scheduler.token_budget}, no more can decode in a step"
+        yield f"scheduler.max_running: token_budget is {scheduler.token_budget}, so no more can decode in a step"
     if config.metrics_port is None and config.metrics_host != Config().metrics_host:
-        yield "metrics_host: without a metrics_port /metrics is where the server is"
+        yield "metrics_host: without metrics_port, /metrics is on the server's own address"
 
 
 def _of_looking_ahead(config: Config) -> Iterator[str]:
@@ -43,9 +43,9 @@ def _of_looking_ahead(config: Config) -> Iterator[str]:
     changed = [name for name, value in settings.items() if value != getattr(default, name)]
     for name in changed:
         if config.disk is None and config.remote is None and config.sidecar is None:
-            yield f"scheduler.{name}: there is no [disk] to bring anything from"
+            yield f"scheduler.{name}: there is no [disk] to prefetch from"
         elif name == "look_ahead_s" and not scheduler.look_ahead:
-            yield "scheduler.look_ahead_s: look_ahead is 0, nothing is brought ahead"
+            yield "scheduler.look_ahead_s: look_ahead is 0, so nothing is prefetched"
 
 
 def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:
@@ -56,11 +56,11 @@ def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:
 def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKeys | None) -> Iterator[str]:
     max_queued = scheduler.max_waiting - scheduler.max_running
     if max_queued < server.max_queued != ServerConfig().max_queued:
-        yield f"server.max_queued: no more than scheduler.max_waiting, {scheduler.max_waiting}, run and wait together"
+        yield f"server.max_queued: scheduler.max_waiting limits running and waiting requests to {scheduler.max_waiting}"
     if keys is not None and server.allowed_hosts:
         yield "server.allowed_hosts: with api_keys clients may use any host name"
     if server.max_connections < server.max_connections_per_address != ServerConfig().max_connections_per_address:
-        yield f"server.max_connections_per_address: no more than server.max_connections, {server.max_connections}"
+        yield f"server.max_connections_per_address: server.max_connections allows only {server.max_connections}"
     if keys is None and server.tenant_isolation != ServerConfig().tenant_isolation:
         yield "server.tenant_isolation: without api_keys there are no tenants"
     if server.metrics_tenants and keys is None:
@@ -69,7 +69,7 @@ def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKe
         yield 'server.metrics_tenants: with tenant_isolation "off" every key may read /metrics'
     if keys is not None:
         for tenant in set(server.metrics_tenants) - keys.tenants:
-            yield f"server.metrics_tenants: no key is {tenant}'s"
+            yield f"server.metrics_tenants: there is no key of {tenant}"
 
 
 def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
@@ -80,6 +80,6 @@ def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
         if config.disk is None and tenant.disk is not None:
             yield f"tenants.{name}.disk: there is no [disk]"
         if keys is not None and salt not in keys.tenants:
-            yield f"tenants.{name}: no key is that tenant's; with api_keys [tenants] go by the names in that file"
+            yield f"tenants.{name}: this tenant has no key; with api_keys, [tenants] must use the names in that file"
         elif keys is not None and config.server.tenant_isolation == "off":
-            yield f'tenants.{name}: only for requests with a cache_salt, while tenant_isolation is "off"'
+            yield f'tenants.{name}: with tenant_isolation "off" it applies only to requests with a cache_salt'

@@ -1,4 +1,4 @@
-"""How documents look as JSON objects."""
+"""JSON objects of documents, as the API answers them."""
 
 import time
 
@@ -7,7 +7,7 @@ from kvtier.server.documents.worker import Residence
 
 
 def document_object(document: Document, residence: Residence, model: str) -> dict[str, object]:
-    """What a client is told of a document, without its text. *model* is the name that the server's model has."""
+    """Return the JSON object of a document, without its text; *model* is the name of the server's model."""
     pin, left_s = None, (document.pinned_until or 0.0) - time.time()
     if left_s > 0:
         pin = {"expires_at": document.pinned_until, "ttl_s": round(left_s, 1), "is_held": residence.is_held}
@@ -31,5 +31,5 @@ def document_object(document: Document, residence: Residence, model: str) -> dic
 
 
 def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> dict[str, object]:
-    """What a client is told of a document whose file could not be read: *why*, and its id or its file if known."""
+    """Return the JSON object of a document whose file is unreadable; *document_id* or *file* may be unknown."""
     return {"id": document_id, "object": "document", "status": "damaged", "error": why, "file": file}

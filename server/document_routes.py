@@ -50,7 +50,7 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def routes() -> Iterator[Route]:
-    """The routes of documents, also below the path where they were before."""
+    """Yield the routes of documents, under the current and the older path."""
     for path in (DOCUMENTS, OLD_DOCUMENTS):
         yield Route(path, _answer)
         yield Route(f"{path}/{{id}}", _answer, methods=["GET", "PUT", "DELETE"])
@@ -116,7 +116,7 @@ async def _delete(request: Request, document_id: str) -> Response:
 async def _warm(request: Request, document: Document) -> Response:
     tier = request.query_params.get("tier", "host")
     if tier not in ("host", "device"):
-        raise ApiError(400, "tier: is neither host nor device; give one of them", param="tier", code="invalid_value")
+        raise ApiError(400, "tier: is neither host nor device; use one of them", param="tier", code="invalid_value")
     await _with_api_errors(_documents(request).warm(document, Tier(tier)), request)
     return await _told(request, document, 202)
 
@@ -156,11 +156,11 @@ def _found(request: Request, document_id: str) -> Document:
 
 
 def _not_found() -> ApiError:
-    return ApiError(404, "there is no document of that id", code="document_not_found")
+    return ApiError(404, "there is no document with this id", code="document_not_found")
 
 
 async def _with_api_errors(work: Awaitable[_T], request: Request) -> _T:
-    """The result of *work*; its errors become ApiErrors."""
+    """Return the result of *work*; turn its errors into ApiErrors."""
     with _api_errors(request.app.state.service):
         return await work
 
@@ -174,16 +174,19 @@ def _api_errors(service: Service) -> Iterator[None]:
     except TooManyDocuments as error:
         raise ApiError(409, str(error), code="too_many_documents") from None
     except TemplateError as error:
-        message = f"the model's chat template does not take this document: {error}"
+        message = f"the model's chat template rejects this document: {error}"
         raise ApiError(400, message, param="text", code="invalid_value") from None
     except TooManyTokens as error:
-        message = f"document of {error.num_least} tokens or more; 1 to {error.limit} can be taken here with a question"
+        message = (
+            f"document of {error.min_num_tokens} tokens or more; shorten it to {error.limit}, which leaves room for a "
+            "question"
+        )
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     except OSError as error:
         message = f"the document cannot be written to disk: {error.strerror}; nothing has changed"
         raise ApiError(507, message, code="storage_failed") from error
-    except RuntimeError as error:  # the engine ended while the request was in it
+    except RuntimeError as error:  # the engine ended during the request
         code = "shutting_down" if service.is_draining else "engine_failed"
-        raise ApiError(503, "the server ends before the request is done; ask again", code=code) from error
+        raise ApiError(503, "the server ended before the request was done; retry", code=code) from error

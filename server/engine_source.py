@@ -1,4 +1,4 @@
-"""EngineSource: what the dashboard shows of `kvtier serve`."""
+"""EngineSource: the dashboard's data of `kvtier serve`."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -30,7 +30,7 @@ _REQUESTS = ("waiting", "promoting", "running")
 
 
 class EngineSource:
-    """Samples of an engine, out of the statistics that `/metrics` and `/stats` have. Owned by the event loop."""
+    """A source of samples from the engine's statistics, which `/metrics` and `/stats` show. Owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -55,7 +55,7 @@ class EngineSource:
         }
 
     async def sample(self, at: float, monotonic_s: float) -> Sample:
-        """The engine's last snapshot. `NoSample` once it has ended."""
+        """Return the engine's last snapshot; raise `NoSample` once the engine has ended."""
         try:
             statistics = self._service.llm.statistics()
         except RuntimeError as error:
@@ -63,7 +63,7 @@ class EngineSource:
         return self._sampled(statistics, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """The tenant's documents, and the slowest requests: its own, where tenants share nothing."""
+        """Return the tenant's documents, and the slowest requests: only its own if tenants share nothing."""
         service = self._service
         documents = service.documents.of(group)
         shown = documents[-NUM_DOCUMENTS:][::-1]
@@ -105,7 +105,7 @@ class EngineSource:
         return Sample(at, monotonic_s, totals, levels | ttft, self._facts(statistics))
 
     def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
-        """How many requests had one, and how long the last minute's waited for it."""
+        """Return how many requests had a first token, and the last minute's quantiles of the time to it."""
         first, *others = statistics.requests.times.ttft.values()
         for each in others:
             first = first.plus(each)
@@ -136,7 +136,7 @@ class EngineSource:
 
 
 def _tenants(statistics: EngineStatistics) -> list[dict[str, object]]:
-    """The largest tenants' tokens, and the bytes of those with a quota."""
+    """Return the largest tenants' tokens, and the bytes of tenants with a quota."""
     tokens = statistics.requests.tenants
     names = [*tokens, *(name for name in statistics.tenants if name not in tokens)]
     return [

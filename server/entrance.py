@@ -1,4 +1,4 @@
-"""Entrance: keys, connection limits and counters, which every request passes, also before the model is loaded."""
+"""Entrance: keys, connection limits and counters for every request, also before the model is loaded."""
 
 from prometheus_client import CollectorRegistry
 
@@ -12,9 +12,11 @@ from kvtier.web.operating.routes import Operating
 
 
 class Entrance:
-    """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed.
-    *operating*: operators' verbs; None: there are none. *tracer*: sends spans
-    of requests; None: nobody asks for them."""
+    """The state that both apps share. Owned by the event loop.
+
+    `HttpServer.replace_keys` sets *keys*; None: no key is needed. *operating* has the operators' verbs; None: there are
+    none. *tracer* sends spans of requests; None: requests are not traced.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Entrance:
         self.gate = Gate(limits, lambda why: self.metrics.connections_refused.labels(why).inc())
 
     def close(self) -> None:
-        """Send the spans that wait, and close the audit log."""
+        """Send the pending spans, and close the audit log."""
         if self.tracer is not None:
             self.tracer.close()
         if self.operating is not None:
@@ -47,17 +49,17 @@ class Entrance:
 
     @property
     def num_tenants(self) -> int:
-        """How many tenants have a key; without API keys all clients are one tenant."""
+        """Number of tenants with a key; without API keys all clients are one tenant."""
         return 1 if self.keys is None else len(self.keys.tenants)
 
     @property
     def is_strict(self) -> bool:
-        """Whether tenants share no cached block."""
+        """Whether tenants share no cached blocks."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"
 
 
 def browser_rules(settings: ServerConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return what a browser may ask for other sites' pages; None where clients need a key, which such pages lack."""
+    """Return the rules for pages of other sites in browsers; None if clients need a key, which such pages lack."""
     if keys is not None:
         return None
     return BrowserRules.of(

@@ -1,4 +1,4 @@
-"""`/v1/kvtier/explain`: why a request's prompt was found in the cache or not; each tenant is told of its own."""
+"""`/v1/kvtier/explain`: why a request's prompt hit or missed the cache. Tenants see only their own requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,13 +29,16 @@ from kvtier.web.facts import facts_of
 from kvtier.web.request_body import parse, read_body
 from kvtier.web.tenancy import effective_salt
 
-BEFORE_TOKENS = 12  # whose text comes before that of the token at which a prompt departs
+BEFORE_TOKENS = 12  # tokens of context to show before the token at which a prompt diverges
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST`: a prompt, or the messages of a chat. With *request_id* that request is explained, which must
-    have had this prompt; without it, what would be found now."""
+    """The body of `POST`: a prompt, or the messages of a chat.
+
+    With *request_id* that request is explained, which must have had this prompt. Without it, the answer explains which
+    part of the prompt would hit the cache now.
+    """
 
     model: str | None = None
     prompt: Text | Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
@@ -75,9 +78,8 @@ async def explain_prompt(request: Request) -> Response:
         return partial(core.chain, token_ids, extra)
 
     named = await service.llm.ask(naming)
-    chain = await service.llm.with_tokenizer(
-        lambda _: named(), tenant
-    )  # hashes a long prompt: not on the engine's thread
+    # Hashing a long prompt must not block the engine's thread.
+    chain = await service.llm.with_tokenizer(lambda _: named(), tenant)
     if asked.request_id is None:
         evidence = await service.llm.ask(lambda core: core.explain_prompt(chain, tenant, alike))
         found = [await service.llm.with_tokenizer(lambda _: evidence.explanation(), tenant)]
@@ -87,7 +89,7 @@ async def explain_prompt(request: Request) -> Response:
         if not await service.llm.with_tokenizer(
             lambda _: any(explainer.is_prompt_of(past, chain, len(token_ids)) for past in pasts), tenant
         ):
-            message = "that request had another prompt, cache_salt or model; give those that it had, or no request_id"
+            message = "that request had another prompt, cache_salt or model; send its own, or leave out request_id"
             raise ApiError(409, message, code="other_prompt", param="prompt")
         found = await _explained(service, pasts, asked.request_id, tenant)
     texts = await service.llm.with_tokenizer(
@@ -97,16 +99,18 @@ async def explain_prompt(request: Request) -> Response:
 
 
 async def _pasts(service: Service, request_id: str, tenant: str | None) -> Sequence[Past]:
-    """The requests of that id. ApiError 404 if there is none."""
+    """Return the past requests with this id; raise ApiError 404 if there is none."""
     found = await service.llm.ask(lambda core: core.explainer.find(request_id, tenant))
     if not found:
-        message = "no request of that id is remembered: it is another's, has not ended, or thousands have come since"
+        message = (
+            "no request of that id is remembered: it is another tenant's, has not ended, or thousands came after it"
+        )
         raise ApiError(404, message, code="request_not_found")
     return found
 
 
 async def _explained(service: Service, pasts: Sequence[Past], request_id: str, tenant: str | None) -> list[Explanation]:
-    """Explain one request after the other: the engine's thread makes steps between them, and works out none of them."""
+    """Explain the requests one by one, outside of the engine's thread, which takes steps in between."""
     alike, found = service.conversations.alike(request_id), []
     for past in pasts:
         evidence = await service.llm.ask(lambda core, past=past: core.explainer.evidence(past, alike))  # type: ignore[misc]
@@ -117,7 +121,7 @@ async def _explained(service: Service, pasts: Sequence[Past], request_id: str, t
 async def _token_ids(
     service: Service, asked: ExplainRequest, tenant: str | None
 ) -> tuple[Sequence[int], ExplainRequest]:
-    """The prompt's tokens, as a request with it would have them, and the question with the salt that it would have."""
+    """Return the tokens that a request with the prompt would have, and *asked* with that request's salt."""
     llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)
     try:
@@ -127,7 +131,7 @@ async def _token_ids(
             asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
         (prompt,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
     except TooManyTokens as error:
-        message = f"{ContextLimit.of(llm)}. The prompt has {error.num_least} or more; shorten it"
+        message = f"{ContextLimit.of(llm)}. The prompt has {error.min_num_tokens} or more; shorten it"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
@@ -137,7 +141,7 @@ async def _token_ids(
 
 
 def _request_with(asked: ExplainRequest, model: str) -> CompletionRequest | ChatRequest:
-    """A request with the prompt that is asked about. ValueError if there can be none."""
+    """Return a request with the prompt in question; raise ValueError if the prompt is invalid."""
     if asked.messages is None:
         given = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
         return CompletionRequest(model=model, prompt=given)

@@ -52,11 +52,11 @@ ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUs
 
 _T = TypeVar("_T")
 
-MAX_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
+MAX_TIMES_TOO_LONG = 8  # a prompt is tokenized before it is truncated, up to this many times its limit
 
 
 class PromptKeeper:
-    """Watches the pieces of a request's choices go by, and notes in its *usage* what is kept. Owned by one request."""
+    """A filter on the pieces of a request that pins prompts and records that in *usage*. Owned by one request."""
 
     def __init__(
         self, documents: Documents, usage: Usage, tenant: str | None, lora: str | None, cache_salt: str | None
@@ -69,7 +69,7 @@ class PromptKeeper:
     async def pinned(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
     ) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; pin each of *prompts* when the choice at its index has ended, before that is told."""
+        """Yield *pieces*; pin each of *prompts* when the choice at its index has ended, before its last piece."""
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
                 token_ids = prompts[item.index]
@@ -78,9 +78,9 @@ class PromptKeeper:
             yield item
 
     async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; before the first, when the prompt has been computed, keep it up to its breakpoints."""
+        """Yield *pieces*; when the prompt is computed, before the first piece, pin it up to its breakpoints."""
         marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
-        # Asked with the request, and not after its first token: what is kept already waits for no step of the engine.
+        # Start this query with the request, not after its first token, so that a kept prompt waits for no engine step.
         reading = asyncio.create_task(self._documents.read_prefixes(marked))
         try:
             async for item in pieces:
@@ -96,9 +96,10 @@ class PromptKeeper:
 
 
 def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the keywords, percent-encoded and with commas between; none if nothing is left out.
+    """Return the header that lists the keywords that are not enforced, or no header if there are none.
 
-    It names the first ones, as far as they fit. The answer's object `kvtier` names all of them.
+    The keywords are percent-encoded, and the list is cut off after 1,024 characters. The answer's `kvtier` object has
+    all of them.
     """
     named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
     if len(named) > _MAX_CHARACTERS:
@@ -107,19 +108,19 @@ def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
 
 
 def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:
-    """Write the answer as OpenAI's endpoints do."""
+    """Return the reply in the format of OpenAI's endpoints."""
     if isinstance(asked, ChatRequest):
         return ChatReply(asked.model, text, usage, tools, asked.num_top_logprobs is not None, asked.chunk_options)
     return CompletionReply(asked, prompts, text, usage)
 
 
 class Generation:
-    """An ASGI answer. When its client leaves it aborts its streams, and gives back its place in the waiting room."""
+    """An ASGI answer. If the client disconnects, it aborts its streams and frees its place in the waiting room."""
 
     def __init__(
         self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
     ) -> None:
-        """*document*: token ids that come before those of each prompt of a CompletionRequest."""
+        """Prepare an answer; *document* has token ids that precede each prompt of a CompletionRequest."""
         self._service = service
         self._asked = asked
         self._document = document
@@ -128,14 +129,13 @@ class Generation:
         self._usage = Usage(asked.n)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate the answer and send it."""
         try:
             await while_connected(receive, self._answer(scope, receive, in_time(send)))
         except (ClientDisconnect, TimeoutError):
             facts_of(scope).client_left = True
 
     async def num_tokens(self, tenant: str | None) -> int:
-        """How many tokens the prompts have, without answering. ApiError 400 if that is sure to be too many."""
+        """Return the number of tokens of the prompts; raise ApiError 400 if that is certainly too many."""
         with self._api_errors():
             llm = self._service.llm
             prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
@@ -149,7 +149,9 @@ class Generation:
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
             limit = service.room.capacity
-            message = f"the request asks for {num_completions} completions, the server takes {limit}; ask for fewer"
+            message = (
+                f"the request asks for {num_completions} completions, the server takes at most {limit}; ask for fewer"
+            )
             raise ApiError(400, message, code="too_many_completions")
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:
@@ -186,12 +188,12 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """What the request asks of the engine. With several tenants only the waiting room goes by its priority."""
+        """Return the options for the engine; with several tenants only the waiting room uses the priority."""
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
-        """The prompts. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
+        """Return the prompts; raise ApiError 400 if one is certainly too long or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         max_prompt = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
         num_kept = self._asked.num_kept_of(max_prompt)
@@ -203,7 +205,10 @@ class Generation:
         except TooManyTokens as error:
             num_new, min_num_tokens = self._max_new_tokens(0), error.min_num_tokens + len(self._document)
             if limit is not None and limit <= longest - num_new:
-                message = f"the prompt has {min_num_tokens} tokens or more, and server.max_prompt_tokens is {limit}; shorten it"
+                message = (
+                    f"the prompt has {min_num_tokens} tokens or more, and server.max_prompt_tokens is {limit}; "
+                    "shorten it"
+                )
             else:
                 message = (
                     f"{ContextLimit.of(llm)}, and the prompt may have {max_prompt} of them besides {num_new} in the "
@@ -212,7 +217,7 @@ class Generation:
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
-        """The choices of each prompt. ApiError 400 for a prompt that is too long."""
+        """Return the choices of each prompt; raise ApiError 400 if a prompt is too long."""
         asked = self._asked
         structured = tools.structured
         groups = []
@@ -227,7 +232,7 @@ class Generation:
         return groups
 
     def _max_new_tokens(self, room: int) -> int:
-        """How many tokens to generate at most; the model's settings may say less than the request."""
+        """Return the maximum number of tokens to generate, which the model's settings may lower."""
         asked, limit = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
         return asked if limit is None else min(asked, limit)
 
@@ -245,7 +250,7 @@ class Generation:
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; observe their times, and add up what they took."""
+        """Yield *pieces*; record their times, and add up their usage."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
         with self._api_errors():
@@ -264,7 +269,7 @@ class Generation:
     def _kept(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Sequence[Prompt], keeper: PromptKeeper
     ) -> AsyncIterator[ChoicePiece]:
-        """*pieces*, while *keeper* keeps of the prompts what the request asks for."""
+        """Return *pieces*, with *keeper* pinning the prompts or prefixes that the request asks to keep."""
         asked = self._asked
         if prompts[0].breakpoints:  # of a chat, which has one prompt
             pieces = keeper.kept(pieces, prompts[0])
@@ -275,16 +280,16 @@ class Generation:
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
-        """Raise an ApiError for what the engine does not take, or cannot finish."""
+        """Turn errors of the engine into ApiErrors."""
         try:
             yield
         except WrongParameter as error:
             raise ApiError(400, str(error), param=error.name, code="invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
-        except RuntimeError as error:  # the engine ended while the request was in it
+        except RuntimeError as error:  # the engine ended during the request
             code = "shutting_down" if self._service.is_draining else "engine_failed"
-            raise ApiError(503, "the server ends before the answer is complete; ask again", code=code) from error
+            raise ApiError(503, "the server ended before the answer was complete; retry", code=code) from error
 
     async def _collect(self, pieces: AsyncIterator[ChoicePiece]) -> list[Answer]:
         answers = []
@@ -296,7 +301,7 @@ class Generation:
     async def _send_stream(
         self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send, tenant: str | None
     ) -> None:
-        """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
+        """Send *pieces* as events, nothing before the first one, so that an earlier error has its own status."""
         begun: set[int] = set()
         try:
             async for item in pieces:
@@ -317,7 +322,7 @@ class Generation:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
-        """What *write* returns; where it tells of each token of a prompt it is called in a tokenizer's thread."""
+        """Return the result of *write*; call it in a tokenizer's thread if it covers each prompt token."""
         if not self._asked.tells_prompt:
             return write()
         return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
@@ -338,7 +343,7 @@ def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
 
 
 def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
-    """The tools of a request; only a chat may have any. `WrongParameter` for what is no schema or grammar."""
+    """Return the tools of a request; raise `WrongParameter` for an invalid schema or grammar."""
     if isinstance(asked, ChatRequest):
         return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
     return ToolUse((), "none", False, form, asked.structured)

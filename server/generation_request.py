@@ -24,7 +24,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
-# OpenAI's parameters, and vLLM's, that say nothing about the answer: any value is let pass …
+# Parameters of OpenAI and vLLM that do not affect the answer: any value is accepted and ignored.
 IGNORED = frozenset(
     {
         "guided_decoding_backend",
@@ -40,7 +40,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# … and those that would change it, with the values that ask for no change: any other value is refused.
+# Parameters that would change the answer, with the values that change nothing: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
@@ -78,9 +78,9 @@ LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener.
+    """The object `stream_options`. Obfuscation is off by default, unlike at OpenAI: a loopback has no listener.
 
-    With *continuous_usage_stats*, which is vLLM's, each chunk has the usage so far; only with *include_usage*.
+    With *include_usage* and vLLM's *continuous_usage_stats*, each chunk has the usage so far.
     """
 
     include_usage: bool = False
@@ -93,23 +93,22 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     skip_reading_prefix_cache: bool = False
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    document: str | None = None  # its tokens come before the prompt's; for completions only
-    pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
+    document: str | None = None  # its tokens precede the prompt; for completions only
+    pin: bool = False  # keep the prompt in host memory for *ttl_s* after the answer
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.pin:
-            raise ValueError("ttl_s says how long to pin the prompt; set pin to true")
+            raise ValueError("ttl_s: is the time to pin the prompt; set pin to true as well")
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions` and those that the
-    model's settings say.
+    """Parameters of completions and chats. Defaults are the model's settings, else OpenAI's, except in `StreamOptions`.
 
-    Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
-    the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
-    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
-    *structured_outputs* and what was before it, *guided_json* and its like.
+    In addition to OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (use only the
+    last tokens of a longer prompt; -1: as many as fit), *kvtier*, and vLLM's *top_k*, *min_p*, *repetition_penalty*,
+    *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*, *structured_outputs* and its
+    predecessors *guided_json*, *guided_regex*, *guided_choice* and *guided_grammar*.
     """
 
     model: str
@@ -145,44 +144,44 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
-        if self.stream and self.prompt_logprobs is not None:  # as at vLLM
-            raise ValueError("prompt_logprobs: a stream does not tell them; set stream to false, or ask for an echo")
+        if self.stream and self.prompt_logprobs is not None:  # as in vLLM
+            raise ValueError("prompt_logprobs: not available in a stream; set stream to false, or set echo to true")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
-            raise ValueError("truncate_prompt_tokens: the document would be cut; leave one of them out")
+            raise ValueError("truncate_prompt_tokens: would cut off the document; leave out one of them")
 
     @property
     def chunk_options(self) -> StreamOptions:
-        """What the chunks of a stream have beside their choices; the defaults if the request does not say."""
+        """Options of the chunks of a stream; the defaults if the request has none."""
         return self.stream_options or StreamOptions()
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
+        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
         raise NotImplementedError
 
     def num_kept_of(self, limit: int) -> int | None:
-        """How many of a prompt's last tokens are taken, if it may have *limit*; None: it is not to be cut."""
+        """Return how many of a prompt's last tokens to use, given its *limit*; None: do not truncate it."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to find for each token of the prompt; None: the prompt is not scored."""
+        """Number of top tokens to score at each position of the prompt; None: the prompt is not scored."""
         return self.prompt_logprobs
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the answer is as long as the prompt: it says something of each of its tokens."""
+        """Whether the answer covers each token of the prompt, so that it is as long as the prompt."""
         return self.prompt_logprobs is not None
 
     @property
     def options(self) -> RequestOptions:
-        """What the request asks of the queue and the cache."""
+        """Options of the request for the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """What the text has to be; None if any will do. `WrongParameter` for what is no schema or grammar."""
+        """Required format of the text; None if any will do. Raises `WrongParameter` for an invalid format."""
         guided = {
             kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         }
@@ -191,10 +190,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def sampling(
         self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
     ) -> SamplingParams:
-        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same.
+        """Return the sampling parameters of choice number *choice*; each has its own seed, or all would be the same.
 
-        *defaults* hold where the request does not say; *structured* is its property.
-        `WrongParameter` for parameters that do not go together.
+        *defaults* apply where the request sets nothing. *structured* is the property of that name. Raises
+        `WrongParameter` for parameters that cannot be combined.
         """
         return SamplingParams(
             max_tokens=max_tokens,

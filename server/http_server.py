@@ -1,4 +1,4 @@
-"""HttpServer: answers on a port from the first moment, loads the model behind it, and serves until `stop`."""
+"""HttpServer: answers on a port at once, loads the model meanwhile, and serves until `stop`."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,10 @@ _LEAVING_S = 5  # for the last bytes of answers
 
 
 def across_origins(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
-    """*app*, which pages of `server.cors_origins` may ask; a browser's question before that needs no key. Keys come in
-    headers and never in cookies, so no credentials of the browser's go along."""
+    """Return *app* with CORS for pages of `server.cors_origins`; a browser's preflight request needs no key.
+
+    Keys come in headers and never in cookies, so the browser sends no credentials of its own.
+    """
     if not settings.cors_origins:
         return app
     return CORSMiddleware(
@@ -40,7 +42,7 @@ def across_origins(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server without its handlers of signals, which `commands/serve.py` sets for the process."""
+    """uvicorn's server without its signal handlers, which `cli/serve.py` sets for the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,7 +50,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one model on a socket that is bound already. `build_server` makes one; `run` runs it on an event loop."""
+    """A server of one model on a bound socket. `build_server` creates it; `run` runs it on an event loop."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class HttpServer:
         loading: LoadingApp,
         load: "Callable[[], Coroutine[None, None, ServingApp]]",
     ) -> None:
-        """*loading* answers requests until *load* has returned the app that serves."""
+        """Create a server; *loading* answers requests until *load* has returned the serving app."""
         self.entrance = entrance
         self._bound = bound
         self._load = load
@@ -77,22 +79,23 @@ class HttpServer:
 
     @property
     def app(self) -> App:
-        """The app that answers requests now."""
+        """App that answers requests now."""
         return self._switch.app
 
     def stop(self) -> None:
-        """Begin to drain, flush and end. A server that is still loading ends at once. Called on the event loop."""
+        """Start to drain, flush and end; a server that is still loading ends at once. Called on the event loop."""
         self._stop.set()
 
     def replace_keys(self, keys: ApiKeys) -> None:
-        """Let in requests with these keys alone from now on. Called on the event loop."""
+        """Accept only requests with these *keys* from now on. Called on the event loop."""
         self.entrance.keys = keys
         self._switch.app.share_among(self.entrance.num_tenants)
 
     async def run(self) -> bool:
-        """Load and serve until `stop`; False if `stop` came before the model was loaded: its thread still loads then.
+        """Load and serve until `stop`; raise errors of loading, or the error that ended the engine.
 
-        Raises what loading raises, or the error that ended the engine.
+        Returns:
+            False if `stop` came before the model was loaded; its thread is then still loading.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
@@ -116,7 +119,7 @@ class HttpServer:
             await app.close()
 
     async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
-        """Wait for *doing*, and raise its error; True if `stop` came first, and *doing* was cancelled."""
+        """Wait for *doing*, and raise its error; return True if `stop` came first, which cancels *doing*."""
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)

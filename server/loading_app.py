@@ -20,9 +20,9 @@ RETRY_S = 5
 
 
 class LoadingApp:
-    """Says in /ready how far loading is, lists the models that will be served, and answers 503 to other requests.
+    """The app while the model is being loaded. Owned by the event loop.
 
-    Owned by the event loop.
+    It reports the progress in /ready, lists the models that will be served, and answers 503 to other requests.
     """
 
     def __init__(self, entrance: Entrance, models: ServedModels) -> None:
@@ -32,19 +32,18 @@ class LoadingApp:
         self._app = starlette_app(routes, entrance.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         await self._app(scope, receive, send)
 
     def tell_stage(self, stage: str) -> None:
-        """Set the stage that /ready and the 503s name, and log it. From any thread."""
+        """Set and log the stage that /ready and the 503 errors report. Safe to call from any thread."""
         self._stage = stage
         log.info("load: %s", stage)
 
     def share_among(self, num_tenants: int) -> None:
-        """Do nothing: before the model is loaded tenants share nothing."""
+        """Do nothing, because tenants share nothing before the model is loaded."""
 
     def end(self) -> None:
-        """Answer from now on that the server is about to end."""
+        """Answer from now on that the server is shutting down."""
         self._is_ending = True
 
     async def _ready(self, _: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Puts documents into the requests for completions and chats that name them instead of sending their text."""
+"""Replacement of document names in requests for completions and chats by the documents' content."""
 
 from typing import TypeVar
 
@@ -14,9 +14,10 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
 def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
-    """The chat with the texts of the documents that it names. ApiError 404 for one that the tenant does not have.
+    """Return the chat with the texts of the documents that it names.
 
-    Without a cache_salt of its own the chat gets that of its first document, under which that was computed.
+    A chat without a cache_salt gets that of its first document, which was computed under it. Raises ApiError 404 for a
+    document that the tenant does not have.
     """
     if asked.kvtier.document is not None:
         message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
@@ -25,7 +26,7 @@ def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest
     for document_id in asked.document_ids:
         document = _document(service, tenant, document_id, "messages")
         if document.text is None:
-            message = "the document was put as token ids, which stand in no chat; put its text"
+            message = "the document was put as token ids, which a chat cannot contain; put its text"
             raise ApiError(400, message, param="messages", code="invalid_value")
         texts[document_id] = document.text
         first = first or document
@@ -37,9 +38,9 @@ def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest
 def with_document(
     service: Service, tenant: str | None, asked: CompletionRequest
 ) -> tuple[CompletionRequest, list[int]]:
-    """The request, and the token ids of the document that it names, which come before each prompt.
+    """Return the request, and the token ids of the document that it names, which precede each prompt.
 
-    Without a cache_salt of its own the request gets the document's. ApiError 404 if the tenant does not have it.
+    A request without a cache_salt gets the document's. Raises ApiError 404 if the tenant does not have the document.
     """
     if asked.kvtier.document is None:
         return asked, []
@@ -54,7 +55,7 @@ def _document(service: Service, tenant: str | None, document_id: str, field: str
     service.check_open()
     document = service.documents.find(tenant, document_id)
     if document is None:
-        raise ApiError(404, "there is no document of that id", param=field, code="document_not_found")
+        raise ApiError(404, "there is no document with this id", param=field, code="document_not_found")
     return document
 
 

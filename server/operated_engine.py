@@ -1,4 +1,4 @@
-"""OperatedEngine: operators' verbs on the engine of a server."""
+"""OperatedEngine: the operators' verbs on the engine of a server."""
 
 import asyncio
 import time
@@ -19,54 +19,54 @@ from kvtier.web.api_error import ApiError
 from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer, until_done
 from kvtier.web.tenancy import effective_salt
 
-LOOK_S = 0.02  # how often it is looked whether something has been copied or read
-COMING_S = 10.0  # that an answer waits for what a pin brings to host memory
+LOOK_S = 0.02  # polling interval for copies and reads in flight
+COMING_S = 10.0  # maximum time that an answer waits for a pin's blocks to be loaded into host memory
 MAX_PINS = 256
-OWNER = "operators"  # of their pins
+OWNER = "operators"  # the owner of operators' pins
 
 _T = TypeVar("_T")
 
 
 class OperatedEngine:
-    """See `Operated`. The engine's thread does each verb in parts, between its steps. Owned by the event loop."""
+    """An `Operated` engine, whose thread runs each verb in parts between its steps. Owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._purging = asyncio.Lock()  # two at a time would only make both slower
-        self._pins: dict[str, tuple[CachePin, float]] = {}  # with the time when it ends
+        self._purging = asyncio.Lock()  # two purges at a time would only make both slower
+        self._pins: dict[str, tuple[CachePin, float]] = {}  # pin and end time by id
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict what is meant from device, host memory and disk. The answer says that a remote tier keeps its own."""
+        """Evict the selected blocks from all local tiers; note in the answer that a remote tier keeps its own."""
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         tiers = frozenset(Tier)
         if asked.namespace is not None and not (await self._ask(_namespace)).startswith(asked.namespace):
-            tiers = frozenset({Tier.DISK})  # the other tiers have nothing of other models
+            tiers = frozenset({Tier.DISK})  # only the disk has blocks of other models
         answer = await self._purged(PurgeOrder(tiers, tenant, asked.namespace))
         remote = (await self._ask(lambda core: core.config)).remote
         return answer if remote is None else {**answer, "note": remote_stays(remote.where)}
 
     async def evict(self, asked: Evict) -> Answer:
-        """Evict the oldest of one tier."""
+        """Evict the oldest blocks of one tier."""
         tier = Tier(asked.tier)
         if tier not in (await self._ask(lambda core: core.cache.statistics())).tiers:
-            raise ApiError(409, f"there is no {tier} tier here; /metrics has those that there are", code="no_tier")
+            raise ApiError(409, f"there is no {tier} tier here; /metrics shows the tiers", code="no_tier")
         order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
-        """Copy down all that has no copy below."""
+        """Copy down all blocks that have no copy in a lower tier."""
         if not all(await self._ask(lambda core: core.cache.lower.num_slots)):
-            raise ApiError(409, "there is no tier below the device; give host.capacity a size", code="no_tier")
+            raise ApiError(409, "there is no tier below the device; set host.capacity", code="no_tier")
         give_up_at = time.monotonic() + asked.seconds
         while num_left := await self._ask(lambda core: core.cache.spill_rest()):
             if time.monotonic() >= give_up_at:
-                message = f"{num_left} blocks have no copy below after {asked.seconds:g} s"
+                message = f"{num_left} blocks still have no copy in a lower tier after {asked.seconds:g} s; retry"
                 raise ApiError(504, message, code="timeout")
             await asyncio.sleep(LOOK_S)
         return {"left": 0}
 
     async def pin(self, asked: Pin) -> Answer:
-        """Keep what is cached of a prompt in host memory."""
+        """Pin the cached blocks of a prompt in host memory."""
         service = self._service
         lora = None if asked.model is None else service.models.lora_of(asked.model)
         salt = effective_salt(asked.tenant, asked.salt, service.is_strict)
@@ -78,7 +78,8 @@ class OperatedEngine:
             return partial(core.chain, token_ids, keyed(core, NO_EXTRA_KEYS, lora, salt))
 
         named = await self._ask(naming)
-        chain = await service.llm.with_tokenizer(lambda _: named())  # hashes a long prompt: not on the engine's thread
+        # Hashing a long prompt must not block the engine's thread.
+        chain = await service.llm.with_tokenizer(lambda _: named())
 
         def begin(core: EngineCore) -> CachePin | None:
             self._forget_ended(core)
@@ -94,7 +95,7 @@ class OperatedEngine:
 
         pin = await self._ask(begin)
         if pin is None:
-            message = "the prompt takes more host memory than may still be pinned; unpin another"
+            message = "the prompt takes more host memory than is left for pins; unpin another prompt"
             raise ApiError(507, message, code="host_memory_full")
         await self._whole(pin)
         counts: Answer = {"tokens": len(token_ids), "bytes": pin.num_bytes, "absent": pin.num_absent}
@@ -115,13 +116,15 @@ class OperatedEngine:
         return {"pin": asked.pin}
 
     async def check(self, asked: Check) -> Answer:
-        """Verify the books, a part between two steps."""
+        """Verify the engine's bookkeeping, one part at a time between steps."""
         verified: list[str] = []
         checks = await self._ask(lambda core: core.checks())
 
         def go_on(core: EngineCore) -> str | None:
             if core.has_work and not asked.now:
-                raise ApiError(409, "requests run, and would wait; ask again, or say now", code="busy", param="now")
+                raise ApiError(
+                    409, "requests are running and would wait; retry later, or set now", code="busy", param="now"
+                )
             return next(checks, None)
 
         try:
@@ -139,11 +142,11 @@ class OperatedEngine:
         sidecar = (await self._ask(lambda core: core.config)).sidecar
         below = sorted(order.tiers & {Tier.HOST, Tier.DISK})
         if sidecar is not None and below:
-            answer["note"] = f"{' and '.join(below)} are the sidecar's at {sidecar}: ask that"
+            answer["note"] = f"{' and '.join(below)} belong to the sidecar at {sidecar}; send the request there"
         return answer
 
     async def _whole(self, pin: CachePin) -> None:
-        """Wait until all of the pin is there that will come, `COMING_S` at most."""
+        """Wait until the pin's blocks that exist are loaded, for at most `COMING_S`."""
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:
@@ -159,7 +162,7 @@ class OperatedEngine:
             answer: Awaitable[_T] = self._service.llm.ask(question)
             return await answer
         except RuntimeError as error:  # the engine ended
-            raise ApiError(503, "the server ends before that is done", code="shutting_down") from error
+            raise ApiError(503, "the server ended before that was done; retry", code="shutting_down") from error
 
 
 def _namespace(core: EngineCore) -> str:

@@ -1,4 +1,4 @@
-"""Plan: what fits in each tier, what does not work and what is refused, told without loading the model's weights."""
+"""Plan: the size of each tier, remarks and refusals for a configuration, without loading the model's weights."""
 
 import os
 import shutil
@@ -29,23 +29,23 @@ from kvtier.web.api_keys import ApiKeys
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """How many blocks and tokens fit in one tier."""
+    """The capacity of one tier in bytes, blocks and tokens."""
 
     name: str  # device, host or disk
     capacity_bytes: int
     num_blocks: int
     num_tokens: int
-    origin: str = ""  # where a size comes from that nobody gave, or where the tier is
+    origin: str = ""  # how a size was derived that is not configured, or where the tier is
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a configuration comes to with a model. With *refusals* the server would not start."""
+    """The effect of a configuration with a model. With *refusals* the server would not start."""
 
     model: str
     architecture: str
     dtype: str
-    model_tokens: int | None  # the longest sequence that the model takes; None: no limit
+    model_tokens: int | None  # maximum sequence length of the model; None: no limit
     block_size: int
     block_bytes: int
     tiers: list[TierSize]
@@ -53,12 +53,12 @@ class Plan:
     remote: str | None  # the address of a remote tier, without a password
     sidecar: str | None  # where host memory and disk are, if they are not the engine's own
     documents: Path | None  # the folder of documents; None: they end with the process
-    remarks: list[str]  # a line for each thing that does not fit or does not work
+    remarks: list[str]  # one line for each thing that does not fit or does not work
     dead_settings: list[str]
     refusals: list[str]
 
     def lines(self) -> Iterator[str]:
-        """The plan as lines of text, which `--check-config` prints."""
+        """Yield the lines of text that `--check-config` prints."""
         limit = "any number of" if self.model_tokens is None else f"{self.model_tokens:,}"
         yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
         per_token = self.block_bytes / self.block_size
@@ -86,9 +86,9 @@ class Plan:
 
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
-    """The plan of *config* for *model*, without the model's weights.
+    """Return the plan of *config* for *model*, without loading the model's weights.
 
-    ValueError if the model has no readable configuration, `UnsupportedModel` if it cannot be paged.
+    Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if it cannot be paged.
     """
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()
@@ -133,7 +133,7 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
 
 
 def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):  # bfloat16: some models compute in nothing else, and shapes do not depend on it
+    with torch.device("meta"):  # some models compute only in bfloat16, and shapes do not depend on it
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
             described, dtype=torch.bfloat16
         )
@@ -142,7 +142,7 @@ def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> GpuShare | None:
-    """The part of a GPU that the pool is in, if no size is given. ValueError where there is no GPU."""
+    """Return the pool's share of a GPU, None if its size is given; raise ValueError if there is no GPU."""
     if config.device.gpu_memory_utilization is None:
         return None
     return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
@@ -182,7 +182,7 @@ def _refused_folders(config: Config) -> Iterator[str]:
         if not there.is_dir():
             yield f"{key}: {there} is not a folder; use another one"
         elif not os.access(there, os.W_OK | os.X_OK):
-            yield f"{key}: nothing can be written in {there}; use another folder"
+            yield f"{key}: {there} is not writable; use another folder"
 
 
 def _refused_log(config: Config) -> Iterator[str]:
@@ -216,13 +216,13 @@ def _remarks(
     if config.disk is not None:
         free_bytes = _free_bytes(Path(config.disk.path))
         if config.disk.capacity > free_bytes:
-            yield f"disk.capacity: only {size_text(free_bytes)} are free, besides what a store there has already"
+            yield f"disk.capacity: only {size_text(free_bytes)} are free, in addition to the space of an existing store"
     try:
         tokenizer = checkpoint.tokenizer()
         if tokenizer.chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
         for role in sorted(TemplateTraits.of(tokenizer, has_tools=False).lost_roles):
-            yield f"/v1/chat/completions: the chat template leaves out what messages of the role {role} say"
+            yield f"/v1/chat/completions: the chat template drops the text of messages with the role {role}"
     except ValueError:
         yield "the tokenizer: the model has none, and the server does not start without one"
 
@@ -232,5 +232,5 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _nearest(path: Path) -> Path:
-    """*path* if it exists, else the nearest of its parents that does."""
+    """Return *path* if it exists, else its nearest parent that does."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -1,4 +1,4 @@
-"""Prompt: the tokens that a request asks to continue, and up to where they are to be kept."""
+"""Prompt: the tokens that a request asks to continue, and the breakpoints up to which they are kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class Prompt:
 
     token_ids: Sequence[int]
     breakpoints: Sequence[Breakpoint] = ()  # in their order
-    text: str | None = None  # all of it as the client gave it; None: it gave something else
+    text: str | None = None  # the whole prompt as the client sent it; None: not sent as text
 
     def last(self, num_tokens: int) -> "Prompt":
-        """The prompt without the tokens before its last *num_tokens*; breakpoints stay behind the same tokens."""
+        """Return the prompt's last *num_tokens* tokens; breakpoints stay behind the same tokens."""
         num_cut = max(0, len(self.token_ids) - num_tokens)
         if not num_cut:
             return self

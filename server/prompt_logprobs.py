@@ -1,4 +1,4 @@
-"""`prompt_logprobs`: what the model thinks of a prompt's tokens, as vLLM's answers have it."""
+"""`prompt_logprobs`: the log probabilities of a prompt's tokens, in vLLM's format."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from kvtier.server.token_text import TokenText, finite
 def prompt_logprobs(
     told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText
 ) -> list[dict[str, dict[str, object]] | None]:
-    """For each token null or an object by token id: the token itself, then *num_top* of the likeliest."""
+    """Return for each token None or an object by token id: the token itself, then the *num_top* likeliest."""
     return [None if item is None else _of_token(item, num_top, text) for item in told]
 
 

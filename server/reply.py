@@ -15,7 +15,7 @@ from kvtier.engine.scheduling.request import Completion
 from kvtier.server.generation_request import StreamOptions
 from kvtier.web.api_error import ApiError
 
-PADDED_BYTES = 32  # a token has up to about 20: so the chunks of nearly all tokens have one size
+PADDED_BYTES = 32  # a token has up to about 20 bytes, so the chunks of nearly all tokens have the same size
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +27,41 @@ class Answer:
 
 
 class Reply(Protocol):
-    """Writes one answer in the form of its endpoint. Owned by one request, whose *usage* it was made with."""
+    """A writer of one answer in the format of its endpoint. Owned by one request, and created with its *usage*."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
-        """The whole answer, for a request without a stream."""
+        """Return the whole answer, for a request without a stream."""
 
     def events(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """The events of a stream for one piece; none if the piece has nothing to tell."""
+        """Yield the events of a stream for one piece; none if the piece adds nothing."""
 
     def last_events(self) -> Iterator[bytes]:
-        """The events at the end of a stream."""
+        """Yield the events at the end of a stream."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """The event that ends a stream which has failed."""
+        """Return the event that ends a failed stream."""
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
-    """The fields that every object of one reply begins with."""
+    """Return the fields that every object of one reply begins with."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 class CountedTokens:
-    """The tokens of each choice of a stream so far. Owned by one reply."""
+    """Token counts of each choice of a stream so far. Owned by one reply."""
 
     def __init__(self) -> None:
         self._num_prompt: dict[int, int] = {}
         self._num_generated: Counter[int] = Counter()
 
     def begin(self, index: int, piece: Piece) -> None:
-        """Take note of the prompt of the choice at *index*, which each *piece* knows."""
+        """Record the prompt length of the choice at *index*, which each *piece* has."""
         self._num_prompt[index] = piece.tokens.num_tokens
 
     def add(self, index: int, piece: Piece) -> None:
         """Count the tokens of the choice's next *piece*."""
         self._num_generated[index] += piece.token_id is not None
-        if piece.completion is not None:  # a piece may have several tokens' text, the completion has them all
+        if piece.completion is not None:  # a piece may have the text of several tokens; the completion has them all
             self._num_generated[index] = len(piece.completion.token_ids)
 
     def usage(self, index: int) -> dict[str, int]:
@@ -75,12 +75,11 @@ class CountedTokens:
 
 
 def chunk_fields(options: StreamOptions, text: object, logprobs: object, usage: Mapping[str, int]) -> dict[str, object]:
-    """The fields of a chunk beside its choice: `usage`, null until the last chunk unless the *usage* so far is asked
-    for, and `obfuscation`, if asked for.
+    """Return the fields of a chunk in addition to its choice: `usage` and `obfuscation`, if asked for.
 
-    `obfuscation` is 1 to 32 random characters. With them what differs between the chunks of a stream, *text* (or
-    calls) and *logprobs* in JSON, has a multiple of 32 bytes, so that an encrypted stream does not tell the lengths of
-    its tokens.
+    `usage` is null until the last chunk, unless the request asks for the *usage* so far. `obfuscation` is 1 to 32
+    random characters. They pad the varying part of a chunk, *text* (or calls) and *logprobs* in JSON, to a multiple of
+    32 bytes, so that an encrypted stream does not reveal the lengths of its tokens.
     """
     so_far = usage if options.continuous_usage_stats else None
     fields: dict[str, object] = {"usage": so_far} if options.include_usage else {}

@@ -1,4 +1,4 @@
-"""ResponseFormat: what a request asks the text of its answer to be, in OpenAI's words and in vLLM's."""
+"""ResponseFormat: the format that a request requires of its answer's text, in OpenAI's and vLLM's parameters."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -19,7 +19,7 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON schema as OpenAI has it. Its name and description are for people; the model is told neither."""
+    """A JSON schema in OpenAI's format. The model sees neither its name nor its description."""
 
     name: str
     schema: dict[str, Any] = {}
@@ -28,7 +28,7 @@ class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON that is valid by a schema. Unless it is strict, keywords that cannot be enforced are left out."""
+    """JSON that is valid under a schema. Unless it is strict, keywords that cannot be enforced are ignored."""
 
     json_schema: NamedSchema
 
@@ -39,7 +39,7 @@ Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=
 
 
 class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`, of which exactly one field must be set."""
 
     json: JsonSchema | None = None
     json_object: bool | None = None
@@ -51,10 +51,10 @@ class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def as_structured_outputs(
     response_format: ResponseFormat | None, asked: AskedOutputs | None, guided: dict[str, Any]
 ) -> StructuredOutputs | None:
-    """What a request's three kinds of parameters ask for; None if they ask for nothing.
+    """Return the format that a request's three kinds of parameters ask for; None if they ask for nothing.
 
-    *guided* has vLLM's older ones by name, `guided_json` and its like. `WrongParameter` if there are several, and for
-    what is no schema or grammar.
+    *guided* has vLLM's older parameters by name, such as `guided_json`. Raises `WrongParameter` if there are several
+    formats, and for an invalid schema or grammar.
     """
     found = [*_of_format(response_format), *_of_vllm(asked)]
     for name, value in guided.items():

@@ -13,26 +13,26 @@ from kvtier.web.paths import MODELS
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The model's name and its adapters' names; they are known before the model is loaded."""
+    """The names of the model and of its adapters, which are known before the model is loaded."""
 
     name: str  # of the model itself
     adapters: Sequence[str]
     created: int  # seconds since 1970
-    longest_request: int | None  # tokens of a prompt and its continuation; None: the model is not loaded yet
+    longest_request: int | None  # maximum tokens of a prompt and its continuation; None: the model is not loaded yet
 
     def lora_of(self, model: str) -> str | None:
-        """The adapter called *model*; None if that is the model itself. ApiError 404 for any other name."""
+        """Return the adapter called *model*, None for the model itself; raise ApiError 404 for any other name."""
         if model == self.name:
             return None
         if model in self.adapters:
             return model
         there = ", ".join([self.name, *self.adapters])
         raise ApiError(
-            404, f"there is no model of that name here; ask for {there}", code="model_not_found", param="model"
+            404, f"there is no model of that name here; use one of {there}", code="model_not_found", param="model"
         )
 
     def routes(self) -> list[Route]:
-        """The routes `/v1/models` and `/v1/models/{model}`."""
+        """Return the routes `/v1/models` and `/v1/models/{model}`."""
         return [Route(MODELS, self._list), Route(f"{MODELS}/{{model:path}}", self._one)]
 
     async def _list(self, _: Request) -> Response:
@@ -48,6 +48,6 @@ class ServedModels:
             "object": "model",
             "created": self.created,
             "owned_by": "kvtier",
-            "max_model_len": self.longest_request,  # vLLM's word, and so is the next
+            "max_model_len": self.longest_request,  # vLLM's field, like the next one
             "parent": None if self.lora_of(name) is None else self.name,
         }

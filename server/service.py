@@ -1,4 +1,4 @@
-"""Service: what all requests share once the model is loaded: the engine, the documents, and the waiting room."""
+"""Service: the engine, the documents and the waiting room, which all requests share once the model is loaded."""
 
 import asyncio
 import time
@@ -14,12 +14,12 @@ from kvtier.server.served_models import ServedModels
 from kvtier.server.tool_calls.tool_use import ToolFormat
 from kvtier.server.waiting_room import WaitingRoom
 
-_TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can read ahead what they need
+_TURNS_PER_RUNNING = 2  # as many requests wait in the engine as run there, so that it can prefetch for them
 _DRAIN_POLL_S = 0.05
 
 
 class Service:
-    """Ready for requests from its first moment until `drain`. Owned by the event loop."""
+    """The state that requests share, ready from its creation until `drain`. Owned by the event loop."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Service:
         documents: Documents,
         tool_format: ToolFormat,
     ) -> None:
-        """*llm* has started; *documents* are computed by it; its model writes calls of tools as *tool_format* says."""
+        """Create the service of a started *llm*, which computes *documents* and writes calls in *tool_format*."""
         self.settings = config.server
         self.models = models
         self.llm = llm
@@ -51,14 +51,14 @@ class Service:
         llm.tokenizers.share_among(self.num_tenants)
 
     def check_open(self) -> None:
-        """Refuse a request with ApiError 503 if the server is about to end."""
+        """Raise ApiError 503 if the server is shutting down."""
         if self.is_draining:
             raise shutting_down()
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what tenants share among *num_tenants* from now on.
+        """Divide shared resources among *num_tenants* from now on.
 
-        A tenant that has no key any more keeps what it holds until its requests and its pins end.
+        A tenant that no longer has a key keeps its resources until its requests and pins end.
         """
         self.num_tenants = num_tenants
         self.room.share_among(num_tenants)
@@ -66,7 +66,7 @@ class Service:
         self.documents.share_among(num_tenants)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, send away waiting ones, wait for running ones; how many are left after *timeout_s*."""
+        """Refuse new requests, send away waiting ones; return how many still run after *timeout_s*."""
         self.is_draining = True
         deadline = time.monotonic() + timeout_s
         while self.room.num_inside and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""ServingApp: answers requests once the model is loaded. Imported late, as it imports torch and transformers."""
+"""ServingApp: answers requests once the model is loaded. Imported late, because it imports torch and transformers."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ _IMPORTED_AT = time.monotonic()
 
 
 class ServingApp:
-    """The routes over a `Service`, and how the service ends. Owned by the event loop."""
+    """The routes of a `Service`, and its shutdown. Owned by the event loop."""
 
     def __init__(self, service: Service, dashboard: Dashboard) -> None:
         self.service = service
@@ -94,15 +94,14 @@ class ServingApp:
 
     @property
     def routes(self) -> Sequence[BaseRoute]:
-        """What it answers."""
+        """Routes that the app answers."""
         return self._app.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         await self._app(scope, receive, send)
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what tenants share among *num_tenants* from now on."""
+        """Divide shared resources among *num_tenants* from now on."""
         self.service.share_among(num_tenants)
 
     def end(self) -> None:
@@ -110,7 +109,7 @@ class ServingApp:
         self.service.is_draining = True
 
     async def wait_end(self) -> None:
-        """Wait until the engine has ended, and raise what ended it. Logs meanwhile how far host memory is prepared."""
+        """Wait until the engine has ended, and raise its error; meanwhile log how much host memory is prepared."""
         watching = asyncio.create_task(self._watch_memory())
         try:
             await self.service.llm.wait_end()
@@ -118,8 +117,10 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Let running requests go on for `server.drain_s`, write what is cached to disk, and end the engine. Those that
-        watch the dashboard see it until then."""
+        """Drain running requests for `server.drain_s`, write cached blocks to disk, and end the engine.
+
+        The dashboard keeps its viewers until the requests have been drained.
+        """
         told_at = time.monotonic()
 
         def tell(num_blocks: int) -> None:
@@ -142,12 +143,14 @@ class ServingApp:
     async def _drained(self) -> int:
         drain_s = self.service.settings.drain_s
         if num_running := self.service.room.num_inside:
-            log.info("drain: %d completions may go on for %g s", num_running, drain_s)
+            log.info("drain: %d completions may continue for %g s", num_running, drain_s)
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how far host memory is prepared, until all of it is: pinning can take longer than loading the model. Not
-        of a sidecar's, which comes and goes."""
+        """Log how much host memory is prepared, because pinning it can take longer than loading the model.
+
+        Ends when all of it is prepared, and at once with a sidecar, whose memory comes and goes.
+        """
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
             while (host := (statistics := self.service.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
@@ -182,9 +185,9 @@ async def load_app(
     entrance: Entrance,
     tell_stage: Callable[[str], None],
 ) -> ServingApp:
-    """Load the model and open its documents; the app over both.
+    """Load the model, open its documents, and return the app over both.
 
-    Raises what `AsyncLLM.start` and `Documents.open` raise. If it is cancelled, the engine's thread goes on to its end.
+    Raises the errors of `AsyncLLM.start` and `Documents.open`. If it is cancelled, the engine's thread runs to its end.
     """
     llm = AsyncLLM(model, config, tokenizer, tell_stage)
     await llm.start()
@@ -198,7 +201,7 @@ async def load_app(
         tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
         traits = await llm.with_tokenizer(partial(TemplateTraits.of, has_tools=False))
         for role in sorted(traits.lost_roles):
-            log.warning("chat template: leaves out what messages of the role %s say", role)
+            log.warning("chat template: drops the text of messages with the role %s", role)
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()
@@ -216,10 +219,11 @@ async def load_app(
 def process_age_s(stat: Path = _STAT) -> float:
     """Return the seconds since the process started, imports included.
 
-    Where *stat* cannot be read, the seconds since this module was imported.
+    If *stat* cannot be read, returns the seconds since this module was imported.
     """
     try:
-        fields = stat.read_text().rpartition(")")[2].split()  # from the third on: the name before may have blanks
+        # From the third field on, because the name before it may have blanks.
+        fields = stat.read_text().rpartition(")")[2].split()
         started_s = int(fields[_STARTED_FIELD - 3]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError):
@@ -227,7 +231,7 @@ def process_age_s(stat: Path = _STAT) -> float:
 
 
 def stats_view(statistics: EngineStatistics) -> dict[str, object]:
-    """Everything but tenants' bytes by the digests of their salts; by name they are there."""
+    """Return the statistics as JSON, with the tenants' bytes by name but not by salt digest."""
     cache = replace(statistics.cache, host_tenants={})
     if cache.disk is not None:
         cache = replace(cache, disk=replace(cache.disk, tenants={}))
@@ -235,7 +239,7 @@ def stats_view(statistics: EngineStatistics) -> dict[str, object]:
         tier.value: {f"{size:g}": hits for size, hits in each.items()}
         for tier, each in statistics.requests.what_if.items()
     }
-    requests = replace(statistics.requests, what_if={})  # whose keys are no texts
+    requests = replace(statistics.requests, what_if={})  # its keys are not strings
     view: dict[str, object] = msgspec.to_builtins(replace(statistics, cache=cache, requests=requests), enc_hook=_plain)
     return {**view, "what_if": what_if}
 

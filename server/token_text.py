@@ -1,4 +1,4 @@
-"""TokenText: the text of single tokens, by which log probabilities name them, and of whole prompts."""
+"""TokenText: the text of single tokens, which names them in log probabilities, and of whole prompts."""
 
 import re
 from functools import cache
@@ -10,26 +10,26 @@ from kvtier.server.prompt import Prompt
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity
 _PART_OF_A_CHARACTER = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # as tokenizers with byte fallback write one
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte, as tokenizers with byte fallback write it
 
 
 class TokenText:
-    """Decodes tokens one at a time, special ones too. Owned by one request."""
+    """A decoder of single tokens, including special ones. Owned by one request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}  # a prompt has its words many times
+        self._known: dict[int, str] = {}  # a cache, because a prompt repeats its tokens
 
     def of(self, token_id: int) -> str:
-        """The text of a token; U+FFFD for bytes that are only a part of a character."""
+        """Return the text of a token; U+FFFD for bytes that are only a part of a character."""
         if token_id not in self._known:
             text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-            assert isinstance(text, str)  # a list comes only for several lists
+            assert isinstance(text, str)  # decode returns a list only for several lists
             self._known[token_id] = text
         return self._known[token_id]
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the token's bytes, also those of a part of a character; None if the tokenizer does not tell them."""
+        """Return the token's bytes, even of a part of a character; None if the tokenizer does not know them."""
         text = self.of(token_id)
         if _PART_OF_A_CHARACTER not in text:
             return text.encode()
@@ -42,14 +42,14 @@ class TokenText:
         return None if None in values else bytes(value for value in values if value is not None)
 
     def name_of(self, token_id: int) -> str:
-        """Return the token's text, or what OpenAI's completions call one that is a part of a character."""
+        """Return the token's text, or OpenAI's `bytes:` name of a token that is a part of a character."""
         text, content = self.of(token_id), self.bytes_of(token_id)
         if _PART_OF_A_CHARACTER not in text or content is None:
             return text
         return "bytes:" + "".join(f"\\x{value:02x}" for value in content)
 
     def of_prompt(self, prompt: Prompt) -> str:
-        """The prompt's text, as the client gave it, or as its tokens say it."""
+        """Return the prompt's text as the client sent it, or else decoded from its tokens."""
         if prompt.text is not None:
             return prompt.text
         text = self._tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
@@ -59,13 +59,15 @@ class TokenText:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """Return the bytes that the characters of byte-level tokens stand for: printable ones for themselves, the others,
-    in their order, for the characters from U+0100 on."""
+    """Return the bytes that the characters of byte-level tokens stand for.
+
+    Printable bytes stand for themselves. The characters from U+0100 on stand for the other bytes, in order.
+    """
     own = {value for value in range(256) if chr(value) in ByteLevel.alphabet()}
     others = (value for value in range(256) if value not in own)
     return {chr(value): value for value in own} | {chr(256 + number): value for number, value in enumerate(others)}
 
 
 def finite(logprob: float) -> float:
-    """*logprob*, or -9999.0 for minus infinity, which JSON does not have."""
+    """Return *logprob*, or -9999.0 for minus infinity, which JSON does not have."""
     return max(logprob, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""The routes `/tokenize` and `/detokenize`: a prompt's token ids and back, as vLLM answers them."""
+"""The routes `/tokenize` and `/detokenize`: a prompt's token ids and back, in vLLM's format."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,7 +34,7 @@ class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     return_token_strs: bool = False
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
-        """The ids of the prompt's tokens."""
+        """Return the ids of the prompt's tokens."""
         check_text("prompt", self.prompt)
         limit.check_text(self.prompt)
         token_ids: list[int] = tokenizer(self.prompt, add_special_tokens=self.add_special_tokens)["input_ids"]
@@ -42,7 +42,7 @@ class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /tokenize` for a conversation, which the chat template makes a prompt of."""
+    """The body of `POST /tokenize` for a conversation, which the chat template turns into a prompt."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
@@ -54,7 +54,7 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
-        """The ids of the prompt's tokens."""
+        """Return the ids of the prompt's tokens."""
         asked = ChatRequest(
             model=self.model or "",
             messages=self.messages,
@@ -93,7 +93,7 @@ async def tokenize(request: Request) -> Response:
         token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
     except TooManyTokens as error:
         limit = MAX_TIMES_TOO_LONG * longest
-        message = f"the prompt has {error.num_least} tokens or more; {limit} can be tokenized at once"
+        message = f"the prompt has {error.min_num_tokens} tokens or more; at most {limit} can be tokenized at once"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value", param="prompt") from None
@@ -110,7 +110,7 @@ async def detokenize(request: Request) -> Response:
     def work(tokenizer: PreTrainedTokenizerBase) -> str:
         service.llm.tokenizers.limit(len(asked.tokens)).check_ids(asked.tokens)
         text = tokenizer.decode(asked.tokens)
-        assert isinstance(text, str)  # a list comes only for several lists
+        assert isinstance(text, str)  # decode returns a list only for several lists
         return text
 
     try:
@@ -121,6 +121,6 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_model(service: Service, model: str | None) -> None:
-    """Refuse a model that is not served; none is the one that is."""
+    """Raise ApiError 404 for a model that is not served; None means the served one."""
     if model is not None:
         service.models.lora_of(model)

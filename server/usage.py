@@ -1,4 +1,4 @@
-"""Usage: what a request took, as OpenAI's `usage` and as the `kvtier` object of an answer."""
+"""Usage: the tokens of a request, as OpenAI's `usage` and as the `kvtier` object of an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from kvtier.tiers.lower.statistics import TokenBalance
 
 @dataclass(slots=True)
 class Usage:
-    """Adds up the tokens of one request. A prompt counts once, as its first choice found it, for all its choices."""
+    """The token counts of one request. A prompt counts once for all its choices, as its first choice found it."""
 
     num_choices: int  # of each prompt
     prompts: TokenBalance = field(default_factory=TokenBalance)
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
-    is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
-    kept: Keeping | None = None  # what is kept of the prompt; None: the request has no breakpoints
+    is_pinned: bool | None = None  # whether all prompts are pinned now; None: not asked for
+    kept: Keeping | None = None  # the kept part of the prompt; None: the request has no breakpoints
     left_out: Sequence[str] = ()  # keywords of the request's schemas that are not enforced
 
     def note_pinned(self, has_room: bool) -> None:
-        """Note whether a prompt, or all of it up to a breakpoint, is pinned now."""
+        """Record whether a prompt, or all of it up to a breakpoint, is pinned now."""
         self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:
-        """Add the choice at *index*, which has ended with *completion*."""
+        """Add the tokens of the choice at *index*, which has ended with *completion*."""
         self.num_generated += len(completion.token_ids)
         if index % self.num_choices == 0:
             self.prompts = self.prompts.plus(completion.tokens)
@@ -34,7 +34,7 @@ class Usage:
             self.ttft_s = completion.ttft_s
 
     def openai(self) -> dict[str, object]:
-        """The object `usage` of an answer."""
+        """Return the object `usage` of an answer."""
         num_prompt = self.prompts.num_tokens
         return {
             "prompt_tokens": num_prompt,
@@ -44,7 +44,7 @@ class Usage:
         }
 
     def kvtier(self) -> dict[str, object]:
-        """The object `kvtier` of an answer: where the prompts' tokens came from, and why some were computed."""
+        """Return the object `kvtier`: the tiers of the prompts' tokens, and why some were computed."""
         more: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
         if self.kept is not None:
             more["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
@@ -53,7 +53,7 @@ class Usage:
         return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **more}
 
     def by_tier(self) -> dict[str, int]:
-        """The prompts' tokens by the tier that had them, and how many were computed."""
+        """Return the prompts' tokens by the tier that had them, and the number of computed ones."""
         tokens = self.prompts
         return {
             "device": tokens.device,

@@ -1,4 +1,4 @@
-"""WaitingRoom: limits the completions that run or wait, gives them turns, and says when to come again if it is full."""
+"""WaitingRoom: bounds the running and waiting completions, gives them turns, and says when to retry if it is full."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ _LONGEST_WAIT_S = 600
 
 
 class RoomFull(Exception):
-    """The waiting room is full; *retry_after_s* is when it probably has room again."""
+    """Error raised when the waiting room is full; *retry_after_s* estimates when it has room again."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"the queue is full; try again in {retry_after_s} s")
@@ -24,15 +24,15 @@ class RoomFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One request in the waiting room. `WaitingRoom.enter` makes it, in the task that answers the request."""
+    """One request in the waiting room. `WaitingRoom.enter` creates it in the task that answers the request."""
 
     tenant: str | None
     num_completions: int
     priority: int
     task: asyncio.Task[object] | None  # cancelled to send the visit away
     has_turn: bool = False
-    has_begun: bool = False  # the engine has given its first token
-    prompts: Sequence[Sequence[int]] = ()  # the token ids that the engine is given; set once they are known
+    has_begun: bool = False  # the engine has returned its first token
+    prompts: Sequence[Sequence[int]] = ()  # token ids that go to the engine; set once they are known
     refusal: Exception | None = None  # why it was sent away
     _turn_given: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -46,22 +46,24 @@ class Visit:
         self._turn_given.set()
 
     def send_away(self, refusal: Exception) -> None:
-        """End the visit: *refusal* is raised in the task that entered."""
+        """End the visit by raising *refusal* in the task that entered."""
         if self.refusal is None and self.task is not None:
             self.refusal = refusal
             self.task.cancel()
 
 
 class WaitingRoom:
-    """Holds *capacity* completions, running or waiting. Owned by the event loop.
+    """A queue with room for *capacity* running and waiting completions. Owned by the event loop.
 
-    One tenant may fill it. When it is full and a tenant with less than its share comes, the newest visits without a
-    turn of the tenant with the most give way. With several tenants only *num_turns* completions are in the engine,
-    which takes them by arrival, and the tenant with the fewest of them is next; within a tenant the most urgent visit,
-    then the oldest.
+    One tenant may fill the room. If it is full when a tenant within its share arrives, the newest visits without a turn
+    of the largest tenant are sent away.
 
-    The time after which to come again is what it takes until enough of the tenant's own completions have left, at the
-    pace of its last ones: it tells nothing of other tenants. Time in which the tenant had none inside does not count.
+    With several tenants, at most *num_turns* completions are in the engine, which runs them in order of arrival. The
+    next turn goes to the tenant with the fewest completions in the engine. Within a tenant, it goes to the most urgent
+    visit, then the oldest.
+
+    The retry time estimates when enough of the tenant's own completions will have left, at their recent pace, so it
+    reveals nothing about other tenants. Time without completions of the tenant inside does not count.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class WaitingRoom:
 
     @property
     def capacity(self) -> int:
-        """How many completions may be inside."""
+        """Maximum number of completions inside."""
         return self.share.total
 
     @property
     def num_inside(self) -> int:
-        """How many completions are inside, running or waiting."""
+        """Number of completions inside, running or waiting."""
         return sum(visit.num_completions for visit in self._visits)
 
     def share_among(self, num_tenants: int) -> None:
@@ -93,9 +95,10 @@ class WaitingRoom:
 
     @contextmanager
     def enter(self, num_completions: int, tenant: str | None = None, priority: int = 0) -> Iterator[Visit]:
-        """A visit with *num_completions*, which ends with the context.
+        """Enter with *num_completions*; the visit ends with the context.
 
-        RoomFull if there is no room for them, or when they give way before their turn; or what `send_away` is given.
+        Raises RoomFull if there is no room, or if the visit gives way before its turn; or the error that `send_away`
+        got.
         """
         self._make_room(num_completions, tenant)
         visit = Visit(tenant, num_completions, priority, _current_task())
@@ -112,7 +115,7 @@ class WaitingRoom:
             self._leave(visit)
 
     def send_away_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
-        """Send away every visit that computes nothing yet, with what *refusal* returns.
+        """Send away every visit that computes nothing yet, with the error that *refusal* returns.
 
         Such a visit has no turn, or all its prompts are among *in_engine*, the prompts that wait in the engine.
         """
@@ -132,7 +135,7 @@ class WaitingRoom:
             raise RoomFull(self._wait_s(tenant, num_completions))
 
     def _first_to_give_way(self) -> Visit | None:
-        """The newest visit without a turn of the tenant with the most completions, if these are more than its share."""
+        """Return the newest visit without a turn of the largest tenant that exceeds its share."""
         for tenant, num_inside in self._inside().most_common():
             if num_inside <= self.share.each:
                 return None
@@ -154,7 +157,7 @@ class WaitingRoom:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        """Give the next visits their turns as long as there are turns. A large visit that is next is not passed by."""
+        """Give free turns to the next visits. A smaller visit does not overtake a large one that is next."""
         limit = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
@@ -163,7 +166,7 @@ class WaitingRoom:
             waiting = [visit for visit in self._visits if not visit.has_turn]
             if not waiting:
                 return
-            visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # of equals the oldest
+            visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # the oldest on a tie
             if taken.total() and taken.total() + visit.num_completions > limit:
                 return
             visit.give_turn()
@@ -175,14 +178,14 @@ class WaitingRoom:
 
 
 class _Pace:
-    """Measures how fast the completions of one tenant leave."""
+    """The rate at which the completions of one tenant leave."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._earlier_s = 0.0  # how long the tenant had completions inside, before *_busy_since*
+        self._earlier_s = 0.0  # time with completions of the tenant inside, before *_busy_since*
         self._busy_since = 0.0
-        # For each leaving: the busy seconds until then, and how many completions left.
+        # For each departure: the busy seconds until then, and the number of completions that left.
         self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
 
     def enter(self, num_completions: int) -> None:
@@ -197,7 +200,7 @@ class _Pace:
         self._num_inside -= num_completions
 
     def wait_s(self, num_completions: int) -> int:
-        """Seconds until *num_completions* will have left."""
+        """Return the seconds until *num_completions* will have left."""
         began_s = self._left[0][0] if len(self._left) > 1 else 0.0
         num_left = sum(num for _, num in self._left) - (self._left[0][1] if len(self._left) > 1 else 0)
         seconds = num_completions * (self._busy_s() - began_s) / max(1, num_left)

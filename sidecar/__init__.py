@@ -1,1 +1,1 @@
-"""The tiers below the device as a process of their own, to which engines attach. No CUDA, no torch."""
+"""The sidecar: the tiers below the device in a process of their own, to which engines attach. No CUDA, no torch."""

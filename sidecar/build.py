@@ -1,4 +1,4 @@
-"""Building a sidecar: the one place where its parts are made and put together."""
+"""The construction of a sidecar: the one place where its parts are created and connected."""
 
 import logging
 import sys
@@ -30,10 +30,10 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 log = logging.getLogger(__name__)
 
-NUM_READERS = 4  # reads from disk at a time
-NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
-NUM_CHECKERS = 2  # threads that verify chunks for engines, and as many that take digests of new ones
-OPENING_WAIT_S = 5.0  # of the disk, before engines are let in; it may join later
+NUM_READERS = 4  # concurrent reads from disk
+NUM_WRITERS = 2  # one write in progress, and one that gathers blocks behind it
+NUM_CHECKERS = 2  # threads that verify chunks for engines, and as many that take digests of new chunks
+OPENING_WAIT_S = 5.0  # engines may attach after this long even if the disk is not open; it may join later
 
 MakeEndpoints = Callable[[Layouts, TransferEngine], Sequence[Endpoint]]
 
@@ -44,9 +44,12 @@ def build_sidecar(
     progress: Callable[[str], None] = lambda line: None,
     left: int | None = None,
 ) -> Sidecar:
-    """A sidecar as the configuration has it; *make_endpoints* gives what engines attach to. *left*: a descriptor that may
-    be a predecessor's segment; one that is of no use is closed. OSError, ValueError, with what to do, for what cannot
-    be had; what was made until then is closed."""
+    """Return a sidecar as configured, whose endpoints *make_endpoints* creates.
+
+    *progress* is called with a line about each slow step. *left* is a descriptor that may be the previous process's
+    segment; it is closed if it cannot be used. Raises OSError or ValueError, with what to do, if a part cannot be
+    created; the parts created before it are closed.
+    """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     with ExitStack() as undo:
         num_extents = config.host.capacity // config.extent
@@ -117,13 +120,13 @@ def _beside(store: Path) -> Path:
 
 
 def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:
-    """A new segment, or the one that was left if it is as large and has the same extents."""
+    """Return a new segment, or the one that was *left* if its size and extents match."""
     if left is not None:
         why = why_not_left(left) or why_not_taken_over(left, extent_bytes, num_extents)
         if not why:
-            progress(f"host memory: {name_of(left)} of the process before this one is taken over, empty")
+            progress(f"host memory: {name_of(left)} of the previous process is taken over, without its content")
         else:
-            log.warning("host: the shared memory that was left is not taken over: %s", why)
+            log.warning("host: the previous process's shared memory is not taken over: %s", why)
             drop_left(left)
             left = None
     if left is None:

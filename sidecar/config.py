@@ -1,4 +1,4 @@
-"""The sidecar's configuration: tables of one TOML file, most of them those that an engine has."""
+"""The sidecar's configuration: tables of one TOML file, most of them shared with an engine's configuration."""
 
 import os
 from collections.abc import Mapping
@@ -29,12 +29,15 @@ from kvtier.engine.config import (
 
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
 _PAGE_BYTES = 4096
-_MAX_PATH_BYTES = 107  # of a Unix socket, on Linux
+_MAX_PATH_BYTES = 107  # Linux's limit for a Unix socket
 
 
 class LmcacheConfig(Table, frozen=True, kw_only=True):
-    """`[lmcache]`: where engines with LMCache's client attach, such as vLLM. *listen* is a ZMQ endpoint of its own. A
-    chunk has *chunk_tokens* tokens, a multiple of the engine's block size."""
+    """`[lmcache]`: the endpoint for engines with LMCache's client, such as vLLM.
+
+    *listen* is the ZMQ address of this endpoint. A chunk has *chunk_tokens* tokens, a multiple of the engine's block
+    size.
+    """
 
     listen: Annotated[
         str, msgspec.Meta(pattern="^(tcp|ipc)://.", examples=["tcp://127.0.0.1:5555", "ipc:///run/lmcache.sock"])
@@ -50,8 +53,11 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
 
 
 class SocketConfig(Table, frozen=True, kw_only=True):
-    """`[socket]`: the Unix socket at which kvtier's own engines attach; *path* "none": nowhere, "auto": see
-    `default_socket`. Processes of this user may, and those of the users *allow_uids*."""
+    """`[socket]`: the Unix socket at which kvtier's own engines attach.
+
+    *path* "none" means no socket, "auto" the path of `default_socket`. Processes of the sidecar's user and of the users
+    *allow_uids* may attach.
+    """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
     allow_uids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] = msgspec.field(default_factory=list)
@@ -62,16 +68,21 @@ class SocketConfig(Table, frozen=True, kw_only=True):
 
 
 def default_socket(environment: Mapping[str, str]) -> str | None:
-    """Where engines attach unless told otherwise: in the user's own folder for such, or in /run; None if this process
-    can make it in neither."""
+    """Return the socket's default path, in the user's runtime folder or else in /run.
+
+    Returns None if this process can write to neither.
+    """
     folders = [folder for folder in (environment.get("XDG_RUNTIME_DIR"), "/run") if folder]
     folder = next((folder for folder in folders if os.access(folder, os.W_OK | os.X_OK)), None)
     return None if folder is None else str(Path(folder) / "kvtier.sock")
 
 
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
-    """`[models."NAME"]`: which weights an engine means that serves NAME. *path* is the folder or file of its weights,
-    whose digest is taken at the start; *revision* any text that changes when they do. One of them."""
+    """`[models."NAME"]`: the weights of an engine that serves NAME, so that a change of weights is noticed.
+
+    Exactly one of two must be given. *path* is the folder or file of the weights, whose digest is taken at the start.
+    *revision* is any text that changes when the weights do.
+    """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     revision: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -82,10 +93,13 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
 
 
 class HttpConfig(Table, frozen=True, kw_only=True):
-    """`[http]`: where people and machines ask how the sidecar is. *port* "none": nowhere; 0: a free one. With a token,
-    in *token* or in the file *token_file*, every request but that for `/health` needs `Authorization: Bearer TOKEN`.
-    Without one *host* must be this machine's own, as `/clear` is there for all who reach it, and requests must name a
-    loopback address, `localhost` or one of *allowed_hosts* as `Host`."""
+    """`[http]`: the HTTP server for people and monitoring.
+
+    *port* "none" means no server, 0 any free port. With a token, in *token* or in the file *token_file*, every request
+    except `/health` needs `Authorization: Bearer TOKEN`. Without a token *host* must be a loopback address, because
+    everyone who reaches it may use `/clear`. Requests must then name a loopback address, `localhost` or one of
+    *allowed_hosts* as `Host`.
+    """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | Literal["none"] = 9464
@@ -106,8 +120,11 @@ class HttpConfig(Table, frozen=True, kw_only=True):
 
 
 class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: what Prometheus is told. *compat*: whose names are told beside kvtier's own, for boards that know
-    those. vLLM's are not a sidecar's to tell: the engines on it tell theirs."""
+    """`[metrics]`: the metrics for Prometheus.
+
+    *compat* lists other projects whose metric names are exported in addition to kvtier's, for existing dashboards.
+    vLLM's names are not available here, because the attached engines export them.
+    """
 
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
@@ -120,8 +137,11 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
 
 
 class SidecarConfig(Table, frozen=True, kw_only=True):
-    """The whole tree. Host memory is cut into extents of *extent* bytes, each with chunks of one layout; no chunk is
-    larger. Told to end, the sidecar writes for *drain_s* seconds at most what is in host memory only."""
+    """The sidecar's whole configuration.
+
+    Host memory is cut into extents of *extent* bytes, each with chunks of one layout, so no chunk may be larger. On
+    exit, the sidecar writes chunks that are only in host memory to disk, for at most *drain_s* seconds.
+    """
 
     host: HostConfig = HostConfig()
     disk: DiskConfig | None = None
@@ -150,6 +170,9 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
 
 def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:
-    """The configuration in the TOML file *source*, with the tables *given* in place of its own; `ConfigError`."""
+    """Return the configuration in the TOML file *source*, with the tables *given* in place of its own.
+
+    Raises `ConfigError` for an unknown key or an invalid value.
+    """
     data = with_tables({} if source is None else load_toml(source), given)
     return tree_from_dict(SidecarConfig, data, "sidecar" if source is None else str(source))

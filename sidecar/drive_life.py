@@ -1,4 +1,4 @@
-"""DriveLife: how much of the drive's endurance the one store of all layouts has written."""
+"""DriveLife: the part of the drive's endurance that the shared store of all layouts has used."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,10 @@ from kvtier.tiers.lower.ssd_life import TERABYTE, SsdLife, SsdLifeStatistics
 
 
 class DriveLife:
-    """An `SsdLife` of a store that may open later, and anew: it goes by the store's own total, as each layout knows of
-    its own writes only. Owned by the sidecar's thread."""
+    """An `SsdLife` of a store that may open later, or again. Owned by the sidecar's thread.
+
+    Uses the store's own total of written bytes, because each layout knows only of its own writes.
+    """
 
     def __init__(
         self, endurance_bytes: int, store: ReopeningStore, clock: Callable[[], float] = time.monotonic
@@ -19,7 +21,7 @@ class DriveLife:
         self._opening = 0
 
     def statistics(self) -> SsdLifeStatistics:
-        """The share used, and the years left at the rate since the store was opened."""
+        """Return the used share of the endurance, and the years left at the write rate since the store was opened."""
         written_bytes = self._store.statistics().written_bytes_total
         opening = self._store.opening()
         if opening not in (0, self._opening):

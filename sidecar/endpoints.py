@@ -1,4 +1,4 @@
-"""The endpoints that a configuration asks for."""
+"""The construction of the endpoints that a configuration names."""
 
 import errno
 import os
@@ -28,9 +28,11 @@ def endpoints_of(
     weights: Mapping[str, str],
     listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
 ) -> MakeEndpoints:
-    """Makes the endpoints once there are layouts. *weights*: what is known of models' weights, by name. *listener* gives
-    the socket of that name which listens at a URL. OSError, from the function that is given, for an
-    address that cannot be had."""
+    """Return a function that makes the configured endpoints once there are layouts.
+
+    *weights* has a digest or revision of each model's weights. *listener* returns the listening socket of a name at a
+    URL. The returned function raises OSError if an address is not available.
+    """
 
     def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Endpoint]:
         endpoints: list[Endpoint] = []
@@ -47,7 +49,7 @@ def endpoints_of(
 
 
 def socket_path(config: SocketConfig) -> str | None:
-    """Where kvtier's own engines attach; None: nowhere."""
+    """Return the path at which kvtier's own engines attach, or None if there is no such endpoint."""
     if config.path == "none":
         return None
     return default_socket(os.environ) if config.path == "auto" else config.path
@@ -59,8 +61,10 @@ def engine_endpoint(
     layouts: Layouts,
     listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
 ) -> EngineEndpoint:
-    """An endpoint for kvtier's own engines at *path*, for this user's and those of the users *allow_uids*. OSError if it
-    cannot be had there."""
+    """Return an endpoint at *path* for kvtier's own engines of this user and of the users *allow_uids*.
+
+    Raises OSError if the path is not available.
+    """
     uids = {os.geteuid(), *allow_uids}
     try:
         found = listener(ENGINE, f"ipc://{path}")

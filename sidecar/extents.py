@@ -1,4 +1,4 @@
-"""Extents: which extent of the segment belongs to which layout, so that memory follows use."""
+"""Extents: the assignment of the segment's extents to layouts, so that memory follows use."""
 
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -7,39 +7,42 @@ from kvtier.transfer.segment import Segment
 
 
 class Holder(Protocol):
-    """Chunks of one size, which lie in extents of their own."""
+    """The owner of some extents, for chunks of one size."""
 
     def give(self, extent: int) -> None:
-        """The extent is the holder's from now on, and empty."""
+        """Add the extent, which is empty, to this holder."""
 
     def take_back(self, extent: int) -> bool:
-        """Empty the extent, which is the holder's no longer; False, and nothing has changed, if a chunk in it is
-        leased, or has no copy below yet."""
+        """Empty the extent and give it up.
+
+        Returns False and changes nothing if a chunk in it is leased, or has no copy below yet.
+        """
 
     def oldest_extent(self) -> int | None:
-        """The extent of the chunk that the holder would evict first; None if it would evict none."""
+        """Return the extent of the chunk that this holder would evict first; None if it would evict none."""
 
 
 class Extents:
-    """The segment, cut into extents of *extent_bytes*. An extent that has never been given is given first; then the one
-    that was used least lately is taken from its holder, if the holder that asks has used all of its own later. Owned by
-    the sidecar's thread.
+    """The segment, cut into extents of *extent_bytes*, and the holder of each.
+
+    Extents that were never given are given first. Then the least recently used extent is taken from its holder, if the
+    holder that asks has used all of its own extents more recently. Owned by the sidecar's thread.
     """
 
     def __init__(
         self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
     ) -> None:
-        """The extents *left_out* are given to no holder."""
+        """Start without holders. The extents *left_out* are never given to one."""
         self.extent_bytes = extent_bytes
         self._left_out = left_out
         self._segment = segment
         self._clock = clock
         self._holders: dict[int, Holder] = {}  # by extent
-        self._used_at: dict[int, float] = {}  # by extent that has a holder
-        self._num_given = 0  # the first ones: given, or left out
+        self._used_at: dict[int, float] = {}  # by extent, for extents with a holder
+        self._num_given = 0  # the first extents, which were given or are left out
 
     def acquire(self, holder: Holder) -> bool:
-        """Give the holder one more extent; False if all are used later than its own."""
+        """Give the holder one more extent; return False if all others were used more recently than its own."""
         extent = self._unused()
         if extent is None:
             extent = self._take_oldest(holder)
@@ -51,15 +54,15 @@ class Extents:
         return True
 
     def touch(self, extent: int) -> None:
-        """Chunks in the extent are used now."""
+        """Mark the extent as just used."""
         self._used_at[extent] = self._clock()
 
     def extents_of(self, holder: Holder) -> list[int]:
-        """The extents that are this holder's."""
+        """Return the extents of this holder."""
         return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
 
     def check(self) -> None:
-        """Raise AssertionError if an extent that was given, or is used, has no holder."""
+        """Raise AssertionError if an extent that was given or used has no holder."""
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
         left_out = [extent for extent in self._left_out if extent < self._num_given]
         assert sorted([*self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
@@ -72,8 +75,10 @@ class Extents:
         return None
 
     def _take_oldest(self, taker: Holder) -> int | None:
-        """The extent that was used least lately and can be emptied, of another holder than *taker*. Of several that
-        were used last at the same time the one that its holder would evict first: a document's tail."""
+        """Return the least recently used extent that a holder other than *taker* could empty and give up.
+
+        Of extents last used at the same time, prefer one that its holder would evict first: that is a document's tail.
+        """
         own = taker.oldest_extent()
         limit = self._clock() if own is None else self._used_at[own]
         first_to_go = {holder.oldest_extent() for holder in self._holders.values() if holder is not taker}

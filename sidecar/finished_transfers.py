@@ -1,4 +1,4 @@
-"""FinishedTransfers: the lanes' queue, with a descriptor, so that one wait is for it and for sockets."""
+"""FinishedTransfers: the lanes' queue of results, with a descriptor so that one wait covers lanes and sockets."""
 
 import os
 import queue
@@ -8,20 +8,20 @@ from io import FileIO
 
 from kvtier.transfer.lane import Transfer
 
-_ONE = (1).to_bytes(8, sys.byteorder)  # what eventfd(2) takes
+_ONE = (1).to_bytes(8, sys.byteorder)  # an increment for eventfd(2)
 
 
 class FinishedTransfers(queue.SimpleQueue[Transfer]):
-    """The queue of finished transfers, see `Finished`; *file* is readable from each `put` on until `reset`."""
+    """A queue of finished transfers (see `Finished`) whose *file* is readable from each `put` until `reset`."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A file object, and no number: what is closed is not written to, whoever has the number by then.
+        # A file object instead of a number: once it is closed, no write can hit a file that has reused the number.
         self._event = FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
 
     @property
     def file(self) -> int:
-        """The descriptor to wait for; ValueError once it is closed."""
+        """The descriptor to wait for. Raises ValueError once it is closed."""
         return self._event.fileno()
 
     def put(self, item: Transfer, block: bool = True, timeout: float | None = None) -> None:
@@ -29,14 +29,14 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
         self._event.write(_ONE)
 
     def wake(self) -> None:
-        """Make *file* readable; from any thread, and from a signal's handler. Nothing happens once it is closed."""
+        """Make *file* readable; do nothing once it is closed. Callable from any thread and from signal handlers."""
         with suppress(ValueError):
             self._event.write(_ONE)
 
     def reset(self) -> None:
-        """*file* is not readable until the next `put`. Look at the queue after this, not before."""
-        self._event.read(8)  # None, and no wait, if it is not readable
+        """Make *file* unreadable until the next `put`. Look at the queue after this call, not before."""
+        self._event.read(8)  # returns None at once if it is not readable
 
     def close(self) -> None:
-        """Close the descriptor; nothing may be put any more. Idempotent."""
+        """Close the descriptor; nothing may be put after this. Idempotent."""
         self._event.close()

@@ -1,4 +1,4 @@
-"""Inherited: descriptors that the service manager gave this process: sockets that it listens at, and what was kept."""
+"""Inherited: descriptors from the service manager, either listening sockets or descriptors that it has kept."""
 
 import logging
 import os
@@ -11,21 +11,19 @@ log = logging.getLogger(__name__)
 
 FIRST = 3  # the first descriptor that is passed
 MAX = 64
-LMCACHE, ENGINE, HTTP, SEGMENT = (
-    "lmcache",
-    "engine",
-    "http",
-    "segment",
-)  # names of what a sidecar is given, and has kept
+# Names of the descriptors that a sidecar receives, and has the service manager keep.
+LMCACHE, ENGINE, HTTP, SEGMENT = "lmcache", "engine", "http", "segment"
 
 
 class Inherited:
-    """What `sd_listen_fds_with_names(3)` gives, by name: from a socket unit (`FileDescriptorName=`), and from the
-    service's file descriptor store. Each is taken once; what nobody takes is closed at the end, and told. Nothing of it
-    is passed on to processes that this one starts."""
+    """The descriptors of `sd_listen_fds_with_names(3)`, by name.
+
+    They come from a socket unit (`FileDescriptorName=`), or from the service's file descriptor store. Each is taken
+    once. `close` closes and logs the rest. Child processes inherit none of them.
+    """
 
     def __init__(self, environment: MutableMapping[str, str], first: int = FIRST) -> None:
-        """Takes the variables out of the environment. What is meant for another process is left alone."""
+        """Remove the variables from the environment. Descriptors that are meant for another process are left alone."""
         self._files: dict[str, list[int]] = {}
         pid, number, names = (environment.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
         if pid != str(os.getpid()) or not number.isdecimal():
@@ -37,12 +35,12 @@ class Inherited:
             self._files.setdefault(name, []).append(first + place)
 
     def take(self, name: str) -> int | None:
-        """The descriptor of that name, which is the caller's from now on; None without one. Of several the first."""
+        """Return the first descriptor of that name, which then belongs to the caller; None if there is none."""
         files = self._files.get(name)
         return files.pop(0) if files else None
 
     def take_listener(self, name: str) -> socket.socket | None:
-        """The same, if it is a stream socket that listens; another one is closed, and told."""
+        """Return the descriptor of that name as a listening stream socket; close and log one of another kind."""
         file = self.take(name)
         if file is None:
             return None
@@ -50,16 +48,16 @@ class Inherited:
             found = socket.socket(fileno=file)
         except OSError:
             os.close(file)
-            log.warning("systemd: the descriptor %r is no socket, and was closed", name)
+            log.warning("systemd: the descriptor %r is not a socket, and was closed", name)
             return None
         if found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return found
         found.close()
-        log.warning("systemd: the socket %r does not listen for streams, and was closed", name)
+        log.warning("systemd: the socket %r is not a listening stream socket, and was closed", name)
         return None
 
     def close(self) -> None:
-        """Close what nobody has taken."""
+        """Close and log the descriptors that were not taken."""
         for name, files in self._files.items():
             for file in files:
                 log.warning("systemd: a descriptor %r is of no use here, and was closed", name)

@@ -1,4 +1,4 @@
-"""KeptFiles: sockets and host memory that outlive the sidecar's process, as the service manager keeps them."""
+"""KeptFiles: sockets and host memory that outlive the sidecar's process, because the service manager keeps them."""
 
 import logging
 import socket
@@ -12,8 +12,11 @@ log = logging.getLogger(__name__)
 
 
 class KeptFiles:
-    """What the process before this one left, or a socket unit gives, and what this one leaves. A socket is of use only
-    where the configuration listens too: this protocol has no keys, and another unit's address may be anywhere."""
+    """Descriptors that the previous process left or a socket unit provides, and those that this process leaves.
+
+    A socket is used only if the configuration listens at the same address: LMCache's protocol has no keys, and a socket
+    unit may listen anywhere.
+    """
 
     def __init__(self, systemd: Systemd, inherited: Inherited) -> None:
         self._systemd = systemd
@@ -22,11 +25,14 @@ class KeptFiles:
 
     @property
     def left_segment(self) -> int | None:
-        """What may be the segment of the process before this one; whoever builds the sidecar takes it or closes it."""
+        """A descriptor that may be the previous process's segment. `build_sidecar` takes it over or closes it."""
         return self._left
 
     def listener(self, name: str, url: str) -> socket.socket:
-        """The socket that listens at *url*: the one that there is already, or a new one, which is kept. OSError."""
+        """Return the socket that listens at *url*: the given one, or else a new one, which is then kept.
+
+        Raises OSError if nothing can listen there.
+        """
         found = self.given_listener(name, url)
         if found is None:
             found = listen(url)
@@ -34,30 +40,30 @@ class KeptFiles:
         return found
 
     def given_listener(self, name: str, url: str) -> socket.socket | None:
-        """The socket of that name, if it listens at *url*; another one is closed, and told."""
+        """Return the given socket of this name if it listens at *url*; close and log one that listens elsewhere."""
         found = self._inherited.take_listener(name)
         if found is None or is_at(found, url):
             return found
         log.warning(
-            "systemd: the socket %r listens at %s and not at %s, and was closed", name, found.getsockname(), url
+            "systemd: the socket %r listens at %s instead of %s, and was closed", name, found.getsockname(), url
         )
         found.close()
         self._systemd.do_not_keep(name)
         return None
 
     def keep_listener(self, name: str, file: int) -> None:
-        """Have a socket kept that this process has made."""
+        """Have the service manager keep a socket that this process has created."""
         self._systemd.keep(name, file)
 
     def keep_segment(self, segment: Segment) -> None:
-        """Have the segment kept, in place of one that was left and not taken over."""
-        if segment.is_taken_over:  # not by its number: a new one may have that of one that was of no use
+        """Have the service manager keep the segment, in place of an earlier one that was not taken over."""
+        if segment.is_taken_over:  # do not compare descriptors: a new segment may have reused the number
             return
         if self._left is not None:
             self._systemd.do_not_keep(SEGMENT)
         self._systemd.keep(SEGMENT, segment.lock_file)
 
     def let_go(self) -> None:
-        """Have nothing kept: the sidecar ends, and no other comes after it."""
+        """Have the service manager keep nothing, because no other process follows."""
         for name in (LMCACHE, ENGINE, HTTP, SEGMENT):
             self._systemd.do_not_keep(name)

@@ -1,4 +1,4 @@
-"""Layout: what the sidecar has to know of the blocks of one kind of engine to keep them."""
+"""Layout: the description of an engine's blocks that the sidecar needs to store them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -8,56 +8,62 @@ from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.segment import Segment
 
-MAX_SLOTS = 1 << 22  # of all groups of a layout: each costs some fifty bytes beside the segment
+MAX_SLOTS = 1 << 22  # of all groups of a layout; each costs about fifty bytes in addition to the segment
 
 
 class LayoutRefused(ValueError):
-    """The sidecar cannot keep blocks of this layout; the message says why, and what to do."""
+    """The error of a layout whose blocks the sidecar cannot keep. The message says why, and what to do."""
 
 
 class SlotMemory(HostMemory, Protocol):
-    """The slots that a segment has for blocks of one size. The segment is cut into extents of equal size, and a slot is
-    of use while its extent is this memory's, which is not known here (`Extents`)."""
+    """The slots of a segment for blocks of one size.
+
+    The segment is cut into extents of equal size. A slot may be used only while its extent belongs to this memory,
+    which `Extents` keeps track of.
+    """
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the segment that a slot takes."""
+        """Number of bytes of the segment that one slot takes."""
 
     def offset(self, slot: int) -> int:
-        """Where the slot's bytes begin in the segment."""
+        """Return the offset of the slot's first byte in the segment."""
 
     def slots_of(self, extent: int) -> Ids:
-        """The slots that lie in that extent with all their bytes."""
+        """Return the slots that lie in this extent with all their bytes."""
 
     def extent_of_each(self, slots: Ids) -> Ids:
-        """For each of these slots the extent that it begins in."""
+        """Return for each of these slots the extent in which it begins."""
 
     def extents_of(self, slots: Ids) -> list[int]:
-        """The same, each extent once."""
+        """Return the extents in which these slots begin, each once."""
 
 
 class Layout(Protocol):
-    """What decides the bytes of a block beside its prompt. Two engines have blocks in common only if they are equal in
-    all of it: equal layouts compare and hash as equal, and have the same digest."""
+    """Everything besides the prompt that determines the bytes of a block.
+
+    Two engines share blocks only if all of it is equal. Equal layouts compare and hash as equal, and have the same
+    digest.
+    """
 
     @property
     def model(self) -> str:
-        """The model's name, for people."""
+        """Name of the model, for people."""
 
     @property
     def weights(self) -> str:
-        """What tells the model's weights from others, for people; empty if nothing does."""
+        """Identification of the model's weights, for people; empty if they are unknown."""
 
     @property
     def digest(self) -> bytes:
-        """The namespace of its blocks on disk, 16 bytes."""
+        """Namespace of the layout's blocks on disk, 16 bytes."""
 
     @property
     def groups(self) -> Sequence[BlockGroup]:
-        """The groups of blocks that are kept apart, and find slots of their own."""
+        """Groups of blocks that are kept apart, each with slots of its own."""
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[SlotMemory]:
-        """The slots of each group. `LayoutRefused` if a block has no place in an extent."""
+        """Return the slots of each group. Raise `LayoutRefused` if a block does not fit in an extent."""
 
     def details(self) -> Mapping[str, object]:
-        """The rest of it, for people, as what JSON can say; *chunk_bytes* among it."""
+        """Return the other fields for people, as JSON values, including *chunk_bytes*."""

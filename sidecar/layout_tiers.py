@@ -20,8 +20,11 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class HeldSlots:
-    """See `Holder`: the slots of one group. Those that lie in other holders' extents, or across the end of one, are
-    leased from the tiers, so that the tiers give them to no block."""
+    """The slots of one group, see `Holder`.
+
+    Slots in other holders' extents, or across the end of an extent, are leased from the tiers, so that the tiers give
+    them to no block.
+    """
 
     def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
         self._group_id = group_id
@@ -33,7 +36,7 @@ class HeldSlots:
 
     @property
     def num_blank(self) -> int:
-        """Slots that can be had without evicting a chunk."""
+        """Number of slots that are available without evicting a chunk."""
         return self._pool.num_blank
 
     def give(self, extent: int) -> None:
@@ -48,8 +51,11 @@ class HeldSlots:
 
 
 class LayoutTiers:
-    """The `LocalTiers` of one layout, in its extents of the segment. What takes host slots is asked of this class,
-    since it gets the layout more memory; everything else of *tiers*. Owned by the sidecar's thread."""
+    """The `LocalTiers` of one layout, in its extents of the segment.
+
+    Calls that take host slots go through this class, which gets the layout more memory. All other calls go to *tiers*.
+    Owned by the sidecar's thread.
+    """
 
     def __init__(
         self,
@@ -62,8 +68,12 @@ class LayoutTiers:
         clock: Callable[[], float],
         traces: SpillTraces | None = None,
     ) -> None:
-        """*memories* by group; *store* is the disk's view of this layout, None without a disk. A read from it that
-        takes *read_timeout_s* is given up. *traces*: of the copies to disk; None: nobody asks for them."""
+        """Start without any extent.
+
+        *memories* has the slots of each group. *store* is the layout's view of the store on disk; None without a disk.
+        A read from disk is given up after *read_timeout_s*. *traces* receives the copies to disk; None if they are not
+        traced.
+        """
         self.layout = layout
         self.tiers = tiers
         self.memories = memories
@@ -84,20 +94,21 @@ class LayoutTiers:
         return slots
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of the first chunks are below and have room in host memory side by side. What is read of them takes
-        the slots of others, of chunks of the same prompt that come later too."""
+        """Return how many of the first chunks are in a tier and fit in host memory at the same time.
+
+        Reading them takes the slots of other chunks, including later chunks of the same prompt.
+        """
         return self.room_for(group_id, self.tiers.find_run(group_id, names))
 
     def room_for(self, group_id: int, places: Places) -> int:
-        """Get room in host memory for these blocks, side by side, and return how many of the first ones have it. For
-        blocks that have just been found at *places*."""
+        """Make room in host memory for blocks just found at *places*; return how many of the first ones fit."""
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))
         pool = self.tiers.index.host[group_id].pool
         return min(len(places), pool.num_free + pool.num_leased(in_host))
 
     def fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
-        """See `LowerTiers.fetch`; for the first chunks that `find_run` has just found."""
+        """Fetch the first chunks, which `find_run` has just found; see `LowerTiers.fetch`."""
         places = self.tiers.find(group_id, blocks.names)
         self.touch(group_id, places[places >= 0].astype(np.intp))
         return self.tiers.fetch(group_id, blocks, on_fetched)
@@ -105,13 +116,15 @@ class LayoutTiers:
     def fetch_any(
         self, group_id: int, blocks: NamedBlocks, places: Places, on_fetched: OnFetched, now: bool
     ) -> LocalFetch:
-        """As `fetch`, for any blocks, that `LowerTiers.find` has just found at *places*; not *now*: as
-        `LowerTiers.fetch_later`."""
+        """Fetch any blocks that `LowerTiers.find` has just found at *places*.
+
+        Unless *now* is set, this works like `LowerTiers.fetch_later`.
+        """
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
             return self.tiers.fetch(group_id, blocks, on_fetched, places)
-        # One slot at least: a block of which nothing is known is looked for on disk too.
+        # At least one slot, because a block whose place is unknown is looked for on disk too.
         self._get_room(group_id, max(1, int(np.count_nonzero(are_cold(places)))))
         begin = self.tiers.fetch if now else self.tiers.fetch_later
         return begin(group_id, blocks, on_fetched)
@@ -123,59 +136,63 @@ class LayoutTiers:
         self.tiers.refresh(group_id, names, were_read)
 
     def touch(self, group_id: int, slots: Ids) -> None:
-        """The chunks in these slots are used now: their extents are taken from the layout last."""
+        """Mark the extents of these slots as just used, so that they are taken from the layout last."""
         for extent in self.memories[group_id].extents_of(slots):
             self._extents.touch(extent)
 
     def poll(self) -> None:
-        """Go on with all that is under way, and with copies to disk."""
+        """Advance everything that is in flight, and start copies to disk."""
         if self._store is not None and (gone := self._store.take_gone()):
             self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
         if self._store is not None and (cleared := self._store.take_cleared()):
             self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
-        self._remember_lost()  # no copies above rely on it: engines ask each time
+        self._remember_lost()  # copies in engines do not depend on it: engines look up each time
         self.tiers.spill()
         self.trace_spills()
 
     def add_traced(self, traceparent: str, names: Sequence[BlockName]) -> None:
-        """Take in that these chunks are those of the request whose span W3C's header *traceparent* names. One whose
-        trace is not sampled is passed over, and what is no such header."""
+        """Record that these chunks belong to the request whose span the W3C header *traceparent* names.
+
+        Ignores an invalid header, and one whose trace is not sampled.
+        """
         span = TraceContext.of(traceparent)
         if self._traces is not None and span is not None and span.is_sampled:
             self._traces.add(span, names)
 
     def trace_spills(self) -> None:
-        """Send spans of what was written to disk since the last call."""
+        """Send the spans of the writes to disk since the last call."""
         if self._traces is not None:
             self._traces.go_on()
 
     def clear(self) -> None:
-        """Forget every chunk of the layout. What is leased stays where it is until it is released, and what is being
-        read from disk still comes."""
+        """Evict every chunk of the layout.
+
+        Leased slots stay until they are released, and reads in flight still complete.
+        """
         self.num_clears += 1
         self.tiers.forget_all()
         self._remember_lost()
 
     def num_slots(self, group_id: int) -> int:
-        """Slots of a group in extents that are its own now."""
+        """Return the number of a group's slots in extents that it has now."""
         memory = self.memories[group_id]
         return sum(len(memory.slots_of(extent)) for extent in self._extents.extents_of(self._held[group_id]))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the segment that are this layout's now."""
+        """Number of bytes of the segment that the layout has now."""
         return sum(len(self._extents.extents_of(held)) for held in self._held) * self._extents.extent_bytes
 
     @property
     def is_being_indexed(self) -> bool:
-        """Whether chunks are on disk of which this process does not know yet: its start was a moment ago."""
+        """Whether the disk has chunks that this process has not indexed yet, because it has just started."""
         return self.tiers.index.disk.is_open and not self.tiers.is_indexed
 
     @property
     def num_leased(self) -> int:
-        """Chunks and reserved slots of all groups that are leased now."""
+        """Number of chunks and reserved slots of all groups that are leased now."""
         pools = [host.pool for host in self.tiers.index.host]
         return sum(
             pool.num_leases - (memory.num_host_slots - self.num_slots(group_id))
@@ -184,17 +201,17 @@ class LayoutTiers:
 
     @property
     def num_unsaved(self) -> int:
-        """Chunks that are in host memory only, and are to be written to disk."""
+        """Number of chunks that are only in host memory, and are to be written to disk."""
         progress = self.tiers.spill_progress()
         return progress.num_left if progress.has_target else 0
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         self.tiers.check()
         self._extents.check()
 
     def why_missing(self, name: BlockName) -> Reason:
-        """Why a chunk is not here: which tier dropped its last copy, if that is remembered."""
+        """Return why a chunk is not here: the tier that dropped its last copy, if that is remembered."""
         ghost = self.ghosts.find(name)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 

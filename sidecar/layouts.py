@@ -1,4 +1,4 @@
-"""Layouts: the blocks of all layouts, in one segment and one store."""
+"""Layouts: the tiers of all layouts, which share one segment and one store."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,14 +32,17 @@ from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
-MAX_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
+MAX_LAYOUTS = 64  # each costs about ten bytes for each slot that the segment could have
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # of no layout
 EXTENT_BYTES = 64 << 20
 READ_TIMEOUT_S = 10.0
 
 
 class Layouts:
-    """Makes the tiers of a layout when an engine first asks for them, and keeps them. Owned by the sidecar's thread."""
+    """The tiers of all layouts. A layout's tiers are created when an engine first asks for them, and then kept.
+
+    Owned by the sidecar's thread.
+    """
 
     def __init__(
         self,
@@ -59,21 +62,24 @@ class Layouts:
         seen: Path | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *make_remote* gives the remote tier of a layout, by its namespace, if there is one.
-        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
-        told what they load and what is written to disk; *seen* is a file by which the next process knows what was
-        looked up."""
+        """Start without any layout.
+
+        *opening* returns the number of the store's current opening, see `DiskTier`. *quotas* has the bytes of host
+        memory by tenant, in each layout. *make_remote* returns the remote tier of the layout with a namespace, if there
+        is one. *ledger* is the segment's; by default it is one that no other process sees. *records* receives the
+        lookups of engines. *seen* is a file through which the next process knows what was looked up. *tracer* receives
+        the engines' loads and the writes to disk.
+        """
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
-        self.quarantine = Quarantine(clock)  # what sessions had leased whose processes may still copy
+        self.quarantine = Quarantine(clock)  # leases of ended sessions whose processes may still copy
         self.tracer = tracer
-        self.records = records or RecentRecords()  # of what engines have looked up
-        self.what_if = WhatIf(clock)  # told by endpoints that are told of each prompt
-        self.explainer: Explainer | None = None  # of the endpoint that is told of prompts
+        self.records = records or RecentRecords()  # recent lookups of engines
+        self.what_if = WhatIf(clock)  # fed by endpoints that receive each prompt
+        self.explainer: Explainer | None = None  # of the endpoint that receives prompts
         self._seen = seen
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
@@ -89,14 +95,15 @@ class Layouts:
         return iter(list(self._layouts.values()))
 
     def open(self, layout: Layout, events: EventLog | None = None) -> LayoutTiers:
-        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here.
+        """Return the tiers of the layout, the same object each time; raise `LayoutRefused` if they cannot be created.
 
-        *events* is told which of its blocks come to host memory and disk, and which leave, if this call makes them."""
+        If this call creates the tiers, *events* records which of their blocks enter and leave host memory and disk.
+        """
         known = self._layouts.get(layout)
         if known is not None:
             return known
         if len(self._layouts) == MAX_LAYOUTS:
-            raise LayoutRefused(f"{MAX_LAYOUTS} layouts are there already; restart the sidecar to forget them")
+            raise LayoutRefused(f"there are {MAX_LAYOUTS} layouts already; restart the sidecar to remove them")
         memories = layout.memories(self.segment, self.extents.extent_bytes)
         view = None if self._store is None else self._store.view(layout.digest)
         disk = None
@@ -121,12 +128,15 @@ class Layouts:
         return made
 
     def begin_explaining(self, chunk_tokens: int, note: str) -> Explainer:
-        """The explainer for an endpoint that is told of each prompt, in chunks of so many tokens; it says the *note*."""
+        """Return a new explainer for an endpoint that receives each prompt in chunks of *chunk_tokens*.
+
+        Its explanations contain *note*.
+        """
         self.explainer = Explainer(chunk_tokens, {}, self._clock, path=self._seen, notes=[note])
         return self.explainer
 
     def close(self) -> None:
-        """Write down what was seen, for the next process to explain more, and send the spans of the last copies."""
+        """End the quarantine, send the spans of the last copies, and save past lookups for later explanations."""
         self.quarantine.close()
         for layout_tiers in self:
             layout_tiers.trace_spills()
@@ -134,31 +144,34 @@ class Layouts:
             self.explainer.close()
 
     def poll(self) -> None:
-        """Go on with all that is under way."""
+        """Advance everything that is in flight."""
         self.quarantine.poll()
         for layout_tiers in self:
             layout_tiers.poll()
 
     @property
     def num_unsaved(self) -> int:
-        """Chunks that are in host memory only, and are to be written to disk."""
+        """Number of chunks that are only in host memory, and are to be written to disk."""
         return sum(tiers.num_unsaved for tiers in self)
 
     @property
     def is_saving_possible(self) -> bool:
-        """Whether there is a disk, and writing to it does not fail now."""
+        """Whether there is a disk and writes to it do not fail now."""
         return all(
             tiers.tiers.spill_progress().has_target and tiers.tiers.spill_progress().is_possible for tiers in self
         )
 
     def clear(self) -> None:
-        """Forget every chunk of every layout."""
+        """Evict every chunk of every layout."""
         for layout_tiers in self:
             layout_tiers.clear()
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """An eviction that an operator asks for; see `TieredCache.purge`. With *order.max_bytes* or *max_blocks* of
-        host memory each layout loses a part, as much of it as it has of host memory. The disk is one for all."""
+        """Return an eviction that an operator has asked for; see `TieredCache.purge`.
+
+        With *order.max_bytes* or *max_blocks* of host memory, each layout loses a part in proportion to the host memory
+        that it has. The disk is shared by all layouts.
+        """
         meant = [
             tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)
         ]
@@ -170,12 +183,12 @@ class Layouts:
         if self._store is not None and Tier.DISK in order.tiers:
             disk = DiskTier(self._store.whole(), NO_NAMESPACE, self._clock, opening=self._opening)
             disk.take_in_opening()
-            # The layouts are told by their views which of their chunks have gone.
+            # The layouts learn from their views of the store which of their chunks are gone.
             below.append(LocalPurge([], [], DiskPurge(disk, self._transfers, lambda keys: None, order)))
         return CachePurge(order, [], [], below, self._clock)
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         for layout_tiers in self:
             layout_tiers.check()
         self.what_if.check()

@@ -1,4 +1,4 @@
-"""LeaseLedger: in which extents engines may be copying, written beside the segment for the process that comes after."""
+"""LeaseLedger: the extents in which engines may be copying, recorded next to the segment for the next process."""
 
 import os
 import struct
@@ -9,56 +9,61 @@ import numpy.typing as npt
 from kvtier.sidecar.layout import SlotMemory
 from kvtier.tiers.device.slot_ids import Ids
 
-_HEADER = struct.Struct("<16sQQ")  # what it is, bytes of an extent, extents
+_HEADER = struct.Struct("<16sQQ")  # magic, bytes of an extent, number of extents
 _COUNT = 4  # bytes of each count that follows
 _MAGIC = b"kvtier ledger 1\0"
 
 
 class LeaseLedger:
-    """For each extent how many slots in it clients have leased. It outlives its process with the segment, in whose file
-    it stands behind the extents: an engine that outlives the sidecar, too, may still copy from and to the slots that it
-    had, so its successor leaves these extents out. Owned by the sidecar's thread."""
+    """The number of slots that clients have leased in each extent.
+
+    The ledger outlives its process together with the segment, in whose file it follows the extents. An engine that
+    outlives the sidecar may still copy from and to the slots that it had leased, so the next sidecar leaves these
+    extents out. Owned by the sidecar's thread.
+    """
 
     def __init__(self, memory: npt.NDArray[np.uint8], extent_bytes: int, num_extents: int) -> None:
-        """*memory* has `ledger_bytes`: all zero, or what a predecessor has written there with the same numbers."""
+        """Take over *memory* of `ledger_bytes`: all zero, or written by a previous process with the same numbers."""
         header = _HEADER.pack(_MAGIC, extent_bytes, num_extents)
         memory[: len(header)] = np.frombuffer(header, np.uint8)
         self._counts = memory[_HEADER.size : ledger_bytes(num_extents)].view(np.uint32)
-        self.left_out = frozenset(np.flatnonzero(self._counts).tolist())  # the predecessor's; they stay what they are
+        self.left_out = frozenset(
+            np.flatnonzero(self._counts).tolist()
+        )  # leased in the previous process; never changes
         self._is_frozen = False
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
-        """A client has leased these slots."""
+        """Record that a client has leased these slots."""
         if not self._is_frozen:
             np.add.at(self._counts, memory.extent_of_each(slots), 1)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
-        """Its leases have ended, and it copies no more."""
+        """Record that a client's leases on these slots have ended, and that it copies no more."""
         if not self._is_frozen:
             np.subtract.at(self._counts, memory.extent_of_each(slots), 1)
 
     def freeze(self) -> None:
-        """Note nothing more: leases end from now on because this process does, and engines may go on copying."""
+        """Stop recording: from now on leases end because this process ends, while engines may continue to copy."""
         self._is_frozen = True
 
     @property
     def num_leased(self) -> int:
-        """Extents in which a client has something leased, with those that are left out."""
+        """Number of extents in which a client has leased slots, including those that are left out."""
         return int(np.count_nonzero(self._counts))
 
 
 def ledger_bytes(num_extents: int) -> int:
-    """What a ledger takes."""
+    """Return the size of a ledger in bytes."""
     return _HEADER.size + _COUNT * num_extents
 
 
 def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
-    """One that no other process sees."""
+    """Return a ledger that no other process sees."""
     return LeaseLedger(np.zeros(ledger_bytes(num_extents), np.uint8), extent_bytes, num_extents)
 
 
 def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
-    """Why the segment in this file, with its ledger, is of no use to a sidecar of this size; empty if it is."""
+    """Return why a sidecar of this size cannot use the segment and ledger in this file; empty if it can."""
     num_bytes = extent_bytes * num_extents
     if os.fstat(file).st_size != num_bytes + ledger_bytes(num_extents):
         return "it has another size than host.capacity and extent say"

@@ -1,4 +1,4 @@
-"""Pins: prefixes that an operator has kept in host memory for a while."""
+"""Pins: prefixes that an operator keeps in host memory for a while."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,39 +16,39 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
-PART = 0.25  # of host memory, for all pins together: engines need the rest
+PART = 0.25  # of host memory for all pins together; engines need the rest
 MAX_PINS = 256
 
 
 class TooManyPins(ValueError):
-    """There are `MAX_PINS` already."""
+    """The error of a pin beyond `MAX_PINS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayout:
-    """What a pin keeps of one layout, by value. Chunks are those of one group of one rank."""
+    """The part of a pin in one layout, by value. Chunks are those of one group of one rank."""
 
     layout: Layout
     num_chunks: int
     num_tokens: int  # of the prefix that all ranks have
-    num_coming: int  # chunks that are still read from disk
-    num_beyond: int  # chunks of the prefix that are cached, and left out since pins have their part of host memory
+    num_coming: int  # chunks still being read from disk
+    num_beyond: int  # cached chunks of the prefix that are left out, because the pins' part of host memory is full
 
 
 @dataclass(frozen=True, slots=True)
 class PinStatistics:
-    """All pins together, by value."""
+    """Totals of all pins, by value."""
 
     num_pins: int
-    num_bytes: int  # of the segment, with what is still read for them
+    num_bytes: int  # of the segment, including chunks still being read
     max_bytes: int
 
 
 class PinnedChunks:
-    """What one layout's groups need of the longest prefix that they have, leased, or on its way from disk."""
+    """Leases on the chunks that one layout's groups need of the longest prefix in the tiers, some still being read."""
 
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
-        """*tiers* are of a layout whose groups are of attention."""
+        """Lease the longest prefix of *blocks* in *tiers*, whose groups must all be attention groups."""
         self.tiers = tiers
         self._num_clears = tiers.num_clears
         self._groups = cast("Sequence[AttentionGroup]", tiers.layout.groups)
@@ -63,16 +63,16 @@ class PinnedChunks:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether the layout's chunks were forgotten after these were leased: they can be found no more."""
+        """Whether the layout was cleared after these chunks were leased, so that no lookup finds them."""
         return self.tiers.num_clears != self._num_clears
 
     def leases(self, since: float) -> Iterator[Lease]:
-        """What is leased now, of each group."""
+        """Yield the current leases of each group."""
         for group_id, fetch in enumerate(self._fetches):
             yield Lease(LeaseUse.PINNED, group_id, int((fetch.slots != ABSENT).sum()), since)
 
     def view(self) -> PinnedLayout:
-        """How it is now."""
+        """Return the current state."""
         are_there = [
             np.append(np.zeros(own.start, np.bool_), fetch.slots != ABSENT)
             for own, fetch in zip(self._needed, self._fetches, strict=True)
@@ -94,7 +94,7 @@ class PinnedChunks:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pin:
-    """One prefix, in each layout that has some of it."""
+    """One pinned prefix, in each layout that has a part of it."""
 
     pin_id: str
     since: float
@@ -103,9 +103,11 @@ class Pin:
 
 
 class Pins:
-    """Leases on chunks until a time that the operator has said. A pin keeps what is cached when it is made, and brings
-    nothing that no engine has stored. It ends with its time, with a clear of its layout, and with the sidecar. Owned by
-    the sidecar's thread."""
+    """Leases on chunks until a time that the operator chose. Owned by the sidecar's thread.
+
+    A pin keeps the chunks that are cached when it is made; it creates none. It ends at its time, when its layout is
+    cleared, and with the sidecar.
+    """
 
     def __init__(self, shares: Shares, clock: Callable[[], float]) -> None:
         self._share = Share(shares, part=PART)
@@ -117,18 +119,20 @@ class Pins:
         return iter(list(self._pins.values()))
 
     def pin(self, pin_id: str, wanted: Sequence[tuple[LayoutTiers, NamedBlocks]], seconds: float) -> None:
-        """Keep what there is of these prefixes in host memory for so long, in place of the pin of this name; `view`
-        tells how much that is. `TooManyPins` if it is one too many."""
+        """Keep the cached part of these prefixes in host memory for *seconds*, replacing any pin of this name.
+
+        `view` says how much is kept. Raises `TooManyPins` if there are `MAX_PINS` other pins.
+        """
         if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
-            raise TooManyPins(f"there are {MAX_PINS} pins already; end one, or wait until one has had its time")
+            raise TooManyPins(f"there are {MAX_PINS} pins already; end one, or wait until one expires")
         now = self._clock()
         chunks = [PinnedChunks(tiers, blocks, self._share) for tiers, blocks in wanted if blocks.names]
         made = Pin(pin_id, now, now + seconds, chunks)
-        self.unpin(pin_id)  # after its successor has leased what both have
+        self.unpin(pin_id)  # only now, so that chunks of both pins stay leased
         self._pins[pin_id] = made
 
     def unpin(self, pin_id: str) -> bool:
-        """End the pin; whether there was one."""
+        """End the pin, and return whether there was one."""
         pin = self._pins.pop(pin_id, None)
         if pin is not None:
             for chunks in pin.chunks:
@@ -136,19 +140,19 @@ class Pins:
         return pin is not None
 
     def view(self, pin_id: str) -> list[PinnedLayout] | None:
-        """What the pin keeps now, by layout; None if there is no such pin."""
+        """Return what the pin keeps now, by layout; None if there is no such pin."""
         pin = self._pins.get(pin_id)
         return None if pin is None else [chunks.view() for chunks in pin.chunks]
 
     def poll(self) -> None:
-        """End the pins that have had their time, or whose chunks can be found no more."""
+        """End the pins that have expired, and those whose chunks were cleared."""
         now = self._clock()
         for pin in self:
             if now >= pin.until or any(chunks.is_cleared for chunks in pin.chunks):
                 self.unpin(pin.pin_id)
 
     def holders(self) -> list[AttachedClient]:
-        """Each pin as who has leases, once for each layout."""
+        """Return each pin as a client with leases, once for each layout."""
         return [
             AttachedClient(f"pin {pin.pin_id}", pin.since, each.tiers.layout, tuple(each.leases(pin.since)))
             for pin in self
@@ -156,10 +160,10 @@ class Pins:
         ]
 
     def statistics(self) -> PinStatistics:
-        """All of them together."""
+        """Return the totals of all pins."""
         return PinStatistics(len(self._pins), self._share.num_bytes, int(PART * self._shares.total_bytes))
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         self._share.check()
         assert self._pins or not self._share.num_bytes, "pins: something is leased for no pin"

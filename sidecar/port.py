@@ -1,4 +1,4 @@
-"""Port: the sockets at which engines come in, and what they send and are sent."""
+"""Port: the listening sockets at which engines connect, and the messages from and to their connections."""
 
 import contextlib
 import errno
@@ -13,72 +13,73 @@ from types import TracebackType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 MAX_CLIENTS = 512
-MAX_HELD_BYTES = 256 << 20  # of messages of all clients that are not complete
-PIECE_BYTES = 256 << 10  # read from one client at a time …
-MAX_MESSAGES = 16  # … and so many messages of it given at a time: then the others'
-MAX_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
-MAX_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
-STUCK_S = 60.0  # so is one that has something to read and reads none of it for so long
-ACCEPT_PAUSE_S = 1.0  # for which nothing is accepted after the process or the machine had no descriptor left
+MAX_HELD_BYTES = 256 << 20  # incomplete messages of all clients together
+PIECE_BYTES = 256 << 10  # read from one client per turn
+MAX_MESSAGES = 16  # delivered from one client per turn
+MAX_UNREAD_BYTES = 1 << 20  # backpressure: nothing is read from a client with more unread answers
+MAX_QUEUED_BYTES = 64 << 20  # a client with more unread answers is disconnected
+STUCK_S = 60.0  # a client that reads none of its answers for this long is disconnected
+ACCEPT_PAUSE_S = 1.0  # pause in accepting after the process or the machine ran out of descriptors or memory
 
 _M = TypeVar("_M")
 _M_co = TypeVar("_M_co", covariant=True)
 
 
 class Framing(Protocol[_M_co]):
-    """How the bytes of one connection are cut into messages."""
+    """The rule that cuts the bytes of one connection into messages."""
 
-    to_send: bytearray  # what the framing itself has to say; taken and cleared by the connection's owner
+    to_send: bytearray  # what the framing itself sends; the connection's owner takes and clears it
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of a message that is not complete yet."""
+        """Number of bytes held of a message that is not complete yet."""
 
     @property
     def has_more(self) -> bool:
-        """Whether there are complete messages that `receive` has not given yet."""
+        """Whether there are complete messages that `receive` has not returned yet."""
 
     def receive(self, data: bytes, limit: int) -> Sequence[_M_co]:
-        """The next messages that are complete with *data*, at *limit* so many. ValueError ends the connection."""
+        """Return up to *limit* messages that are complete with *data*; raise ValueError to end the connection."""
 
 
 class Client(Generic[_M]):
-    """One connection, seen by who answers it: something to compare, and to send to."""
+    """One connection, as the code that answers it sees it: an identity to compare, and a destination to send to."""
 
     def __init__(self, connection: socket.socket, framing: Framing[_M], now: float) -> None:
         self.connection = connection
         self.framing = framing
-        self.messages: deque[_M] = deque()  # complete, and not given yet
-        self.unread = bytearray()  # what it has still to be sent
-        self.file: int | None = None  # a descriptor that goes with the first of it
-        self.since = now  # when it came
-        self.moved_at = now  # when it last read something, or began to have something to read
+        self.messages: deque[_M] = deque()  # complete, and not delivered yet
+        self.unread = bytearray()  # bytes that are still to be sent
+        self.file: int | None = None  # a descriptor to pass with the first of the unread bytes
+        self.since = now  # time of the connection
+        self.moved_at = now  # when the client last read bytes, or when unread bytes began to queue
         self.is_open = True
 
     @property
     def is_reading(self) -> bool:
-        """Whether it has read enough of its answers to be answered more."""
+        """Whether the client has read enough of its answers to be sent more."""
         return len(self.unread) <= MAX_UNREAD_BYTES
 
     @property
     def has_more(self) -> bool:
-        """Whether messages of it have come that were not given yet."""
+        """Whether messages of the client have been received but not delivered yet."""
         return bool(self.messages) or self.framing.has_more
 
 
 class Message(NamedTuple, Generic[_M]):
-    """What a client has sent."""
+    """One message from a client."""
 
     client: Client[_M]
     content: _M
 
 
 class Port(Generic[_M]):
-    """Accepts at *listeners*, reads and writes without ever waiting, and gives messages in turns. Owned by one thread,
-    which calls `receive` when `fileno` is readable or `has_more` is true. Memory is bounded by the limits above; a
-    client that sends garbage, too much or too large loses its connection and nothing else.
+    """Non-blocking sockets that accept clients at *listeners*, and deliver the clients' messages in turns.
 
-    At a Unix socket only processes of *allowed_uids* are let in: by default this process's user.
+    Owned by one thread, which calls `receive` when `fileno` is readable or `has_more` is true. The limits above bound
+    its memory. A client that sends garbage or exceeds a limit loses its connection; nothing else happens.
+
+    Only processes of *allowed_uids* may connect to a Unix socket: by default those of this process's user.
     """
 
     def __init__(
@@ -90,8 +91,11 @@ class Port(Generic[_M]):
         allowed_uids: Collection[int] | None = None,
         farewell: Callable[[str], bytes] = lambda why: b"",
     ) -> None:
-        """*refused* is told what kind of thing was refused, and what of it. *framing* makes that of a new connection,
-        *farewell* what one is sent that is not let in."""
+        """Register the listeners.
+
+        *refused* is called with the kind of each refusal and its description. *framing* makes the framing of a new
+        connection. *farewell* returns the bytes for a connection that is turned away, given the reason.
+        """
         self._clock = clock
         self._refused = refused
         self._framing = framing
@@ -99,35 +103,38 @@ class Port(Generic[_M]):
         self._allowed_uids = {os.geteuid()} if allowed_uids is None else set(allowed_uids)
         self._selector = selectors.EpollSelector()
         self._listeners = list(listeners)
-        self._clients: dict[Client[_M], None] = {}  # in the order of their turns
+        self._clients: dict[Client[_M], None] = {}  # in turn order
         self._gone: list[Client[_M]] = []
-        self._accepts_again_at: float | None = None  # while the listeners are not watched
+        self._accepts_again_at: float | None = None  # set while the listeners are not watched
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, None)
 
     def fileno(self) -> int:
-        """Readable while there is something to do (level-triggered)."""
+        """Return a descriptor that is readable while there is something to do (level-triggered)."""
         return self._selector.fileno()
 
     @property
     def clients(self) -> list[Client[_M]]:
-        """Connections that are open, in the order of their turns."""
+        """Open connections, in turn order."""
         return list(self._clients)
 
     @property
     def num_clients(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._clients)
 
     @property
     def has_more(self) -> bool:
-        """Whether messages have been read and not given yet."""
+        """Whether messages have been read but not delivered yet."""
         return any(client.has_more and client.is_reading for client in self._clients)
 
     def receive(self) -> Iterator[Message[_M]]:
-        """What has come, a few messages of each client. Whoever answers them does so one by one: a client that does not
-        read its answers gets no more than one beyond what it may leave unread."""
+        """Yield the messages that have been received, a few of each client.
+
+        The caller must answer them one by one. Then a client that does not read its answers is sent at most one answer
+        beyond the limit on unread bytes.
+        """
         for key, events in self._selector.select(0):
             if key.data is None:
                 self._accept(key.fileobj)  # type: ignore[arg-type]  # listeners are sockets
@@ -143,8 +150,11 @@ class Port(Generic[_M]):
             self._watch(client)
 
     def send(self, client: Client[_M], data: bytes, file: int | None = None) -> None:
-        """Send the client these bytes, as soon as it reads; nothing happens if it has gone. A descriptor *file* goes
-        with the first of them, and only where nothing was sent before."""
+        """Send these bytes to the client as soon as it reads; do nothing if it has disconnected.
+
+        A descriptor *file* is passed with the first of the bytes. It may be given only while no earlier bytes are
+        unread.
+        """
         if not client.is_open:
             return
         if file is not None:
@@ -156,19 +166,19 @@ class Port(Generic[_M]):
             self._end(client)
 
     def end(self, client: Client[_M]) -> None:
-        """End this connection; `take_gone` names it."""
+        """End this connection; `take_gone` returns it."""
         self._end(client)
 
     def take_gone(self) -> list[Client[_M]]:
         """Return the clients whose connection has ended since the last call.
 
-        The connection of each is still open on this side, and the caller's to close: see `Lifeline`.
+        This side of each connection is still open, and the caller must close it: see `Lifeline`.
         """
         gone, self._gone = self._gone, []
         return gone
 
     def tick(self, stays: Callable[[Client[_M]], bool] = lambda client: False) -> None:
-        """Let go of clients that read no answers and need not stay, and accept clients again after a pause."""
+        """Disconnect clients that read no answers, unless *stays* protects them; resume accepting after a pause."""
         if self._accepts_again_at is not None and self._clock() >= self._accepts_again_at:
             self._accepts_again_at = None
             for listener in self._listeners:
@@ -179,7 +189,7 @@ class Port(Generic[_M]):
                 self._end(client)
 
     def close(self) -> None:
-        """End every connection and stop listening. The names of Unix sockets are who made them's to remove."""
+        """End every connection and stop listening. The path of a Unix socket is left to its creator."""
         for client in list(self._clients):
             self._end(client)
         for listener in self._listeners:
@@ -205,9 +215,9 @@ class Port(Generic[_M]):
                 self._pause_accepting(error)
             return
         if len(self._clients) >= MAX_CLIENTS:
-            self._turn_away(connection, "clients", f"{MAX_CLIENTS} clients are there already")
+            self._turn_away(connection, "clients", f"{MAX_CLIENTS} clients are connected already")
         elif connection.family == socket.AF_UNIX and (uid := peer(connection).uid) not in self._allowed_uids:
-            self._turn_away(connection, "uid", f"a client of the user {uid}, who is not allowed in")
+            self._turn_away(connection, "uid", f"user {uid} is not allowed to connect")
         else:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
@@ -217,7 +227,7 @@ class Port(Generic[_M]):
             self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Stop watching the listeners for a while: they would be readable at once, again and again."""
+        """Stop watching the listeners for a while, because they stay readable and would keep the loop busy."""
         self._accepts_again_at = self._clock() + ACCEPT_PAUSE_S
         for listener in self._listeners:
             self._selector.unregister(listener)
@@ -249,7 +259,7 @@ class Port(Generic[_M]):
         if not self._take_in(client, data):
             return
         if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MAX_HELD_BYTES:
-            self._refused("held", f"messages that are not complete have {MAX_HELD_BYTES} bytes; a connection is closed")
+            self._refused("held", f"incomplete messages have {MAX_HELD_BYTES} bytes; a connection is closed")
             self._end(client)
             return
         if client.framing.to_send:
@@ -258,7 +268,7 @@ class Port(Generic[_M]):
             self._queue(client, to_send)
 
     def _take_in(self, client: Client[_M], data: bytes) -> bool:
-        """Whether what has come can be understood; else the connection has ended."""
+        """Cut *data* into messages, and return whether it is valid; if not, the connection has ended."""
         try:
             client.messages += client.framing.receive(data, MAX_MESSAGES)
         except ValueError as error:
@@ -293,7 +303,7 @@ class Port(Generic[_M]):
         return num_sent
 
     def _watch(self, client: Client[_M]) -> None:
-        """Wait for what can happen next at the connection."""
+        """Register the events that can happen next at the connection."""
         if not client.is_open:
             return
         is_read = client.is_reading and len(client.messages) < MAX_MESSAGES and not client.framing.has_more
@@ -320,21 +330,22 @@ class Port(Generic[_M]):
 
 
 def listen(url: str) -> socket.socket:
-    """A socket that listens at `tcp://HOST:PORT` or `ipc://PATH`, the URLs of ZeroMQ; at a path for this user only.
+    """Return a socket that listens at `tcp://HOST:PORT` or `ipc://PATH`, which are URLs of ZeroMQ.
 
-    OSError if that cannot be, ValueError for another URL. A socket that a process has left is taken over.
+    At a path only this user may connect. A socket file that an ended process has left there is replaced. Raises OSError
+    if the socket cannot listen there, and ValueError for another URL.
     """
     kind, _, place = url.partition("://")
     if kind == "ipc" and place:
         return listen_at_path(place)
     host, _, number = place.rpartition(":")
     if kind != "tcp" or not host or not number.isdigit():
-        raise ValueError(f"{url!r} is no address to listen at; give tcp://127.0.0.1:PORT or ipc:///PATH")
+        raise ValueError(f"{url!r} is not an address to listen at; give tcp://127.0.0.1:PORT or ipc:///PATH")
     return socket.create_server((host.strip("[]"), int(number)), family=_family(host), backlog=64)
 
 
 def is_at(listener: socket.socket, url: str) -> bool:
-    """Whether the socket listens where `listen` would; at any port if that of the URL is 0."""
+    """Return whether the socket listens at this URL of `listen`. Port 0 in the URL matches any port."""
     kind, _, place = url.partition("://")
     name = listener.getsockname()
     if kind == "ipc" or listener.family == socket.AF_UNIX:
@@ -348,15 +359,17 @@ def is_at(listener: socket.socket, url: str) -> bool:
 
 
 def listen_at_path(path: str) -> socket.socket:
-    """A socket that listens at *path*, for this user only. OSError if that cannot be. A socket that a
-    process has left is taken over."""
+    """Return a socket that listens at *path*, for this user only. Raise OSError if it cannot.
+
+    A socket file that an ended process has left there is replaced.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
             try:
                 probe.connect(path)
             except ConnectionRefusedError:
-                if stat.S_ISSOCK(os.lstat(path).st_mode):  # a plain file refuses too
+                if stat.S_ISSOCK(os.lstat(path).st_mode):  # a plain file refuses connections too
                     os.unlink(path)
             except FileNotFoundError:
                 pass
@@ -377,13 +390,13 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 class Peer(NamedTuple):
-    """Who has connected to a Unix socket."""
+    """The process that has connected to a Unix socket."""
 
     pid: int
     uid: int
 
 
 def peer(connection: socket.socket) -> Peer:
-    """The process at the other end, as the kernel knows it."""
+    """Return the process at the other end, as the kernel identifies it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return Peer(*struct.unpack("3i", credentials)[:2])

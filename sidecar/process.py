@@ -1,4 +1,4 @@
-"""The process of a sidecar: its configuration is checked, its log written, and engines are served until a signal."""
+"""The sidecar's process: checks the configuration, sets up logging, and serves engines until a signal."""
 
 import logging
 import os
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAVING = (signal.SIGUSR1,)  # signals at which sockets and host memory are left to the next process …
-ENDING = (signal.SIGTERM, signal.SIGINT)  # … and at which they go
+LEAVING = (signal.SIGUSR1,)  # end, and leave sockets and host memory to the next process
+ENDING = (signal.SIGTERM, signal.SIGINT)  # end, and release both
 
 Listener = Callable[[str, str], socket.socket]
-"""Gives the socket of a name which listens at a URL."""
+"""Returns the listening socket with this name, at this URL."""
 
 
 def refuse_mistakes(config: SidecarConfig) -> None:
-    """Raise ValueError or OSError for settings that would fail only after an engine has attached."""
+    """Raise ValueError or OSError for settings that would otherwise fail only after an engine has attached."""
     Operators.of(config.operators.tokens, os.environ)
     refuse_unusable(config.request_log)
 
 
 def run_process(config: SidecarConfig) -> int:
-    """Serve engines at all endpoints that *config* names until a signal; return the exit status.
+    """Serve engines at all configured endpoints until a signal arrives, and return the exit status.
 
-    Raises ValueError or OSError for what cannot be used.
+    Raises ValueError or OSError if a setting or resource cannot be used.
     """
     write_log(config.log_format)
     weights = weights_of(config.models, log.info)
@@ -56,8 +56,11 @@ def run_process(config: SidecarConfig) -> int:
 
 
 def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEndpoints]) -> int:
-    """Serve those that attach at the endpoints until a signal; the exit status. After one of `LEAVING`, by which the
-    service manager says that another process comes after this one, sockets and host memory are left to that."""
+    """Serve the engines that attach at the endpoints until a signal arrives, and return the exit status.
+
+    With a signal of `LEAVING` the service manager announces that another process follows: sockets and host memory are
+    left to that process.
+    """
     signals: list[int] = []
     with (
         Inherited(os.environ) as inherited,
@@ -69,7 +72,7 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
 
         def end(number: int, _: FrameType | None) -> None:
             signals.append(number)
-            if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
+            if len(signals) > 1:  # exit at once: completed writes are intact, and the next start removes the segment
                 os._exit(128 + number)
             sidecar.stop()
 
@@ -90,7 +93,7 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
         else:
             kept.let_go()
         if config.disk is not None:
-            log.info("writing what is in host memory only; a second signal ends at once")
+            log.info("writing the chunks that are only in host memory to disk; a second signal ends at once")
             num_left = sidecar.flush(config.drain_s, systemd.alive)
             if num_left:
                 log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
@@ -98,12 +101,12 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
 
 
 def url_of(host: str, port: int) -> str:
-    """Where HTTP is, for `kvtier top` and browsers."""
+    """Return the URL of the HTTP server, for `kvtier top` and browsers."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
-    """What the owner's thread does twice a second beside serving."""
+    """Return the function that the owner's thread calls twice a second besides serving."""
     fault_log = FaultLog(time.monotonic)
 
     def look(statistics: SidecarStatistics) -> None:
@@ -138,7 +141,7 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
 def weights_of(
     models: Mapping[str, ModelWeightsConfig], progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, str]:
-    """For each model's name a text that is another one for other weights. ValueError for a path without weights."""
+    """Return for each model's name a text that identifies its weights. Raise ValueError for a path without weights."""
     found = {}
     for name, model in models.items():
         if model.path is None:

@@ -1,4 +1,4 @@
-"""Quarantine: slots of sessions that have ended while a process may still copy from or to them."""
+"""Quarantine: slots of ended sessions from or to which a process may still copy."""
 
 import contextlib
 import logging
@@ -11,21 +11,21 @@ from kvtier.sidecar.endpoint import AttachedClient, LeaseUse
 
 log = logging.getLogger(__name__)
 
-TELL_AFTER_S = 5.0  # in quarantine; a process that is being killed needs less, and nobody has to know of it
+TELL_AFTER_S = 5.0  # log a client after this long in quarantine; a process that is being killed needs less
 MAX_CLIENTS = 512  # in quarantine; each keeps a descriptor open
 PIECE_BYTES = 256 << 10
-MAX_PIECES = 16  # that are dropped in one look
+MAX_PIECES = 16  # dropped in one check
 
 
 class Lifeline:
     """The sidecar's end of a connection whose session has ended, kept open to learn when the other end is closed.
 
     The kernel closes the other end once every process that holds it has ended or has closed it. This works across pid
-    namespaces, and the connection of a process that is stopped stays open.
+    namespaces. The connection of a stopped process stays open.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over *connection*. The other side is told nothing."""
+        """Take over *connection* without notifying the other side."""
         self._connection = connection
 
     @classmethod
@@ -39,7 +39,7 @@ class Lifeline:
     def is_cut(self) -> bool:
         """Whether every process has closed the other end.
 
-        Drops what the other side has sent: TCP delivers the end of a connection only behind its data.
+        Drops what the other side has sent, because TCP delivers the end of a connection only after its data.
         """
         if self._connection.fileno() < 0:
             return True
@@ -83,11 +83,11 @@ class _Held:
 
 
 class Quarantine:
-    """Keeps the leases of clients whose session has ended for as long as one of their processes may still copy.
+    """The leases of clients whose session has ended, kept while one of the client's processes may still copy.
 
-    A process that is stopped in the middle of a copy goes on with it when it is woken up, even after its session has
-    ended. Until it is known that no such process is left, the slots that it had leased are given to no other block, and
-    nothing that it says of them is believed. Owned by the sidecar's thread.
+    A process that is stopped in the middle of a copy continues it when it is woken up, even after its session has
+    ended. Until no such process is left, its slots are given to no other block, and its messages about them are
+    ignored. Owned by the sidecar's thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -106,8 +106,8 @@ class Quarantine:
     ) -> None:
         """Keep the leases of *client* while *holders* names any process, then call *let_go*, which ends them.
 
-        Calls *let_go* at once if the client leases nothing, or if no process is left. *holders* is called again and
-        again, and is asked no more once it has named no process. *endpoint* begins the lines of the log.
+        Calls *let_go* at once if the client has no leases, or if no process is left. Calls *holders* repeatedly until
+        it first names no process. *endpoint* is the prefix of the log lines.
         """
         if not client.leases or not holders():
             let_go()
@@ -116,7 +116,7 @@ class Quarantine:
         self._held.append(_Held(endpoint, replace(client, since=self._clock(), leases=leases), holders, let_go))
 
     def poll(self) -> None:
-        """Let go of what no process can copy any more, and tell the operator of what stays for long."""
+        """End the leases that no process can copy from or to any more, and log those that stay for long."""
         waiting, self._held = self._held, []
         for held in waiting:
             if names := held.holders():
@@ -128,15 +128,15 @@ class Quarantine:
                 log.info("%s: %d slots of %s left quarantine", held.endpoint, held.num_chunks, held.client.name)
 
     def clients(self) -> list[AttachedClient]:
-        """Those whose slots are in quarantine, and since when, by value."""
+        """Return the clients with slots in quarantine, and since when, by value."""
         return [held.client for held in self._held]
 
     def statistics(self) -> QuarantineStatistics:
-        """How much is in quarantine."""
+        """Return the size of the quarantine."""
         return QuarantineStatistics(len(self._held), sum(held.num_chunks for held in self._held))
 
     def close(self) -> None:
-        """End all leases. No slot is given to any block from now on."""
+        """End all leases. From now on no slot may be given to a block."""
         held, self._held = self._held, []
         for each in held:
             each.let_go()

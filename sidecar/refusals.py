@@ -1,29 +1,33 @@
-"""Refusals: what was refused, counted by kind, and told in few lines of the log."""
+"""Refusals: counts of refused requests and connections by kind, with rate-limited log lines."""
 
 import logging
 from collections import Counter
 from collections.abc import Callable
 
-QUIET_S = 60.0  # after a line about one kind, until there is another about the same
+QUIET_S = 60.0  # minimum time between two log lines about one kind
 
 log = logging.getLogger(__name__)
 
 
 class Refusals:
-    """At most one line about each kind in `QUIET_S`; what happens meanwhile is in the next one, with how often. Owned
-    by the endpoint's thread."""
+    """Counts of refusals by kind, with at most one log line per kind in `QUIET_S`. Owned by the endpoint's thread.
+
+    Refusals in between are counted in the next line of their kind.
+    """
 
     def __init__(self, clock: Callable[[], float], endpoint: str = "lmcache") -> None:
-        """*endpoint* begins each line."""
+        """Start at zero. *endpoint* is the prefix of the log lines."""
         self._clock = clock
         self._endpoint = endpoint
         self.counts: Counter[str] = Counter()
-        self._told: dict[str, int] = {}  # by kind, the count when there was a line last
+        self._told: dict[str, int] = {}  # by kind, the count at the last line
         self._told_at: dict[str, float] = {}
 
     def refused(self, kind: str, what: str) -> None:
-        """Count it, and tell of it unless a line about its kind is younger than `QUIET_S`. Kinds are the program's, a
-        client chooses none."""
+        """Count a refusal, and log it unless a line about its kind is younger than `QUIET_S`.
+
+        The program defines the kinds; a client cannot add any.
+        """
         self.counts[kind] += 1
         now = self._clock()
         if now - self._told_at.get(kind, -QUIET_S) < QUIET_S:

@@ -1,4 +1,4 @@
-"""SharedFetch: chunks of one group on their way into a client's leases, which count in its share."""
+"""SharedFetch: a fetch of one group's chunks for a client, in whose share they count."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 
 class SharedFetch:
-    """A `Fetch` for a client: each chunk counts in its share from the beginning until it is released, or fails."""
+    """A `Fetch` for a client. Each chunk counts in the client's share from the start until it is released or fails."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class SharedFetch:
         share: Share,
         on_fetched: Callable[[int, Reason | None], None],
     ) -> None:
-        """*on_fetched* is told of each chunk's place as `OnFetched` is."""
+        """Start the fetch. *on_fetched* is called with each chunk's place, like `OnFetched`."""
         self._memory = tiers.memories[group_id]
         self._names = blocks.names
         self._share = share
@@ -35,24 +35,24 @@ class SharedFetch:
 
     @property
     def slots(self) -> Places:
-        """For each chunk the slot that is leased for it, or ABSENT."""
+        """Slot that is leased for each chunk, or ABSENT."""
         return self._fetch.slots
 
     @property
     def num_coming(self) -> int:
-        """Chunks that have still to be read."""
+        """Number of chunks that are still to be read."""
         return int(self._is_coming.sum())
 
     def digest(self, place: int) -> bytes:
-        """The digest of a leased chunk's bytes."""
+        """Return the digest of a leased chunk's bytes."""
         return self._fetch.digest(place)
 
     def tier(self, place: int) -> Tier:
-        """From which tier a leased chunk came."""
+        """Return the tier from which a leased chunk came."""
         return self._fetch.tier(place)
 
     def release(self, places: Ids) -> None:
-        """End the leases on these chunks, none of which has been released; the tail of the prefix comes first."""
+        """End the leases on these chunks, none of which has been released. The tail of the prefix must come first."""
         self._share.release(self._memory, self._leased(places))
         for place in places[self._is_coming[places]].tolist():
             self._expect_no_more(place)
@@ -68,7 +68,7 @@ class SharedFetch:
         self._share.do_not_expect(self._memory, [self._names[place]])
 
     def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
-        if self._is_coming[place]:  # else it failed, and was released before it was told of
+        if self._is_coming[place]:  # otherwise it failed, and was released before this call
             self._expect_no_more(place)
         if failure is None:
             self._share.lease(self._memory, np.array([fetch.slots.item(place)]))

@@ -1,4 +1,4 @@
-"""SharedHit: the longest prefix of a prompt's chunks that can be kept in host memory for a client."""
+"""SharedHit: the longest prefix of a prompt's chunks that host memory can keep for a client."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,9 +18,9 @@ def needed(group: AttentionGroup, num_chunks: int) -> range:
 
 
 def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray[np.bool_]], num_chunks: int) -> int:
-    """Return the length of the longest hit, *num_chunks* at most, of which each group has all that it needs.
+    """Return the length of the longest hit, at most *num_chunks*, of which each group has all that it needs.
 
-    *are_there*: for each group whether it has each of the chunks. The groups' blocks are chunks of one size.
+    *are_there* says for each group whether it has each of the chunks. All groups have blocks of one size.
     """
 
     def first_hole(number: int, start: int, end: int) -> int:
@@ -32,8 +32,10 @@ def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray
 
 
 class SharedHit:
-    """The longest prefix of some chunks that a request can go on from, and of that as much as a client may have leased.
-    It leases nothing, and may be out of date soon. All of the tiers' groups that are asked have chunks of one size."""
+    """The longest prefix of some chunks from which a request can continue, cut to what the client may lease.
+
+    It leases nothing, so it may be out of date soon. All groups that are looked at have chunks of one size.
+    """
 
     def __init__(
         self,
@@ -43,8 +45,10 @@ class SharedHit:
         share: Share,
         lost: Collection[tuple[int, int]] = (),
     ) -> None:
-        """*groups*: those that have to have the chunks, by their numbers in *tiers*. *lost*: chunks that are not to be
-        counted on, as pairs of group and place."""
+        """Look up the chunks in *groups*, whose keys are their numbers in *tiers*.
+
+        Chunks in *lost*, which are pairs of group and place, count as missing.
+        """
         self._tiers = tiers
         self._groups = groups
         self._names = names
@@ -61,11 +65,11 @@ class SharedHit:
         for group_id, place in lost:
             self._are_there[group_id][place : place + 1] = False
         self.num_there = self._longest(limit)
-        self.num_chunks = self._within(share)  # of them that the client may have leased
+        self.num_chunks = self._within(share)  # the part that the client may lease
 
     @property
     def is_read(self) -> bool:
-        """Whether some of the chunks have to be read into host memory."""
+        """Whether some of the chunks must be read into host memory."""
         return any(
             bool(are_cold(self._places[group_id][own.start : own.stop]).any())
             for group_id, own in self._needed(self.num_chunks).items()
@@ -90,7 +94,7 @@ class SharedHit:
         return {group_id: names for group_id, names in found.items() if names}
 
     def within_room(self) -> int:
-        """Get room in host memory for the chunks, and return how many of the first ones it has room for."""
+        """Make room in host memory for the chunks, and return how many of the first ones fit."""
         num_chunks = self.num_chunks
         while num_chunks:
             rooms = [

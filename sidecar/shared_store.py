@@ -1,4 +1,4 @@
-"""SharedStore: one store for several layouts, each of which learns which of its chunks the others have pushed out."""
+"""SharedStore: one store for several layouts, each of which learns which of its chunks were evicted for the others."""
 
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -8,29 +8,29 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """Gives each namespace a view of the store. The views are used on lanes' threads, `take_gone` by their owner's."""
+    """A store with one view per namespace. Lanes' threads use the views; `take_gone` is for the views' owner."""
 
     def __init__(self, store: Records) -> None:
         self.store = store
         self._views: dict[bytes, StoreView] = {}
 
     def view(self, namespace: bytes) -> "StoreView":
-        """The store as this namespace sees it; one view for each."""
+        """Return a view of the store for this namespace, which must have only one."""
         view = self._views[namespace] = StoreView(self, namespace)
         return view
 
     def whole(self) -> "WholeStore":
-        """The store with the records of all namespaces."""
+        """Return the store with the records of all namespaces."""
         return WholeStore(self, b"")
 
     def tell_cleared(self, keys: Sequence[bytes]) -> None:
-        """Tell each view which of its keys are gone because that was asked for."""
+        """Report to each view which of its keys were cleared on request."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
     def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
-        """Those of the evicted keys that are the namespace's; the others are told to theirs."""
+        """Return the evicted keys of this namespace, and report the other keys to their views."""
         own = []
         for key in evicted:
             if key.startswith(namespace):
@@ -41,21 +41,21 @@ class SharedStore:
 
 
 class StoreView:
-    """See `Records`: those of one namespace, beside which there are others in the same store."""
+    """The records of one namespace in a store with records of other namespaces; see `Records`."""
 
     def __init__(self, shared: SharedStore, namespace: bytes) -> None:
-        self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys of this namespace that went for another's
-        self.cleared: SimpleQueue[bytes] = SimpleQueue()  # and those that were asked to go
+        self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys evicted for another namespace
+        self.cleared: SimpleQueue[bytes] = SimpleQueue()  # keys cleared on request
         self._shared = shared
         self._store = shared.store
         self._namespace = namespace
 
     def take_gone(self) -> list[bytes]:
-        """Keys that went for other namespaces' records since the last call."""
+        """Return the keys that were evicted for other namespaces' records since the last call."""
         return _taken(self.gone)
 
     def take_cleared(self) -> list[bytes]:
-        """Keys that went because that was asked for of the whole store, since the last call."""
+        """Return the keys that a request about the whole store has cleared since the last call."""
         return _taken(self.cleared)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
@@ -75,7 +75,10 @@ class StoreView:
         return self._store.delete(keys)
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        """See `Records.evict`: of all namespaces. The keys are this one's; the others are told to theirs."""
+        """Evict records of all namespaces; see `Records.evict`.
+
+        Returns the keys of this namespace, and reports the others to their views.
+        """
         evicted = self._store.evict(num_bytes, limit, tenant)
         return Evicted(self._shared.without_foreign(self._namespace, evicted.keys), evicted.num_bytes)
 
@@ -87,7 +90,7 @@ class StoreView:
 
 
 class WholeStore(StoreView):
-    """See `Records`: those of all namespaces. What leaves is told to the views that it was in."""
+    """The records of all namespaces; see `Records`. Evicted and deleted keys are reported to their views."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         evicted = self._store.evict(num_bytes, limit, tenant)

@@ -1,4 +1,4 @@
-"""Shares: how much of host memory each client may have leased at once."""
+"""Shares: the limit on how much host memory each client may lease at once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,23 +19,23 @@ TIMES_FREE = 7
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Chunks of one memory that a client would have leased, in the order in which it wants them."""
+    """Chunks of one memory that a client wants to lease, in the order of its preference."""
 
     memory: SlotMemory
-    places: Places  # where each is; a chunk that is in no slot needs one
-    names: Sequence[BlockName] = ()  # of those chunks; only for chunks that may be on disk
+    places: Places  # of each chunk; a chunk that is in no slot needs one
+    names: Sequence[BlockName] = ()  # of the chunks; needed only if they may be on disk
 
 
 class LeaseCounts:
-    """How often each slot is leased, and how many bytes of the segment that keeps in their places."""
+    """The number of leases on each slot, and the bytes of the segment that they keep from eviction."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        # [num_slots] for each memory: the pages of what is never leased are never touched.
+        # [num_slots] for each memory. Pages whose slots are never leased are never touched.
         self._counts: dict[SlotMemory, npt.NDArray[np.int32]] = {}
 
     def add(self, memory: SlotMemory, slots: Ids) -> Ids:
-        """Each of these slots, no two of which are equal, is leased once more; those that were not leased before."""
+        """Count one more lease on each of these distinct slots; return the slots that had no lease before."""
         counts = self._of(memory)
         new: Ids = slots[counts[slots] == 0]
         counts[slots] += 1
@@ -43,7 +43,7 @@ class LeaseCounts:
         return new
 
     def remove(self, memory: SlotMemory, slots: Ids) -> Ids:
-        """Each of these slots is leased once less; those that are not leased any more."""
+        """Count one lease less on each of these slots; return the slots that have no lease left."""
         counts = self._of(memory)
         counts[slots] -= 1
         gone: Ids = slots[counts[slots] == 0]
@@ -51,7 +51,7 @@ class LeaseCounts:
         return gone
 
     def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
-        """For each place whether it would be leased for the first time; yes for what is no slot."""
+        """Return for each place whether a lease would be its first; True for a place that is not a slot."""
         are_new: npt.NDArray[np.bool_] = (places < 0) | (self._of(memory)[np.maximum(places, 0)] == 0)
         return are_new
 
@@ -69,27 +69,32 @@ class LeaseCounts:
 
 
 class Share:
-    """What one client has leased, in chunks that it wants from disk too. A chunk counts once for a client, however many
-    of its requests want it. Made by `Shares.of`; whoever leases for the client tells it so."""
+    """One client's leases, and the chunks that are being read from disk for it.
+
+    A chunk counts once per client, however many of its requests want it. Created by `Shares.of`. The code that leases
+    for the client has to report each lease here.
+    """
 
     def __init__(self, shares: "Shares", ledger: LeaseLedger | None = None, part: float = 1.0) -> None:
-        """It never is more than *part* of host memory. *ledger*: where its leases are noted, if its client copies."""
+        """Start without leases. The limit is *part* of host memory. *ledger* is given if the client copies."""
         self._shares = shares
         self._ledger = ledger
         self._part = part
         self._leased = LeaseCounts()
-        self.num_coming_bytes = 0  # that are read from disk for it
+        self.num_coming_bytes = 0  # being read from disk for the client
         self._coming: Counter[tuple[SlotMemory, BlockName]] = Counter()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the segment that it keeps in their places, or waits for."""
+        """Number of bytes of the segment that the client has leased or waits for."""
         return self._leased.num_bytes + self.num_coming_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """How many of the first chunks the client may have leased beside what it has: in each of the memories. One that
-        has fewer chunks than others has the first ones. What the client has leased already costs nothing; a client
-        without anything may have one."""
+        """Return how many of the first chunks the client may lease in addition to its leases, in each of the memories.
+
+        A memory with fewer chunks than another has the first ones. Chunks that the client has leased already cost
+        nothing. A client that has nothing may lease one chunk, unless *part* limits it.
+        """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
         for each in wanted:
@@ -105,28 +110,28 @@ class Share:
         return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, limit)
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
-        """The client has these slots leased, once more each."""
+        """Record one more lease of the client on each of these slots."""
         new = self._leased.add(memory, slots)
         self._shares.leased.add(memory, new)
         if self._ledger is not None:
             self._ledger.lease(memory, new)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
-        """The client has these slots leased once less each."""
+        """Record one lease of the client less on each of these slots."""
         gone = self._leased.remove(memory, slots)
         self._shares.leased.remove(memory, gone)
         if self._ledger is not None:
             self._ledger.release(memory, gone)
 
     def expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
-        """These chunks are read from disk for the client."""
+        """Record that these chunks are being read from disk for the client."""
         for name in names:
             self._coming[memory, name] += 1
             if self._coming[memory, name] == 1:
                 self._count_coming(memory.slot_bytes)
 
     def do_not_expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
-        """They have come, or never will, or are not wanted any more."""
+        """Record that these chunks have arrived, have failed, or are no longer wanted."""
         for name in names:
             self._coming[memory, name] -= 1
             if not self._coming[memory, name]:
@@ -137,7 +142,7 @@ class Share:
         """Raise AssertionError if the bytes are miscounted."""
         self._leased.check()
         coming = sum(memory.slot_bytes for memory, _ in self._coming)
-        assert coming == self.num_coming_bytes, "shares: what comes from disk is miscounted"
+        assert coming == self.num_coming_bytes, "shares: the bytes being read from disk are miscounted"
 
     def _are_new(self, wanted: Wanted) -> npt.NDArray[np.bool_]:
         are_new = self._leased.are_new(wanted.memory, wanted.places)
@@ -152,36 +157,40 @@ class Share:
 
 
 class Shares:
-    """Host memory among the clients that have something leased in it. Owned by the sidecar's thread.
+    """The division of host memory among the clients that have leases in it. Owned by the sidecar's thread.
 
-    A client may have leased `TIMES_FREE` times as many bytes as no client has. So one that is alone may have 7/8 of
-    host memory, and n clients that want all that they can get end with an equal part each, about an n-th; and however
-    many there are, one that comes next finds room. Nothing is taken away from a client when another one comes: it gets
-    nothing more until some of its leases have ended, as all of them do. Clients that lease nothing cost the others
-    nothing: an engine has a connection for its scheduler and one for each worker, which lease in turns. (This is how
-    switches share a buffer: dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998.)
+    A client may lease `TIMES_FREE` times as many bytes as are free. So a client that is alone may lease 7/8 of host
+    memory, and n clients that want all they can get end with equal parts, about an n-th each. However many clients
+    there are, the next one finds room.
+
+    A new client takes nothing away from another one. The other client gets nothing more until some of its leases have
+    ended, and all leases end. Clients without leases cost the other clients nothing: an engine has a connection for its
+    scheduler and one for each worker, which lease in turns.
+
+    The algorithm is that of switches which share a buffer: dynamic thresholds, Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 6, 1998.
     """
 
     def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
-        """*total*: bytes of host memory that there are now. *ledger*: where clients' leases are noted."""
+        """Start without leases. *total* returns the bytes of host memory now. *ledger* records the clients' leases."""
         self.leased = LeaseCounts()
-        self.num_coming_bytes = 0  # a chunk that several clients wait for counts for each
+        self.num_coming_bytes = 0  # a chunk that several clients wait for counts once for each
         self._total = total
         self._ledger = ledger
         self._of: WeakKeyDictionary[object, Share] = WeakKeyDictionary()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of host memory."""
+        """Number of bytes of host memory."""
         return self._total()
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes of host memory that no client has leased, or waits for."""
+        """Number of bytes of host memory that no client has leased or waits for."""
         return self._total() - self.leased.num_bytes - self.num_coming_bytes
 
     def of(self, client: object) -> Share:
-        """The client's share, the same one each time. *client* is anything that is equal to itself alone."""
+        """Return the client's share, the same object each time. *client* is any object that is equal only to itself."""
         share = self._of.get(client)
         if share is None:
             share = self._of[client] = Share(self, self._ledger)

@@ -1,4 +1,4 @@
-"""Sidecar: one thread between engines' sockets, host memory and disk."""
+"""Sidecar: one thread that serves the engines' sockets, host memory and disk."""
 
 import selectors
 import time
@@ -25,28 +25,31 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 _Answer = TypeVar("_Answer")
 
-TICK_S = 0.05  # while something is under way: deadlines are looked at so often at least
-IDLE_TICK_S = 0.5  # the disk's openings and breakers are looked at so often
-MAX_ASKED = 256  # questions of other threads that wait for the owner's: more only if that is stuck
-TAKING_IN_S = 0.001  # of a turn, for what the lanes have finished; the rest waits for the next turn
+TICK_S = 0.05  # longest wait while something is in flight, so that deadlines are noticed
+IDLE_TICK_S = 0.5  # longest wait otherwise, so that the disk's openings and breakers are noticed
+MAX_ASKED = 256  # queued questions of other threads; more would queue only if the owner's thread is stuck
+TAKING_IN_S = 0.001  # time per turn for finished transfers; the rest waits for the next turn
 
 
 class TooManyAsked(RuntimeError):
-    """So many questions wait for the owner's thread that it takes no more."""
+    """The error of a question that finds the queue of the owner's thread full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """How far what is in host memory is on its way to disk."""
+    """Progress of writing host memory to disk."""
 
-    is_there: bool  # there is a disk
-    is_possible: bool  # and writing to it does not fail now
-    num_left: int  # chunks that are in host memory only
+    is_there: bool  # whether there is a disk
+    is_possible: bool  # whether there is a disk and writes to it do not fail now
+    num_left: int  # chunks that are only in host memory
 
 
 class Sidecar:
-    """Owns the tiers of all layouts. No call here waits for a disk, an engine or a copy: `run` waits in one place, for
-    sockets and lanes together. Made by `build_sidecar`; `stop` may be called from any thread or signal's handler."""
+    """The tiers of all layouts, and the loop that serves engines from them.
+
+    No call here waits for a disk, an engine or a copy. `run` waits in one place, for sockets and lanes together.
+    Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Sidecar:
             self._selector.register(file, selectors.EVENT_READ)
 
     def run(self, look: Callable[[SidecarStatistics], None] = lambda statistics: None) -> None:
-        """Serve until `stop`. *look* is given the statistics about every `IDLE_TICK_S`."""
+        """Serve until `stop` is called, and pass the statistics to *look* about every `IDLE_TICK_S`."""
         look_at = self._clock()
         while not self._is_stopping:
             may_have_more = self.turn()
@@ -94,7 +97,7 @@ class Sidecar:
             self._wait(may_have_more)
 
     def turn(self) -> bool:
-        """Go on with all that is under way; whether engines may have sent more than was taken in."""
+        """Advance everything that is in flight, and return whether engines may have sent more than was processed."""
         self._finished.reset()
         until = self._clock() + TAKING_IN_S
         self._transfers.poll(goes_on=lambda: self._clock() < until)
@@ -103,21 +106,22 @@ class Sidecar:
         self.pins.poll()
         for endpoint in self.endpoints:
             endpoint.tick()
-        # Last: a socket that was sent to may have frames and tell of none until it is looked at again.
+        # Receive last: after a send, a socket may hold frames that it reports only when it is polled again.
         return sum(endpoint.receive() for endpoint in self.endpoints) > 0
 
     def stop(self) -> None:
-        """Have `run` return."""
+        """Make `run` return."""
         self._is_stopping = True
         self._finished.wake()
 
     def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
-        """Have *question* answered by the thread that owns the tiers, between two of its deeds; from any thread.
+        """Run *question* on the thread that owns the tiers, between two steps of its loop. Callable from any thread.
 
-        The answer is `TooManyAsked` if that thread has `MAX_ASKED` questions before this one."""
+        The returned future fails with `TooManyAsked` if `MAX_ASKED` questions are queued already.
+        """
         answer: Future[_Answer] = Future()
         if self.num_asked >= MAX_ASKED:
-            answer.set_exception(TooManyAsked(f"{MAX_ASKED} questions wait for the sidecar's thread already"))
+            answer.set_exception(TooManyAsked(f"{MAX_ASKED} questions are already queued for the sidecar's thread"))
             return answer
         self._asked.put((question, answer))
         self._finished.wake()
@@ -125,12 +129,12 @@ class Sidecar:
 
     @property
     def num_asked(self) -> int:
-        """Questions that wait for this thread; any thread may ask."""
+        """Number of questions queued for this thread. Any thread may read it."""
         return self._asked.qsize()
 
     @property
     def why_not_ready(self) -> str:
-        """Why engines cannot attach and store now, empty if they can."""
+        """Reason why engines cannot attach and store now; empty if they can."""
         if self._is_stopping:
             return "the sidecar is about to end"
         if not self.endpoints:
@@ -141,24 +145,24 @@ class Sidecar:
 
     @property
     def records(self) -> RecentRecords:
-        """What engines have looked up lately, as far as endpoints are told whose tokens they are."""
+        """Recent lookups of engines, from the endpoints that receive the prompts' tokens."""
         return self.layouts.records
 
     def clients(self) -> list[AttachedClient]:
-        """All engines that are attached, by value."""
+        """Return all attached engines, by value."""
         return [client for endpoint in self.endpoints for client in endpoint.clients()]
 
     def quarantined(self) -> list[AttachedClient]:
-        """All whose session has ended while one of their processes may still copy, by value."""
+        """Return the clients whose session has ended while one of their processes may still copy, by value."""
         return self.layouts.quarantine.clients()
 
     def saving(self) -> Saving:
-        """How far what is in host memory is on its way to disk."""
+        """Return the progress of writing host memory to disk."""
         is_there = self._store is not None
         return Saving(is_there, is_there and self.layouts.is_saving_possible, self.layouts.num_unsaved)
 
     def clear(self, layouts: Sequence[Layout]) -> None:
-        """Forget every chunk of these layouts, also what engines are storing now."""
+        """Evict every chunk of these layouts, and discard the chunks that engines are storing now."""
         for endpoint in self.endpoints:
             endpoint.on_clear(layouts)
         for tiers in self.layouts:
@@ -166,28 +170,32 @@ class Sidecar:
                 tiers.clear()
 
     def check(self, layout: Layout) -> None:
-        """Raise AssertionError if any two books of the layout disagree."""
+        """Raise AssertionError if the layout's bookkeeping is inconsistent."""
         self.layouts.open(layout).check()
 
     def check_endpoints(self) -> None:
-        """Raise AssertionError if any two books of an endpoint, or of the pins, disagree."""
+        """Raise AssertionError if the bookkeeping of an endpoint or of the pins is inconsistent."""
         self.pins.check()
         for endpoint in self.endpoints:
             endpoint.check()
 
     def now(self) -> float:
-        """The time of the clock by which clients and leases are as old as they are."""
+        """Return the time of the clock that dates clients and leases."""
         return self._clock()
 
     def leave(self) -> None:
-        """Leave the segment to the process that comes after this one. Engines go on mapping it, and what they are
-        copying now they may go on copying."""
+        """Leave the segment to the next process.
+
+        Engines keep the segment mapped, and may finish the copies that they have in flight.
+        """
         self.layouts.ledger.freeze()
         self._segment.leave()
 
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
-        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Endpoints are closed.
-        *on_turn* is called again and again meanwhile."""
+        """Write the chunks that are only in host memory to disk, and return how many are left.
+
+        Closes the endpoints. Stops after *timeout_s*, or when writing fails. Calls *on_turn* repeatedly meanwhile.
+        """
         for endpoint in self.endpoints:
             self._selector.unregister(endpoint.file)
             endpoint.close()
@@ -202,7 +210,7 @@ class Sidecar:
         return num_left
 
     def statistics(self) -> SidecarStatistics:
-        """Everything counted, by value."""
+        """Return all counters and states, by value."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
         endpoints = tuple(endpoint.counts() for endpoint in self.endpoints)
         life = None if self._life is None else self._life.statistics()
@@ -212,7 +220,10 @@ class Sidecar:
         )
 
     def close(self) -> None:
-        """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""
+        """Stop the lanes and the store, and unlink the segment's name.
+
+        Call `flush` first if the disk should have everything.
+        """
         for endpoint in self.endpoints:
             endpoint.close()
         self._selector.close()
@@ -228,7 +239,7 @@ class Sidecar:
         self.layouts.close()
         if self._tracer is not None:
             self._tracer.close()
-        self._segment.close()  # after the store, whose process is given its descriptor
+        self._segment.close()  # after the store, whose process has the segment's descriptor
         if is_closed:
             self._finished.close()
 
@@ -238,11 +249,11 @@ class Sidecar:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(question())
-                except Exception as error:  # the asker's to handle
+                except Exception as error:  # for the caller of `ask` to handle
                     answer.set_exception(error)
 
     def _wait(self, may_have_more: bool) -> None:
-        """Wait for sockets and lanes, for as long as nothing is due."""
+        """Wait until a socket or a lane has something to do, or something may be due."""
         if may_have_more or not self._finished.empty():
             return
         is_busy = self._transfers.in_flight or any(endpoint.is_waiting for endpoint in self.endpoints)

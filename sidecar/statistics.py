@@ -1,4 +1,4 @@
-"""What a sidecar has and has done, by value."""
+"""The state and the counters of a sidecar, by value."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,37 +32,37 @@ _WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 @dataclass(frozen=True, slots=True)
 class LayoutStatistics:
-    """One layout now: bytes of the segment that are its own, chunks in host memory by all ranks and their bytes."""
+    """The current state of one layout: its bytes of the segment, and all ranks' chunks and bytes in host memory."""
 
     layout: Layout
     held_bytes: int
     host: TierStatistics
     num_leased_chunks: int
-    num_unsaved: int  # chunks that are in host memory only
+    num_unsaved: int  # chunks that are only in host memory
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarStatistics:
-    """A sidecar at one moment."""
+    """The state of a sidecar at one moment."""
 
     segment_name: str
     segment_bytes: int
     backed_bytes: int
     layouts: tuple[LayoutStatistics, ...]
     tiers: Mapping[Tier, TierStatistics]  # of all layouts together
-    disk: DiskStatistics | None  # as all layouts together have met it; None before any, and without a disk
-    remote: RemoteStatistics | None  # the same
+    disk: DiskStatistics | None  # merged over all layouts; None before the first layout, and without a disk
+    remote: RemoteStatistics | None  # merged over all layouts
     routes: Mapping[Route, RouteStatistics]
     store: StoreStanding | None
     endpoints: tuple[ConnectorCounts, ...]
     pins: PinStatistics
-    what_if: HitRatios  # were a tier smaller or larger; of prompts that endpoints are told of
+    what_if: HitRatios  # if a tier were smaller or larger, for the prompts that endpoints receive
     quarantine: QuarantineStatistics
     request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
-        """Where the tokens came from of all prompts that were looked up."""
+        """Origin of the tokens of all prompts that were looked up."""
         return reduce(TokenBalance.plus, (endpoint.tokens for endpoint in self.endpoints), TokenBalance())
 
 
@@ -76,7 +76,7 @@ def statistics_of(
     life: SsdLifeStatistics | None = None,
     request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
-    """The statistics of these parts now; *store* is None without a disk."""
+    """Return the current statistics of these parts. *store* is None without a disk."""
     found, disks, disk_tiers, remotes = [], [], [], []
     for tiers in layouts:
         lower = tiers.tiers.statistics()
@@ -121,8 +121,11 @@ def statistics_of(
 def disk_of_all(
     store: StoreStatistics, disks: Sequence[DiskStatistics], life: SsdLifeStatistics | None = None
 ) -> DiskStatistics:
-    """The one disk as several layouts have met it: the store's own figures and the drive's, what each has counted
-    summed, and of what can be in or out of order the worst."""
+    """Return the statistics of the disk that several layouts share.
+
+    Its size and wear are the store's and the drive's own figures. The layouts' counters are summed. Of their states the
+    worst one counts.
+    """
     budgets = [disk.budget_left_bytes for disk in disks if disk.budget_left_bytes is not None]
     sides = disks[0].breakers.keys()
     return DiskStatistics(
@@ -141,15 +144,17 @@ def disk_of_all(
 
 
 def _why_failed(disks: Sequence[DiskStatistics], side: str) -> str:
-    """The error of a layout that leaves the disk alone, rather than of one that has met it once and goes on."""
+    """Return the error of the layout whose breaker is in the worst state, rather than of one that has recovered."""
     failed = [disk for disk in disks if disk.why_failed[side]]
     worst = max(failed, key=lambda disk: _WORSE.index(disk.breakers[side]), default=None)
     return "" if worst is None else worst.why_failed[side]
 
 
 def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> TierStatistics:
-    """The store's own figures: all layouts have one, and each has seen it when it last wrote. Damage is what each has
-    met itself."""
+    """Return the store's own figures, and the damage that the layouts have found.
+
+    All layouts share the store, and each layout's figures date from its last write.
+    """
     return TierStatistics(
         num_blocks=store.num_records,
         num_bytes=store.stored_bytes,
@@ -161,8 +166,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
 
 
 def _own(host: TierStatistics, tiers: LayoutTiers) -> TierStatistics:
-    """The same with the capacity that the layout has, in place of all that it could get, and without the slots that it
-    has lent away."""
+    """Return *host* with the capacity that the layout has now, and without the slots lent to other layouts."""
     return replace(host, capacity_bytes=tiers.held_bytes, num_leased=tiers.num_leased)
 
 

@@ -1,4 +1,4 @@
-"""Systemd: tells the service manager that the sidecar is ready, lives, or is about to end, and what to keep for it."""
+"""Systemd: notifies the service manager that the sidecar is ready, alive or stopping, and which descriptors to keep."""
 
 import logging
 import os
@@ -10,15 +10,17 @@ from typing import Self
 
 log = logging.getLogger(__name__)
 
-MIN_WATCHDOG_S = 2.0  # the owner's thread looks up twice a second
+MIN_WATCHDOG_S = 2.0  # the owner's thread can notify only about twice a second
 
 
 class Systemd:
-    """What `sd_notify(3)` does, with a datagram to the socket that `NOTIFY_SOCKET` names; without one nothing is told.
-    No call waits. Owned by the thread that owns the tiers, so that `alive` is not told while that is stuck."""
+    """The protocol of `sd_notify(3)`: datagrams to the socket that `NOTIFY_SOCKET` names. Without one nothing is sent.
+
+    No call blocks. Owned by the thread that owns the tiers, so that `alive` is not sent while that thread is stuck.
+    """
 
     def __init__(self, environment: Mapping[str, str], clock: Callable[[], float]) -> None:
-        """ValueError, with what to do, for a watchdog that would end a sidecar that lives."""
+        """Open the socket. Raise ValueError, with what to do, if the watchdog would end a sidecar that is alive."""
         self._clock = clock
         self._socket: socket.socket | None = None
         self._is_ready = False
@@ -28,37 +30,39 @@ class Systemd:
         if not name:
             return
         if name[0] not in "/@":
-            raise ValueError(f"NOTIFY_SOCKET {name}: only a path, or an abstract name that begins with @, can be told")
+            raise ValueError(f"NOTIFY_SOCKET {name}: use a path, or an abstract name that begins with @")
         self._address = "\0" + name[1:] if name[0] == "@" else name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
 
     def ready(self) -> None:
-        """Engines may attach; told once."""
+        """Notify that engines may attach; sent once."""
         if not self._is_ready:
             self._is_ready = self._tell("READY=1")
 
     def alive(self) -> None:
-        """The owner's thread is not stuck; told twice in the time that the watchdog waits."""
+        """Notify that the owner's thread is not stuck; sent twice per watchdog timeout."""
         now = self._clock()
         if self._period_s and now - self._alive_at >= self._period_s and self._tell("WATCHDOG=1"):
             self._alive_at = now
 
     def stopping(self) -> None:
-        """The sidecar ends, which takes a while."""
+        """Notify that the sidecar is about to end, which takes a while."""
         self._tell("STOPPING=1")
 
     def keep(self, name: str, file: int) -> None:
-        """Have the service manager keep the descriptor, under this name, for the next start of the service; it does so
-        as far as the unit's `FileDescriptorStoreMax` allows."""
+        """Have the service manager keep the descriptor under this name for the next start of the service.
+
+        The unit's `FileDescriptorStoreMax` limits how many descriptors it keeps.
+        """
         self._tell(f"FDSTORE=1\nFDNAME={name}", file)
 
     def do_not_keep(self, name: str) -> None:
-        """Have it close what it keeps under this name."""
+        """Have the service manager close the descriptors that it keeps under this name."""
         self._tell(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Close the socket; nothing more is sent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -72,20 +76,20 @@ class Systemd:
         self.close()
 
     def _tell(self, state: str, *files: int) -> bool:
-        """Whether it was told; if not, it is worth another try."""
+        """Send *state*, and return False if that failed and is worth another try."""
         if self._socket is None:
             return True
         try:
             passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
             self._socket.sendmsg([state.encode()], passed, 0, self._address)
         except OSError as error:
-            log.debug("systemd: %s was not told (%s)", state, error)
+            log.debug("systemd: %s could not be sent (%s)", state, error)
             return False
         return True
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float:
-    """Seconds after which the service manager ends a service that tells nothing; 0 if it never does."""
+    """Return the seconds after which the service manager ends a silent service; 0 if it never does."""
     text = environment.get("WATCHDOG_USEC", "")
     if not text or environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0

@@ -1,1 +1,1 @@
-"""Bytes at rest: a key gives back exactly the bytes that were put, or nothing."""
+"""Block stores at rest, on disk, in memory and shared between machines. A read returns the stored bytes or a fault."""

@@ -1,4 +1,4 @@
-"""The protocol `BlobStore`, which every store keeps, and the values that go into a store and come out."""
+"""The protocol `BlobStore` of all local stores, and the values that it accepts and returns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,18 @@ from typing import NamedTuple, Protocol, Self
 from kvtier.store.record import DIGEST_BYTES, NAMESPACE_BYTES, Fault
 
 TENANT_BYTES = 8
-MAX_KEY_BYTES = 511  # LMDB's limit; every store keeps to it, so that one can replace another
+MAX_KEY_BYTES = 511  # LMDB's limit; all stores share it, so that they are interchangeable
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One block to put. *raw* (format B, contiguous) stays the caller's and must not change during the call.
+    """One block to store.
 
-    *digest* is `record.digest` of the raw bytes, taken when they were made: damage done to them between
-    then and the disk is found when they are read. *parent* is the key of the block that this one continues,
-    b"" if there is none or its order does not matter: a block with a parent leaves the store before it.
-    *tenant* (8 bytes, the same for a block and its parent, or b"") is the tenant against whose quota it counts.
+    The caller keeps ownership of *raw* (format B, contiguous) and must not change it during the call. *digest* is
+    `record.digest` of the raw bytes, computed when they were produced. So a read detects damage done to the bytes
+    between then and the write to disk. *parent* is the key of the preceding block of the chain, or b"" if there is none
+    or if eviction order does not matter. A block is evicted before its parent. *tenant* (8 bytes, the same for a block
+    and its parent, or b"") is the tenant whose quota the block counts against.
     """
 
     key: bytes
@@ -38,104 +39,107 @@ class Blob:
 
 
 class Evicted(NamedTuple):
-    """What `Records.evict` has evicted."""
+    """Result of `Records.evict`."""
 
     keys: list[bytes]
-    num_bytes: int  # as in `stored_bytes`
+    num_bytes: int  # charged bytes, as in `stored_bytes`
 
 
 class StoreFull(OSError):
-    """A put found no room, even after records were evicted for it, or failed with another error after that.
+    """Error of a put that found no room even after evicting records, or that failed for another reason after evicting.
 
     The store stays usable.
     """
 
-    evicted: Sequence[bytes] = ()  # keys that were evicted, although nothing was put
+    evicted: Sequence[bytes] = ()  # keys that were evicted although nothing was stored
 
 
 class StoreUnavailable(OSError):
-    """The store is not open now, and may be later."""
+    """Error raised while the store is not open. A later call may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Figures of a store at one moment. Those marked * survive reopening; other totals count since opening."""
+    """Statistics of a store at one moment.
+
+    Fields marked * survive reopening. Other totals count from when the store was opened.
+    """
 
     num_records: int
-    stored_bytes: int  # sum of `seal.charged_bytes`: what counts against the capacity
+    stored_bytes: int  # sum of `seal.charged_bytes`, which counts against the capacity
     capacity_bytes: int
-    file_bytes: int  # what the store takes on the medium now (`st_blocks`); 0 in memory
-    written_bytes_total: int  # * payload bytes as stored
-    written_lately_bytes: int  # * about those of the last day: older ones count less and less
+    file_bytes: int  # disk space in use now (`st_blocks`); 0 for a store in memory
+    written_bytes_total: int  # * payload bytes, as stored
+    written_lately_bytes: int  # * about the last day's bytes; older bytes decay
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
-    quota_evicted_total: int  # * of these, records of a tenant that had more than its quota
-    tenants: Mapping[bytes, int]  # * bytes stored by tenant, of those with a quota, charged as in `stored_bytes`
-    faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
+    quota_evicted_total: int  # * part of `evicted_total`: records of tenants over their quota
+    tenants: Mapping[bytes, int]  # * charged bytes of each tenant that has a quota
+    faults: Mapping[Fault, int]  # failed reads by cause, without `missing`
 
 
 class Records(Protocol):
-    """The records of a store, as a tier uses them: see `BlobStore`."""
+    """The record operations of a store that a tier uses; see `BlobStore` for their guarantees."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs*, the last one as the newest, and return the keys evicted for them.
+        """Store *blobs*, the last one as the newest, and return the keys evicted to make room.
 
-        So pass the tail of a prefix first: of one call, the first blob is evicted first. A key that has a
-        record already is only touched. All blobs are stored or none, except that a call of more than
-        `data_file.part_bytes` is done in parts of that size; ask `contains` after an OSError.
-        ValueError, and nothing is stored, when a blob alone is larger than the capacity.
+        Of one call, the first blob is evicted first, so pass the tail of a prefix first. A key that already has a
+        record is only touched. A call stores all blobs or none, except that a call of more than `data_file.part_bytes`
+        is split into parts of that size. After an OSError use `contains` to find out what was stored. Raises ValueError
+        and stores nothing if a single blob exceeds the capacity.
         """
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         """Copy each block into its *out*, verify it there, and return for each key its digest or a fault.
 
-        *out* has exactly the block's raw length (else `Fault.TORN`: a key's namespace fixes it) and
-        holds arbitrary bytes after a fault. A bad record has been deleted when this returns.
+        *out* must have exactly the block's raw length, which the key's namespace determines; otherwise the result is
+        `Fault.TORN`. After a fault *out* holds arbitrary bytes. Bad records have been deleted when the call returns.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the records of *keys*: eviction passes over each once. Keys without a record are ignored."""
+        """Mark the records of *keys*, so that eviction skips each once. Keys without a record are ignored."""
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Delete the records of *keys* and return how many there were. Records that continue them stay."""
+        """Delete the records of *keys* and return how many there were. Records of their child blocks stay."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        """Evict records in the order in which they leave, of *tenant* or of all, until *num_bytes* less are stored.
+        """Evict records of *tenant* (b"": of all) in eviction order until *num_bytes* fewer are stored.
 
-        At most *limit* records: ask again for the rest. None only if there are none left. They do not count as evicted.
+        Evicts at most *limit* records, so call again for the rest. Returns no keys only if no records are left. These
+        evictions are not counted in the statistics.
         """
 
     def keys(self) -> Iterator[bytes]:
-        """All keys, newest first. A record that is put, deleted or touched meanwhile may be missing or come twice."""
+        """Iterate over all keys, newest first. A record changed or touched meanwhile may be missing or appear twice."""
 
     def statistics(self) -> StoreStatistics: ...
 
 
 class BlobStore(Records, Protocol):
-    """A store of bytes at rest: a key gives back exactly the bytes that were put, or nothing.
+    """A local store of blocks. A read returns exactly the bytes that were stored under the key, or a fault.
 
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
-    CLOCK: the oldest leaves unless it is marked; a marked one loses its mark and becomes the newest. No record is
-    evicted before one that continues it, so the records that stay are prefix-closed. All methods may be called from
-    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that:
-    records of its own are evicted for what is beyond it, in the same order. OSError means that the change did not
-    happen. ValueError after `close`.
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Eviction is CLOCK: the oldest
+    record is evicted unless it is marked; a marked record loses its mark and becomes the newest. No record is evicted
+    before its children, so the remaining records are prefix-closed. A tenant with a quota never exceeds it: the excess
+    is evicted from its own records, in the same order. All methods are thread-safe: reads run concurrently, changes one
+    after another. An OSError means that the change did not happen. Every call after `close` raises ValueError.
     """
 
     def contains(self, key: bytes) -> bool:
-        """Whether *key* has a record. Reads no payload: it is cheap, and a read may still find the record damaged."""
+        """Return whether *key* has a record. Reads no payload, so a later read may still find the record damaged."""
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
-        """Read every record, newest first; gives its key and fault, None if it is good. Deletes and counts nothing."""
+        """Read every record, newest first, and yield its key and fault (None if good). Deletes and counts nothing."""
 
     def sync(self) -> None:
-        """Return when everything put so far is on the medium."""
+        """Block until everything stored so far is on disk."""
 
     def check(self) -> None:
-        """Raise AssertionError if accounting, order and records disagree. Counts all records, reads no payload."""
+        """Raise AssertionError if accounting, order and records disagree. Counts all records but reads no payload."""
 
     def close(self) -> None:
-        """Close the store and free what it holds. A second call does nothing."""
+        """Close the store and release its resources. A second call does nothing."""
 
     def __enter__(self) -> Self: ...
 

@@ -1,18 +1,20 @@
-"""Durability: which accidents the records of a store survive, in three named levels."""
+"""Durability levels: which failures the records of a store survive."""
 
 from enum import StrEnum
 
 
 class Durability(StrEnum):
-    """Which finished changes survive which accident. No level ever gives wrong bytes; they differ in what is lost.
+    """Durability level of a store: which completed changes survive which failure.
 
-    PROCESS   Every finished change survives kill -9: LMDB maps the file for writing (`writemap`, 1.2 to 1.8 times the
-              speed of pwrite) and syncs nothing, the kernel has the pages. After a crash of the machine the file may
-              be damaged anywhere, so the store starts empty and says so.
-    INTERVAL  As PROCESS, and every few seconds a checkpoint: the file is synced and its root kept (`checkpoint.py`).
-              After a crash of the machine the store is what it was at the last checkpoint.
-    COMMIT    Every finished change survives a crash of the machine: LMDB writes and syncs before it returns (no
-              `writemap`, which would sync page by page and is slower here).
+    No level ever returns wrong bytes. The levels differ in what is lost.
+
+    PROCESS   Every completed change survives kill -9: LMDB writes through a mapped file (`writemap`, 1.2 to 1.8 times
+              the speed of pwrite) and never syncs, so the kernel holds the pages. After a machine crash the file may be
+              damaged anywhere, so the store starts empty and logs why.
+    INTERVAL  As PROCESS, plus a checkpoint every few seconds: the file is synced and its root is saved
+              (`checkpoint.py`). After a machine crash the store is restored to the last checkpoint.
+    COMMIT    Every completed change survives a machine crash: LMDB writes and syncs before the change returns. It does
+              not use `writemap`, which would sync page by page and is slower here.
     """
 
     PROCESS = "process"
@@ -21,5 +23,5 @@ class Durability(StrEnum):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether LMDB writes through its map and never syncs by itself: the store decides when to sync."""
+        """Whether LMDB writes through its map and never syncs by itself, so that the store decides when to sync."""
         return self is not Durability.COMMIT

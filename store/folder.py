@@ -1,8 +1,9 @@
-"""A folder that belongs to this program alone, used by its descriptor.
+"""A folder that belongs to this program's user alone, accessed through its descriptor.
 
-Another user that could write in it, or plant links there, would choose which files are overwritten and read. So the
-folder must be the user's own, writable by no other user, and neither it nor a file in it may be a link. It also stays
-the same folder: if its path is removed and made again by another process, nothing is written to the new one.
+Another user who could write to the folder, or place links in it, could choose which files are overwritten and read. So
+the folder must belong to this user and must not be writable by other users. Neither the folder nor a file in it may be
+a link. The descriptor keeps leading to the same folder: if another process removes the path and creates it again,
+nothing is written to the new folder.
 """
 
 import errno
@@ -14,10 +15,11 @@ from typing import Self
 
 
 class Folder:
-    """An open folder; its owner must `close` it.
+    """An open folder, which its owner must `close`.
 
-    *name* is the path that it was opened by. *here* is a path that leads to this folder as long as it is open, whatever
-    *name* leads to by then. OSError, one line that says what to do, if the folder cannot be trusted.
+    *name* is the path by which the folder was opened. *here* is a path that leads to the folder as long as it is open,
+    even if *name* leads elsewhere by then. Raises OSError, with one line that says what to do, if the folder cannot be
+    trusted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +28,7 @@ class Folder:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError as error:
-            what = "is a symbolic link" if path.is_symlink() else "is no folder"
+            what = "is a symbolic link" if path.is_symlink() else "is not a folder"
             raise NotADirectoryError(error.errno, f"{what}; give the folder itself", str(path)) from error
         try:
             self._refuse_foreign()
@@ -37,7 +39,7 @@ class Folder:
 
     @classmethod
     def make(cls, path: Path) -> Self:
-        """Open the folder at *path*. If there is none, make one that only its owner may use."""
+        """Open the folder at *path*. A missing folder is created with access for its owner only."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -49,7 +51,7 @@ class Folder:
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 
     def close(self) -> None:
-        """Close the descriptor: *here* leads nowhere any more. A second call does nothing."""
+        """Close the descriptor, so that *here* leads nowhere any more. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -65,7 +67,7 @@ class Folder:
     def _refuse_foreign(self) -> None:
         owner, why = os.fstat(self._descriptor).st_uid, ""
         if owner != os.geteuid():
-            why = f"belongs to user {owner}, this process to {os.geteuid()}; run it as that user"
+            why = f"belongs to user {owner}, but this process runs as user {os.geteuid()}; run it as the folder's owner"
         elif self.mode & (stat.S_IWGRP | stat.S_IWOTH):
             why = f"other users may write in it (mode {self.mode:04o}); chmod 700 it"
         if why:
@@ -73,22 +75,23 @@ class Folder:
 
 
 def open_own(path: "Path | str", flags: int) -> int:
-    """Open a file that only its owner may use and return its descriptor; an opener for `open`.
+    """Open a file of this user and return its descriptor. Serves as an *opener* for `open`.
 
-    With O_CREAT in *flags* the file is made if there is none. PermissionError if the file at *path* is not a plain
-    file of this user's with this one name: through a link, symbolic or hard, another file would be changed.
+    With O_CREAT in *flags* a missing file is created with access for its owner only. Raises PermissionError unless the
+    file at *path* is a regular file of this user with a single name. Writing through a symbolic or hard link would
+    change another file.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
         os.close(file)
-        why = "is not a plain file of this user's, or has more than one name; remove it"
+        why = "is not a regular file of this user with a single name; remove it"
         raise PermissionError(errno.EPERM, why, str(path))
     return file
 
 
 def open_or_make(path: str, flags: int) -> int:
-    """`open_own` of a file that is made if there is none; an opener for `open`."""
+    """Open a file like `open_own`, creating it if it is missing. Serves as an *opener* for `open`."""
     return open_own(path, flags | os.O_CREAT)
 
 

@@ -1,4 +1,4 @@
-"""`MemoryStore`: the contract of a store in its shortest form, in ordinary memory, for tests and without a disk."""
+"""`MemoryStore`: a minimal `BlobStore` in ordinary memory, for tests and for use without a disk."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -27,7 +27,7 @@ class Row:
 
 
 class MemoryStore:
-    """See `BlobStore`. Charges blocks as `LmdbStore` does, so both evict the same ones."""
+    """A `BlobStore` in memory. It charges blocks as `LmdbStore` does, so both evict the same ones."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class MemoryStore:
         self._codec = codec
         self._cipher = cipher
         self._quotas = quotas
-        self._lock = threading.RLock()  # guards everything below; a row itself never changes
-        self.rows: OrderedDict[bytes, Row] = OrderedDict()  # by key, oldest first; a test damages records here
+        self._lock = threading.RLock()  # guards everything below; each row is immutable
+        self.rows: OrderedDict[bytes, Row] = OrderedDict()  # by key, oldest first; public because tests damage records
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
@@ -59,7 +59,7 @@ class MemoryStore:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
         with self._locked():
             new = {blob.key: blob for blob in blobs if blob.key not in self.rows}
-            rows = {key: self._row(blob) for key, blob in new.items()}  # before any change, as this may fail
+            rows = {key: self._row(blob) for key, blob in new.items()}  # encoding may fail, so it precedes any change
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
             tenants = dict.fromkeys(row.tenant for row in rows.values() if row.tenant in self._quotas)
@@ -128,11 +128,11 @@ class MemoryStore:
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
             for tenant, quota in self._quotas.items():
                 assert self._tenants[tenant] <= quota, f"a tenant has {self._tenants[tenant]} bytes of {quota}"
-            assert self._marked <= self.rows.keys(), "a mark on no record"
+            assert self._marked <= self.rows.keys(), "a mark without a record"
             places = {key: place for place, key in enumerate(self.rows)}
             for key, row in self.rows.items():
                 is_safe = row.parent not in places or row.parent in self._marked or places[row.parent] > places[key]
-                assert is_safe, "a record would leave before the one that continues it"
+                assert is_safe, "a record would be evicted before its child"
 
     def close(self) -> None:
         with self._lock:
@@ -177,7 +177,7 @@ class MemoryStore:
             self._marked.add(key)
 
     def _make_room(self, rows: Sequence[Row], tenants: Iterable[bytes]) -> list[bytes]:
-        """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
+        """Evict until *rows* fit into the capacity, and the rows of each of *tenants* into its quota."""
         evicted: list[bytes] = []
         for tenant in tenants:
             quota = self._quotas[tenant]
@@ -192,8 +192,10 @@ class MemoryStore:
     def _turn(
         self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, limit: int | None = None
     ) -> list[bytes]:
-        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*;
-        *limit* records at most."""
+        """Evict records of *tenant* (None: of all) by CLOCK until *stored_bytes* is at most *limit_bytes*.
+
+        Evicts at most *limit* records.
+        """
         evicted: list[bytes] = []
         while stored_bytes() > max(0, limit_bytes) and (limit is None or len(evicted) < limit):
             key, row = next((key, row) for key, row in self.rows.items() if tenant in (None, row.tenant))
@@ -216,7 +218,7 @@ class MemoryStore:
         with self._lock:
             if isinstance(result, Fault):
                 self._faults[result] += 1
-                if result.is_bad_record and self.rows.get(key) is row:  # else it was replaced by a good one meanwhile
+                if result.is_bad_record and self.rows.get(key) is row:  # otherwise a good record has replaced it
                     self._forget(key)
             else:
                 self._read_bytes_total += out.nbytes

@@ -1,4 +1,4 @@
-"""`OwnerLock`: the lock by which one process owns a folder."""
+"""`OwnerLock`: the lock that makes one process the owner of a folder."""
 
 import fcntl
 import os
@@ -8,20 +8,20 @@ from pathlib import Path
 from kvtier.store.folder import Folder, open_own
 
 LOCK_FILE = "owner.lock"
-# For a lock whose owner has ended: the store's process that the owner had started may still be writing.
+# How long to wait for a lock whose owner has ended: the store's process that it had started may still be writing.
 _PATIENCE_S = 10.0
 
 
 class FolderInUse(OSError):
-    """Another process has the folder open. The message names that process and says what to do."""
+    """Error raised if another process has the folder open. The message names that process and says what to do."""
 
 
 class OwnerLock:
-    """Holds `owner.lock` in *folder* until `release` or the end of the process.
+    """A lock on `owner.lock` in *folder*, held until `release` or the end of the process.
 
-    The lock is a `flock`, so kill -9 frees it and a file left behind locks nothing. The file has the pid of the
-    *owner*: the engine's process, for which the store's process may hold the lock. FolderInUse if another owner that is
-    alive holds it.
+    The lock is a `flock`, so kill -9 releases it and a file left behind locks nothing. The file contains the pid of the
+    *owner*, the engine's process, for which the store's process may hold the lock. Raises FolderInUse if another live
+    owner holds the lock.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
@@ -48,12 +48,12 @@ class OwnerLock:
                 time.sleep(0.02)
 
     def release(self) -> None:
-        """Free the lock. The file stays: were it removed, two owners could lock two files."""
+        """Release the lock. The file stays, because if it were removed, two owners could lock two different files."""
         os.close(self._file)
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether the process *pid* exists and has not ended; True for a text that is no pid."""
+    """Return whether the process *pid* exists and has not ended. Text that is not a pid counts as alive."""
     try:
         status = Path(f"/proc/{int(pid)}/stat").read_text()
     except ValueError:

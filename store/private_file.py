@@ -1,4 +1,4 @@
-"""Files with a secret in them, such as a key or a password: how they are read, and which other users may read them."""
+"""Files that contain a secret, such as a key or a password: reading them and checking which other users can."""
 
 import os
 import shlex
@@ -12,16 +12,16 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class PrivateFile:
-    """The content of a file, and why it is not private: a phrase that says what to do, or None."""
+    """Content of a file, and *exposure*: why the file is not private and what to do about it, or None."""
 
     content: bytes
     exposure: str | None
 
 
 def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
-    """Read *max_bytes* of the file at *path* at most, -1: all of it. OSError if it cannot be read.
+    """Read the file at *path*, at most *max_bytes* of it (-1: all). Raises OSError if it cannot be read.
 
-    The permissions are those of the file that was opened, whatever is at *path* by then.
+    The checked permissions are those of the opened file, even if *path* leads to another file by then.
     """
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
@@ -33,10 +33,11 @@ def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
 
 
 def is_private(found: os.stat_result, user: int, groups: Collection[int]) -> bool:
-    """Whether a process of *user* in *groups* is alone, root aside, with a file that has the properties *found*.
+    """Return whether only the process's *user* and root can use the file with the stat result *found*.
 
-    Either the owner alone may use it. Or it is root's, the process is not, and one of the process's groups may read it
-    and do nothing else: so Kubernetes mounts secrets, for the group of the pod (`fsGroup`).
+    A file is private if only its owner may use it. It is also private if it is root's, *user* is not root, and one of
+    the process's *groups* may read it and do nothing else. Kubernetes mounts secrets like this, for the group of the
+    pod (`fsGroup`).
     """
     of_others = stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
     if not of_others:

@@ -1,4 +1,4 @@
-"""The header that is stored with every payload, and the faults that a read may meet."""
+"""The header that is stored with every payload, and the faults that a read can return."""
 
 import struct
 from enum import StrEnum
@@ -21,26 +21,26 @@ _MAGIC = b"KVTR"
 _VERSION = 2
 # magic, version, codec id, cipher id, key id, namespace, raw length, stored length, digest of the decoded bytes
 _FIELDS = struct.Struct("<4sHHB8s16sQQ16s")
-_START = struct.pack("<4sH", _MAGIC, _VERSION)  # magic and version stand here in every version
+_START = struct.pack("<4sH", _MAGIC, _VERSION)  # every version begins with magic and version
 _CHECKSUM_BYTES = 8
 _PIECE_BYTES = 64 << 10
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES  # 73
 
 
 class Fault(StrEnum):
-    """Why a read gave no block."""
+    """Reason why a read returned no block."""
 
-    MISSING = "missing"  # no such key: the ordinary miss
-    CORRUPT = "corrupt"  # bytes of the header or the payload are not those that were put
-    TORN = "torn"  # a length is not the one expected: the payload's, or the block's
-    FOREIGN = "foreign"  # a record of another namespace under this key
-    VERSION = "version"  # header format, codec or cipher that this program does not know
-    KEY = "key"  # encrypted with another key than the store has, or encrypted in a store without a key, or the reverse
+    MISSING = "missing"  # no such key: an ordinary miss
+    CORRUPT = "corrupt"  # the header or the payload differs from what was stored
+    TORN = "torn"  # the length of the payload or the block is not the expected one
+    FOREIGN = "foreign"  # the record under this key belongs to another namespace
+    VERSION = "version"  # unknown header version, codec or cipher
+    KEY = "key"  # encrypted with another key, encrypted in a store without a key, or not encrypted in a store with one
     IO_ERROR = "io_error"  # the store could not be read; the record may be fine
 
     @property
     def is_bad_record(self) -> bool:
-        """Whether the record can never be read again, so that the call that met it deletes it."""
+        """Whether the record can never be read again, so that the read that finds it deletes it."""
         return self not in _RECORD_MAY_BE_FINE
 
 
@@ -48,10 +48,11 @@ _RECORD_MAY_BE_FINE = frozenset({Fault.MISSING, Fault.KEY, Fault.IO_ERROR})
 
 
 def digest(data: "ReadableBuffer") -> bytes:
-    """Digest of *data* (xxh3_128, 16 bytes; contiguous), read in place; takes 0.38 of the time of copying it.
+    """Return the digest of *data* (xxh3_128, 16 bytes). *data* is contiguous and not copied.
 
-    It finds damage, not malice: xxh3 is no cryptographic hash. It is fed pieces so small that the interpreter's lock is
-    kept: giving the lock up for 30 us a megabyte, and waiting for it beside a busy thread, took five times as long.
+    Takes 0.38 of the time of copying the data. The digest detects damage, not tampering, because xxh3 is not a
+    cryptographic hash. The data is hashed in pieces so small that xxhash keeps the GIL. Releasing the GIL for 30 us per
+    megabyte, and waiting for it next to a busy thread, took five times as long.
     """
     view = memoryview(data)
     if view.nbytes <= _PIECE_BYTES:
@@ -63,15 +64,15 @@ def digest(data: "ReadableBuffer") -> bytes:
 
 
 def digest_among(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
-    """`digest` for *num_threads* threads at a time: each of several gives up the interpreter's lock for a block."""
+    """Return the `digest` function for *num_threads* threads. Each of several threads releases the GIL for a block."""
     return digest if num_threads == 1 else xxhash.xxh3_128_digest
 
 
 class Record(NamedTuple):
-    """The header of one payload, unpacked; lengths in bytes.
+    """The unpacked header of one payload, with lengths in bytes.
 
-    *stored_length* is the length of the encoded, perhaps encrypted, payload without its padding (see
-    `seal.value_bytes`). *digest* is that of the decoded bytes, `NO_DIGEST` if encrypted.
+    *stored_length* is the length of the encoded and possibly encrypted payload without its padding (see
+    `seal.value_bytes`). *digest* is the digest of the decoded bytes, or `NO_DIGEST` if the record is encrypted.
     """
 
     namespace: bytes
@@ -83,7 +84,7 @@ class Record(NamedTuple):
     key_id: bytes = NO_KEY_ID
 
     def pack(self, key: bytes) -> bytes:
-        """The header (73 bytes) of the payload at *key*. It is valid at no other key."""
+        """Return the header (73 bytes) of the payload at *key*. It is valid at no other key."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
@@ -99,7 +100,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpack(cls, key: bytes, header: bytes) -> "Record | Fault":
-        """The record that *header*, found at *key*, describes, or the fault in it."""
+        """Return the record that *header*, found at *key*, describes, or the fault in the header."""
         if len(header) != HEADER_BYTES or not header.startswith(_START):
             return _fault_of_start(header)
         _, _, codec_id, cipher_id, key_id, namespace, raw_length, stored_length, known = _FIELDS.unpack_from(header)
@@ -111,7 +112,7 @@ class Record(NamedTuple):
 
 
 def _fault_of_start(header: bytes) -> Fault:
-    """The fault in a *header* of a wrong length, magic or version. The right length depends on the version."""
+    """Return the fault in a *header* of a wrong length, magic or version. The right length depends on the version."""
     if len(header) < len(_START):
         return Fault.TORN
     if not header.startswith(_MAGIC):
@@ -124,7 +125,7 @@ def _checksum(fields: bytes, key: bytes) -> bytes:
 
 
 def is_plain(header: bytes, num_bytes: int) -> bool:
-    """Whether *header* says that the value is the block itself, of *num_bytes*. Its checksum is not verified here."""
+    """Return whether *header* says that the value is the raw block of *num_bytes*. Does not verify the checksum."""
     if len(header) != HEADER_BYTES:
         return False
     _, _, codec_id, cipher_id, _, _, raw_length, stored_length, _ = _FIELDS.unpack_from(header)

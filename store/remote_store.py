@@ -1,4 +1,4 @@
-"""The protocol `RemoteStore`, which every store that machines share keeps, and the values that go over it."""
+"""The protocol `RemoteStore` of stores shared between machines, and the values that it accepts and returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from kvtier.store.record import Fault
 
 
 class RemoteUnavailable(OSError):
-    """A remote store gave no answer in time, refused the connection, or refused who asks. It may answer later."""
+    """Error raised if a remote store timed out or refused the connection or the user. A retry may succeed."""
 
 
 class RemoteRecord(NamedTuple):
-    """A sealed block: what is put under *key* is *header*, then *payload*, one after the other.
+    """A sealed block. The value stored under *key* is *header* followed by *payload*.
 
-    *parent* is the key of the block before it in its chain, b"" if it is the chain's first: a store that packs records
-    puts those that continue each other together. The memory of *payload* stays the caller's.
+    *parent* is the key of the preceding block of the chain, or b"" for the first block. A store that packs records puts
+    a record next to its parent. The memory of *payload* stays the caller's.
     """
 
     key: bytes
@@ -26,57 +26,60 @@ class RemoteRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """What a client has asked of a remote store since it was opened. Requests are what an operator pays for."""
+    """A client's requests to a remote store since it was opened. Operators pay per request."""
 
     num_reads: int = 0  # requests that read bytes
     num_writes: int = 0  # requests that write, delete or list
-    num_questions: int = 0  # requests that ask whether something is there
-    read_bytes: int = 0  # of values, as they came
-    written_bytes: int = 0  # of values, as they went
+    num_questions: int = 0  # requests that check whether a key or an object exists
+    read_bytes: int = 0  # of values, as transferred
+    written_bytes: int = 0  # of values, as transferred
 
 
 class RemoteStore(Protocol):
-    """Sealed records in a store that others read, write and empty too.
+    """A store of sealed records that other clients also read, write and empty.
 
-    It promises less than a `BlobStore`: any record may be gone at any time, nothing is listed, nothing leaves in an
-    order that we know, and what comes back may be anything at all: another record, half of one, one that somebody
-    wrote. Its caller opens each value with its key (`SealedRemote`), so nothing that a store does gives wrong bytes.
+    The protocol promises less than `BlobStore`. Any record may be gone at any time, keys cannot be listed, the eviction
+    order is unknown, and a returned value may be anything: another record, half a record, or foreign bytes. The caller
+    opens each value with its key (`SealedRemote`), so no behaviour of the store leads to wrong bytes.
 
-    Failure: a method raises `RemoteUnavailable` if nothing of what was asked could be done; what could be done in part
-    is told by its result. Each call ends within a few times the timeout that the store was made with.
-
-    Ownership: all methods may be called from any thread, beside each other. A value that `get_many` gives is the
-    caller's.
+    A method raises `RemoteUnavailable` if no part of its request succeeded; its result reports partial success. Each
+    call ends within a few times the timeout with which the store was created. All methods are thread-safe and may run
+    concurrently. Values returned by `get_many` belong to the caller.
     """
 
     @property
     def where(self) -> str:
-        """The store's address for people: no password in it."""
+        """The store's address for messages, without a password."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
-        """For each key its value, header and payload; `Fault.MISSING` if there is none, `Fault.IO_ERROR` if it could
-        not be asked for."""
+        """Return the value of each key, header and payload, or a fault.
+
+        The fault is `Fault.MISSING` if there is no value, and `Fault.IO_ERROR` if the request failed.
+        """
 
     def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
-        """Put the records, each over what was under its key; for each whether that was done.
+        """Store the records, overwriting existing values, and return for each whether it was stored.
 
-        *records* are of one chain or of several; those of one chain come in its order, the first block first. False
-        means that the store took it not, or that this is not known: for lack of room, or as part of the store is away.
+        *records* belong to one chain or to several. Those of one chain are in its order, the first block first. False
+        means that the store rejected the record, or that the outcome is unknown, because there is no room or part of
+        the store is unavailable.
         """
 
     def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """For each key whether there is something under it, without reading it; None where that could not be asked.
-        Keys of one chain come in its order; *apart*: they are of no chain, and each may be there without those before
-        it."""
+        """Return for each key whether a value exists, without reading it, or None if the request failed.
+
+        Keys of one chain are in its order. With *apart* the keys belong to no chain, so each may exist without those
+        before it.
+        """
 
     def forget(self, namespace: bytes) -> None:
-        """Delete everything whose key begins with *namespace* (16 bytes). For operators: takes as long as it takes."""
+        """Delete everything whose key begins with *namespace* (16 bytes). For operators: the call has no deadline."""
 
     def usage(self) -> RemoteUsage:
-        """What has been asked of the store since it was opened, by value."""
+        """Return the client's requests since the store was opened, as a snapshot."""
 
     def close(self) -> None:
-        """Give up connections. Calls that wait end with `RemoteUnavailable`, and so do all later ones."""
+        """Close the connections. Waiting calls and all later ones raise `RemoteUnavailable`."""
 
     def __enter__(self) -> Self: ...
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.store.folder import open_own, sync_folder
 
 PAGE_BYTES = 4096
-_MAX_BUFFERS = 512  # of one system call; Linux allows 1024
+_MAX_BUFFERS = 512  # per system call; Linux allows 1024
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PADDING = memoryview(bytes(PAGE_BYTES))
 _NOTHING = memoryview(b"")
@@ -34,61 +34,61 @@ class Slot(NamedTuple):
 
 
 def slot_bytes(value_bytes: int) -> int:
-    """Size of the slots for values of *value_bytes*: rounded up to whole pages."""
+    """Return the slot size for values of *value_bytes*, rounded up to whole pages."""
     return -(-value_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Slabs:
-    """All slabs of a store's folder, one file for each size of slots. The index knows which record has which slot.
+    """All slabs of a store's folder, one file per slot size. The index records which slot each record has.
 
-    Reads may run beside any other call; a read of a slot that is being written gives a mixture of both payloads.
-    Payloads in the page cache are copied from there, at the speed of memory. Others are read past the page
-    cache into the caller's memory, where that is aligned: host memory above the store is their cache.
-    *written* lists the slots written to since it was last cleared.
+    Reads may run concurrently with any other call. A read of a slot that is being written returns a mixture of both
+    payloads. Payloads in the page cache are copied from there at memory speed. Other payloads are read past the page
+    cache (O_DIRECT) into the caller's memory if it is aligned, because host memory above the store is their cache.
+    *written* lists the slots written since it was last cleared.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._slabs: dict[int, SlabFile] = {}
-        self._num_named = -1  # files whose names are on the medium
+        self._num_named = -1  # files whose directory entries are on disk
         self.written: list[Slot] = []
         for path in _files(folder):
             self._slab(int(path.name.removeprefix(_PREFIX)))
 
     def write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
-        """Write each value to its slot, neighbouring slots by one system call. OSError."""
+        """Write each value to its slot, with one system call per run of neighbouring slots. Raises OSError."""
         self.written += slots
         for slab, first, run in self._runs(slots, values):
             slab.write(first, run)
 
     def read(self, slots: Sequence[Slot], outs: Sequence[memoryview]) -> None:
-        """Fill each *out*, at most a slot long, from its slot, neighbouring slots by one system call. OSError."""
+        """Fill each *out*, at most a slot long, with one system call per run of neighbouring slots. Raises OSError."""
         for slab, first, run in self._runs(slots, outs):
             slab.read(first, run)
 
     def is_cached(self, slot: Slot) -> bool:
-        """Whether all pages of the slot are in the page cache now."""
+        """Return whether all pages of the slot are in the page cache now."""
         return self._slab(slot.num_bytes).is_cached(slot.number * slot.num_bytes, slot.num_bytes)
 
     def place(self, slot: Slot) -> tuple[Path, int, int]:
-        """The file that has the slot, the slot's offset in it, and its length."""
+        """Return the file that contains the slot, the slot's offset in it, and its length."""
         return self._folder / f"{_PREFIX}{slot.num_bytes}", slot.number * slot.num_bytes, slot.num_bytes
 
     def punch(self, *slots: Slot) -> None:
-        """Give the disk space of *slots* back, neighbouring slots by one system call. Writing takes it again.
+        """Release the disk space of *slots*, with one system call per run of neighbouring slots.
 
-        OSError if that is not possible.
+        Writing to a slot allocates its disk space again. Raises OSError if the space cannot be released.
         """
         for slab, first, run in self._runs(slots, [_NOTHING] * len(slots)):
             slab.punch(first, len(run))
 
     def cut(self, num_slots: Mapping[int, int]) -> None:
-        """Cut each file behind its first *num_slots* (by their size). No read may be under way there. OSError."""
+        """Truncate each file to *num_slots* slots (by slot size). Raises OSError. No read may be in progress there."""
         for num_bytes, slab in self._slabs.items():
             slab.cut(num_slots.get(num_bytes, 0))
 
     def sync(self) -> None:
-        """Return when everything written so far is on the medium."""
+        """Block until everything written so far is on disk."""
         slabs = list(self._slabs.values())
         for slab in slabs:
             slab.sync()
@@ -97,17 +97,17 @@ class Slabs:
             self._num_named = len(slabs)
 
     def file_bytes(self) -> int:
-        """Bytes that the files take on the medium."""
+        """Return the disk space that the files take."""
         return sum(slab.file_bytes() for slab in list(self._slabs.values()))
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """Remove the slabs in *folder*, which no store has open."""
+        """Remove the slabs in *folder*, which no store may have open."""
         for path in _files(folder):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files. No read or write may be under way."""
+        """Close the files. No read or write may be in progress."""
         for slab in self._slabs.values():
             slab.close()
         self._slabs.clear()
@@ -115,7 +115,7 @@ class Slabs:
     def _runs(
         self, slots: Sequence[Slot], buffers: Sequence[memoryview]
     ) -> "Iterator[tuple[SlabFile, int, list[memoryview]]]":
-        """Runs of neighbouring slots: their slab, the first slot's number, and their buffers."""
+        """Yield for each run of neighbouring slots their slab, the first slot's number, and their buffers."""
         pairs = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
         for (num_bytes, _), run in groupby(
             enumerate(pairs), lambda place: (place[1][0].num_bytes, place[1][0].number - place[0])
@@ -133,7 +133,7 @@ class Slabs:
 
 
 class SlabFile:
-    """The file of one slab, open."""
+    """The open file of one slab."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -150,10 +150,10 @@ class SlabFile:
             if value.nbytes < self._num_bytes:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
         if (first + len(values)) * self._num_bytes > _MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"no slab has a slot {first}")
+            raise OSError(errno.EFBIG, f"slot {first} is beyond the size limit of a slab's file")
         left, _ = _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
         if left:
-            raise OSError(errno.EIO, "nothing more could be written to a slab")
+            raise OSError(errno.EIO, "a write to a slab made no progress")
 
     def read(self, first: int, outs: list[memoryview]) -> None:
         start = first * self._num_bytes
@@ -164,15 +164,15 @@ class SlabFile:
         if self._direct is None or not all(map(_is_aligned, outs)):
             _fill(lambda left, at: os.preadv(self._file, left, at), outs, start)
             return
-        if self.is_cached(start, PAGE_BYTES):  # then the rest probably is
+        if self.is_cached(start, PAGE_BYTES):  # then the rest probably is cached too
             outs, start = _transfer(self._read_cached, outs, start)
         direct = self._direct
-        # A read cut short within a page goes on through the cache.
+        # A read that stopped within a page continues through the page cache.
         _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
 
     def punch(self, first: int, num_slots: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
-            raise OSError(ctypes.get_errno(), "the disk space of slots cannot be given back")
+            raise OSError(ctypes.get_errno(), "the disk space of slots cannot be released")
 
     def cut(self, num_slots: int) -> None:
         if os.fstat(self._file).st_size > num_slots * self._num_bytes:
@@ -190,23 +190,23 @@ class SlabFile:
             os.close(self._direct)
 
     def _read_cached(self, outs: list[memoryview], at: int) -> int:
-        """Read what is in the page cache at *at*, and wait for no medium; gives the bytes read, 0 if there are none."""
+        """Read what is in the page cache at *at*, without waiting for the disk, and return the number of bytes read."""
         try:
             return os.preadv(self._file, outs, at, os.RWF_NOWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:  # by some file systems
+            if error.errno != errno.EOPNOTSUPP:  # some file systems do not support RWF_NOWAIT
                 raise
             return os.preadv(self._file, outs, at)
 
     def is_cached(self, start: int, num_bytes: int) -> bool:
-        """Whether all of these bytes are in the page cache now."""
+        """Return whether all of these bytes are in the page cache now."""
         mapped = self._map
         if mapped is None or len(mapped) < start + num_bytes:
             size = os.fstat(self._file).st_size
             if size < start + num_bytes:
-                return False  # a slot that was never written; the read finds that out
+                return False  # a slot that was never written; the read detects that
             mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
         found = np.frombuffer(mapped, np.uint8, num_bytes, start)
         in_cache = bytearray(num_bytes // PAGE_BYTES)
@@ -215,7 +215,7 @@ class SlabFile:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The slabs in *folder*. Files with other names are left alone."""
+    """Return the slabs in *folder*. Files with other names are ignored."""
     return [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
 
 
@@ -224,7 +224,7 @@ def _is_aligned(view: memoryview) -> bool:
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
-    """Fill all *buffers* by *read*; with zeros from beyond the end of the file."""
+    """Fill all *buffers* with *read*. Bytes beyond the end of the file become zeros."""
     for buffer in _transfer(read, buffers, at)[0]:
         np.frombuffer(buffer, np.uint8)[:] = 0
 
@@ -232,8 +232,10 @@ def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview
 def _transfer(
     act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int
 ) -> tuple[list[memoryview], int]:
-    """Read or write all *buffers* by as many calls of *act* as it takes; those that are left when it does no more, and
-    where it is then."""
+    """Read or write all *buffers* with as many calls of *act* as needed.
+
+    Returns the buffers that are left when *act* makes no more progress, and the position reached.
+    """
     while buffers:
         done = act(buffers, at)
         if done <= 0:

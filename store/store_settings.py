@@ -13,10 +13,10 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The arguments of `LmdbStore`, by value. *owner* is the pid of the process that the store is opened for.
+    """The arguments of `LmdbStore`, as a value.
 
-    None stands for this process. The folder is made absolute, as the store may be opened later, or by a process with
-    another working directory.
+    *owner* is the pid of the process for which the store is opened; None stands for this process. The folder is made
+    absolute, because the store may be opened later, or by a process with another working directory.
     """
 
     folder: Path

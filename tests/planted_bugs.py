@@ -18,7 +18,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("configs", "engine", "store", "tiers", "transfer")
+ROOMS = (
+    "cli",
+    "configs",
+    "connectors",
+    "engine",
+    "routing",
+    "server",
+    "sidecar",
+    "store",
+    "tiers",
+    "transfer",
+    "web",
+)
 # Imported once for all processes, as most of what a test file takes is the import of these. None imports kvtier.
 HEAVY = [
     "small_models",
@@ -312,8 +324,8 @@ BUGS = [
     Bug(
         "a fast path that fails ends the load of a model",
         "engine/model/fast_path.py",
-        "    except Exception as reason:  # no such instruction",
-        "    except KeyError as reason:  # no such instruction",
+        "    except Exception as reason:  # a missing instruction",
+        "    except KeyError as reason:  # a missing instruction",
         "tests/engine/model/cpu/test_fast_paths.py",
     ),
     Bug(
@@ -809,7 +821,7 @@ BUGS = [
     Bug(
         "a change on a full disk passes over more records than it has pages for",
         "store/lmdb/change.py",
-        "min(most, _MAX_SECOND_CHANCES)",
+        "min(limit, _MAX_SECOND_CHANCES)",
         "_MAX_SECOND_CHANCES",
         "tests/store/lmdb/test_lmdb_store.py",
     ),
@@ -1027,8 +1039,8 @@ BUGS = [
     Bug(
         "a question that wants to end its thread ends the engine, and is never answered",
         "engine/async_llm.py",
-        "except BaseException as error:  # the asker's mistake",
-        "except Exception as error:  # the asker's mistake",
+        "except BaseException as error:  # an error of *question*",
+        "except Exception as error:  # an error of *question*",
         "tests/engine/test_cancelling.py",
     ),
     Bug(
@@ -1570,8 +1582,7 @@ BUGS = [
     Bug(
         "a batch beside the default stream does not wait for it",
         "transfer/cuda/copies.py",
-        "        beside.wait_stream(stream)  # the call refuses the legacy default stream: run "
-        "next to it, in its order\n",
+        "        beside.wait_stream(stream)\n",
         "",
         "tests/transfer/test_block_memory.py",
     ),
@@ -1585,7 +1596,7 @@ BUGS = [
     Bug(
         "a staging buffer is filled anew while it is being copied up",
         "transfer/cuda/copies.py",
-        "                staging.wait()  # for what it was used for two parts ago\n",
+        "                staging.wait()  # for the copy of two parts ago, which used the same buffer\n",
         "",
         "tests/transfer/test_block_memory.py",
     ),
@@ -4292,7 +4303,7 @@ BUGS = [
     Bug(
         "a read that hangs is told as one that had no room",
         "sidecar/own/session.py",
-        "            is_waiting[list(fetch.failures)] = False  # told with the next poll\n",
+        "            is_waiting[list(fetch.failures)] = False  # reported by the next poll\n",
         "",
         "tests/sidecar/own/test_own_endpoint.py",
     ),

@@ -1,1 +1,1 @@
-"""Which block is where, what goes down, what comes up: decisions, no bytes."""
+"""Cache policy: which block is in which tier, and what to spill, promote and evict. Moves no bytes itself."""

@@ -1,4 +1,4 @@
-"""TieredCache: device, host, disk and remote as one prefix cache. Start here."""
+"""TieredCache: device, host, disk and remote tier as one prefix cache. Start reading here."""
 
 import time
 from array import array
@@ -35,7 +35,7 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotio
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-TAKING_IN_S = 0.0003  # for which a poll takes in finished copies, after the first batch: every poll is short
+TAKING_IN_S = 0.0003  # time limit for processing finished copies in a poll, after the first batch
 NOTHING = np.empty(0, np.int32)
 NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
 
@@ -45,25 +45,26 @@ class CacheOptions:
     """Settings of a `TieredCache`."""
 
     retention_tokens: int | None = None  # see `Retention`
-    partial_blocks: bool = True  # reuse the first tokens of a block that shares them
-    by_layers: bool = False  # whether host blocks may come layer by layer (`Promotion.gate`)
-    # Blocks at the eviction end that are kept copied below at the least: as many as are allocated while a copy takes.
-    # The default is one prefill chunk's worth, before anything has been measured.
+    partial_blocks: bool = True  # whether to reuse the first tokens of a block that match
+    by_layers: bool = False  # whether host blocks may be loaded layer by layer (`Promotion.gate`)
+    # Minimum number of blocks at the eviction end that are kept clean: as many as are allocated during one copy. The
+    # default, one prefill chunk's worth, applies until copies have been measured.
     min_clean_ahead: int = 32
-    # Whether every block is copied below soon after it was computed, and not only when its slot is about to be needed:
-    # for others that share the tiers below.
+    # Whether to spill every block soon after it was computed, for other users of the lower tiers, instead of shortly
+    # before its slot is needed.
     copies_all_down: bool = False
 
 
 class TieredCache:
-    """Finds the longest cached prefix of a prompt, brings it to the device, and keeps what the device has copied below.
+    """A prefix cache over all tiers: finds the longest cached prefix, promotes it to the device, and spills old blocks.
 
-    One thread owns it; no method waits for a copy except `wait` and `flush`. A request's life here: `lookup`,
-    `promote`, `poll` until the promotion is done, `allocate` and `commit` as it computes, `release`. A failed, late or
-    corrupt copy is a shorter prefix, never an exception. The bytes are in *memories*, one for each attention group.
+    One thread owns the cache. No method waits for a copy except `wait` and `flush`. The lifecycle of a request is
+    `lookup`, `promote`, `poll` until the promotion is done, `allocate` and `commit` while it computes, and `release`. A
+    failed, late or corrupt copy leads to a shorter prefix, never to an exception. The bytes are in *memories*, one for
+    each attention group.
 
-    Each group has a block size of its own. A name stands for `block_size` tokens, which divides all of them; a block
-    has the name of its last tokens.
+    Each group has its own block size. A name covers `block_size` tokens, which divides the block sizes of all groups; a
+    block has the name of its last tokens.
     """
 
     def __init__(
@@ -79,9 +80,12 @@ class TieredCache:
         planner: LoadPlanner | None = None,
         spills: SpillLog | None = None,
     ) -> None:
-        """*memories*, one for each group, have the device slots, and the host slots that *lower* uses. *events*: log
-        of blocks that come to the device and leave it. *planner*: says what is `worth_loading`; without one all is.
-        *spills*: log of each batch that was to be copied down from the device."""
+        """Create an empty cache.
+
+        *memories*, one per group, hold the device slots and the host slots that *lower* uses. *events* records blocks
+        that enter or leave the device. *planner* decides what is `worth_loading`; without it, everything is. *spills*
+        records each batch that was to be spilled from the device.
+        """
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
@@ -93,7 +97,7 @@ class TieredCache:
         self._clock = clock
         self._planner = planner
         self._retention = Retention(self.groups, options.retention_tokens)
-        # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
+        # At most a quarter of the pool: dirty blocks are skipped within the window, and beyond it the order is strict.
         limit = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(options.min_clean_ahead, limit, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
@@ -103,11 +107,14 @@ class TieredCache:
         self._is_spilled = all(lower.num_slots)
         self._copies_all_down = options.copies_all_down
         self._nothing = [0 for _ in groups]
-        self._demand = self._nothing  # of the promotion that wants room: device blocks that it reaches, by group
+        self._demand = self._nothing  # by group, the device blocks that the promotion waiting for room will use
 
     def inquire(self, chain: BlockChain, num_tokens: int) -> Inquiry:
-        """Have tiers asked that cannot tell at once what they have of the prompt, as far as nothing nearer has it and
-        computing it would take longer than to ask. Once it is done a `lookup` finds what they have."""
+        """Query slow tiers (for example the remote store) for the part of the prompt that no faster tier holds.
+
+        Tiers are not queried if computing that part would be faster than the query. Once the inquiry is done, `lookup`
+        includes its result.
+        """
         if not self.lower.can_ask:
             return NOTHING_TO_ASK
         limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
@@ -119,10 +126,10 @@ class TieredCache:
         return AllOf(inquiries)
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
+        """Return the longest cached prefix of the prompt over all tiers. Leases nothing and has no side effects.
 
-        *chain* names the prompt's blocks, *num_tokens* is its length. The last token is always left to compute, so the
-        hit ends at *num_tokens* - 1 at the latest.
+        *chain* holds the names of the prompt's blocks, and *num_tokens* is the prompt's length. The last token must
+        always be computed, so the hit has at most *num_tokens* - 1 tokens.
         """
         limit = self._limit(chain, num_tokens)
         located: dict[int, tuple[int, Located]] = {}
@@ -151,10 +158,10 @@ class TieredCache:
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self.residency.num_changes)
 
     def make_room(self, hit: Hit) -> bool:
-        """Start copying down the blocks that promoting the hit would push out; True if there is nothing to wait for.
+        """Start spilling the dirty blocks that promoting the hit would evict; return True if there is no need to wait.
 
-        True also when nothing more can be done about it. If False, ask again after a `poll`. Promoting without asking
-        is allowed, and drops blocks that have no copy below.
+        Returns True also if waiting would not help. If the result is False, call again after a `poll`. Promoting
+        without this call is allowed, but drops dirty blocks.
         """
         is_on_device = all((found != ABSENT).all() for found in self._hits.device_slots(hit))
         if not hit.num_tokens or (is_on_device and not self._host_spill.num_dirty):
@@ -165,8 +172,8 @@ class TieredCache:
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
-            # Then its request takes slots to compute in, before a copy that is started now has been taken in. The hit's
-            # own blocks may have been all that was copied ahead: leased, they leave it none.
+            # Then the request takes slots to compute in, before a copy that is started now has been processed. The
+            # hit's own blocks may be all the clean ones; once they are leased, no clean block is left.
             soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
             takes = missing or len(resident)
             short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if takes else 0)
@@ -175,39 +182,40 @@ class TieredCache:
         self._promoter.keep_warm(hit)
         self._demand = demand
         self._spill()
-        # A hit on the device waits for no disk: what host memory lacks is another's to wait for.
+        # A hit on the device does not wait for the disk: other promotions wait for room in host memory.
         return not self._host_spill.is_moving and (is_on_device or not self.lower.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
-        """Bring the hit's blocks to the device: lease the ones that are there, copy up the others. Returns at once.
+        """Start to bring the hit's blocks to the device, and lease those that are there. Returns at once.
 
-        The promotion is `done` now or after some `poll`. After *timeout_s* it is done with what has arrived.
+        The promotion is `done` at once or after some `poll`. After *timeout_s* it ends with the blocks that have
+        arrived.
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
         return self._promoter.promote(hit, self._window.num_blocks, deadline)
 
     def cancel(self, promotion: Promotion) -> None:
-        """End a promotion that its caller gives up, with all its leases."""
+        """Cancel a promotion and release all its leases."""
         if not promotion.done:
             self._promoter.give_up(promotion, Reason.DEADLINE)
         self.release(promotion.tables)
         self._promoter.on_released(promotion)
 
     def poll(self) -> None:
-        """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
+        """Process finished transfers: publish blocks, complete promotions, and start queued copies."""
         self.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait up to *timeout_s* for a copy to finish, and take in what has.
+        """Wait up to *timeout_s* for a transfer to finish, and process the finished ones.
 
-        Taking in ends after `TAKING_IN_S`; the rest stays for the next call, which does not wait.
+        Processing stops after `TAKING_IN_S`. The remaining transfers are processed by the next call.
         """
         until: float | None = None
 
         def goes_on() -> bool:
             nonlocal until
             now = self._clock()
-            until = now + TAKING_IN_S if until is None else until  # the wait for the first does not count
+            until = now + TAKING_IN_S if until is None else until  # measured from the first transfer, without the wait
             return now < until
 
         self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
@@ -216,10 +224,10 @@ class TieredCache:
         self._pins.pump()
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
-        """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
+        """Lease *num_slots* device slots of each group for new blocks; return None if a group has too few.
 
-        Evicts the oldest blocks that have a copy below; one without a copy that has to go is dropped and counted.
-        Never waits for a copy.
+        Evicts the oldest clean blocks first. A dirty block that must be evicted is dropped and counted. Never waits for
+        a copy.
         """
         self.residency.take_in_lost()
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
@@ -237,9 +245,9 @@ class TieredCache:
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
         """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
 
-        *tables* are the request's own: where another slot has a block of that name already, its bytes are equal, and
-        the table gets that slot. So everything in the order of eviction is in one chain, and a prefix outlives
-        what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
+        *tables* are the request's block tables. If another slot already has a block of the same name, its bytes are
+        equal and the table gets that slot. So each block is cached once, and a prefix is evicted after the blocks that
+        continue it. *boundaries* are the positions where later prompts may resume; see `Retention.kept`.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
@@ -256,10 +264,11 @@ class TieredCache:
                     self._commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
 
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
-        """Offer a request's last block, which is not full, to later requests, which copy it. Call it before `release`.
+        """Offer a request's last, partial block to later requests, which copy it. Call this before `release`.
 
-        So the next turn of a chat finds all that was computed, as long as it is on the device: such a block is not
-        spilled. A request that goes on from all of its tokens offers a longer one at its end; this one is forgotten.
+        So the next turn of a chat finds all computed tokens while the block is on the device. Partial blocks are not
+        spilled. If a request continues after all of the block's tokens, it offers a longer block at its end, and this
+        one is evicted.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -274,7 +283,7 @@ class TieredCache:
             group.commit_tail(table[block_id], name, key, token_ids)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
-        """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
+        """Release the blocks that no token after *num_tokens* reads (sliding windows, chunks), updating *tables*."""
         for group in self._forgetting:
             table = tables[group.id]
             passed = []
@@ -287,7 +296,7 @@ class TieredCache:
             group.pool.release(passed)
 
     def release(self, tables: Tables) -> None:
-        """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
+        """Release a request's leases, the prefix's tail first, so that the tail is evicted first."""
         for group, table in zip(self._group_tiers, tables, strict=True):
             slots = _ids(table)[::-1]
             leased = slots[slots != NO_SLOT]
@@ -295,9 +304,12 @@ class TieredCache:
             group.pool.release(leased)
 
     def spill(self) -> None:
-        """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
-        is in host memory copied to disk. The other blocks follow while no promotion is under way, if that is wanted.
-        To be called after each step, and now and then while there is none."""
+        """Start spills that are due, from the device to host memory and from there to disk.
+
+        The number of device blocks kept clean in advance depends on the measured speeds. With
+        `CacheOptions.copies_all_down`, the other blocks follow while no promotion is in flight. Call this after each
+        step, and from time to time while there are no steps.
+        """
         now = self._clock()
         for group in self._group_tiers:
             group.slots.ages.look(group.slots.num_evicted, now)
@@ -308,10 +320,17 @@ class TieredCache:
             self._demand = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
-        """Copy every block that no request leases down to disk, so that a restart is warm; the number not copied.
+        """Copy every block that no request leases to disk, so that a restart is warm.
 
-        Waits, up to *timeout_s*, and not for copies that hang, nor for host slots that nobody gives back. *progress*
-        gets the number of blocks still to go. Without a disk there is nothing to do.
+        Does nothing without a disk. Waits up to *timeout_s*, but not for copies that hang or for host slots that are
+        never released.
+
+        Args:
+            timeout_s: Time limit.
+            progress: Called with the number of blocks that are left.
+
+        Returns:
+            The number of blocks that were not copied.
         """
         below = self.lower.spill_progress()
         if not below.has_target:
@@ -319,7 +338,7 @@ class TieredCache:
         began_at = self._clock()
         deadline = began_at + timeout_s
         everything = [group.pool.num_slots for group in self._group_tiers]
-        # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
+        # Each block is written once. Otherwise a disk smaller than the tiers above would evict blocks just written.
         stop_at = below.num_done + below.num_left + self._host_spill.num_dirty
         min_num_tokens, moved_at = stop_at, began_at
         while (num_left := below.num_left + self._host_spill.num_dirty) and below.num_done < stop_at:
@@ -335,7 +354,7 @@ class TieredCache:
             if self._transfers.in_flight:
                 self.wait(0.05)
             else:
-                time.sleep(0.01)  # a lane that failed is being left alone for a while
+                time.sleep(0.01)  # copies pause for a while after a failure
                 self.poll()
             below = self.lower.spill_progress()
         while self._host_spill.copies.batches or below.is_busy:
@@ -346,9 +365,9 @@ class TieredCache:
         return num_left
 
     def junction(self, hit: Hit) -> int | None:
-        """Tokens of the prompt, more than the hit's, after which only groups that forget lack blocks; None if none.
+        """Return the length of a prefix, longer than the hit, after which only groups that forget lack blocks, or None.
 
-        Such a prefix has come a second time, so the forgetting groups' blocks at its end are worth keeping.
+        Such a prefix was requested a second time, so the forgetting groups' blocks at its end are worth keeping.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -356,12 +375,12 @@ class TieredCache:
             return start + self.residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
 
         if self._retention.interval_tokens is None or len(self.groups) == 1:
-            return None  # every block is kept anyway
+            return None  # all blocks are kept anyway
         num_tokens = longest_single(hit.limit, self.groups, first_hole)
         return num_tokens if num_tokens > hit.num_tokens else None
 
     def where(self, chain: BlockChain) -> list[Tier | None]:
-        """For each name the coldest tier from which a group would get its block; None if no tier has some group's."""
+        """Return for each name the coldest tier from which a group gets its block; None if any group misses it."""
         result: list[Tier | None] = []
         for place in range(len(chain.names)):
             found = []
@@ -374,41 +393,41 @@ class TieredCache:
         return result
 
     def num_leased(self, hit: Hit) -> list[int]:
-        """For each group, how many of the hit's blocks are in device slots that requests lease already."""
+        """Return by group how many of the hit's blocks are in device slots that are already leased."""
         slots = self._hits.device_slots(hit)
         return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._group_tiers, slots, strict=True)]
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """The hit of a request that does not want to read the cache."""
+        """Return the empty hit of a request that must not read the cache."""
         limit = self._limit(chain, num_tokens)
         return Hit(chain, limit, 0, Misses(((limit, Reason.SKIPPED),)))
 
     def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
-        """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
+        """Shorten the hit to the part that is faster to load than to recompute, for a prompt of *num_tokens* tokens.
 
-        *busy_s*: how long the device will be computing for other requests first. The request begins a split hit
-        (`Hit.start`) with what is `on_device` of it; promoting the hit brings the rest. Changes nothing.
+        *busy_s* is how long the device will first compute for other requests. The request starts a split hit
+        (`Hit.start`) with the part that is `on_device`, and promoting the hit loads the rest. Has no side effects.
         """
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
 
     def plan_load(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
-        """`worth_loading`, for a request that goes by it: the plan is counted."""
+        """Return the same as `worth_loading`, and count the plan."""
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.choose)
 
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
-        """Seconds to bring all of the hit to the device, after what is queued; None while a lane's speed is unknown."""
+        """Return the seconds to load the whole hit after the queued loads; None while a lane's speed is unknown."""
         demand = self._hits.demand(hit, self.alignment)
         return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 
     def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
-        """As much of the hit as can be had by loading at most *num_tokens* tokens from colder tiers."""
+        """Shorten the hit so that at most *num_tokens* tokens must be loaded from lower tiers."""
         limit = self._hits.on_device(hit).num_tokens + num_tokens
         if hit.num_tokens <= limit:
             return hit
         return replace(self._hits.shorter(hit, limit), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
     def at_most(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
-        """As much of the hit as is within the first *num_tokens*; what else was found is computed for this *reason*."""
+        """Shorten the hit to the first *num_tokens* tokens; the rest of it is computed for *reason*."""
         num_found = hit.num_tokens + (0 if hit.partial is None else hit.partial.num_tokens)
         if num_found <= num_tokens:
             return hit
@@ -416,69 +435,71 @@ class TieredCache:
         return replace(shorter, partial=None, misses=hit.misses.cut(num_found, reason))
 
     def on_device(self, hit: Hit) -> Hit:
-        """As much of the hit as is on the device. Promoting it is done at once."""
+        """Shorten the hit to the part that is on the device, which can be promoted at once."""
         return self._hits.on_device(hit)
 
     def computed(self, hit: Hit) -> range:
-        """The places in the chain of the blocks that a split hit's request computes although they are cached."""
+        """Return the chain's blocks that the request of a split hit computes although they are cached."""
         return self._hits.computed(hit)
 
     def free_slots(self) -> list[int]:
-        """For each group, how many device slots `allocate` could give now."""
+        """Return by group how many device slots `allocate` could return now."""
         return [max(0, group.pool.num_free) for group in self._group_tiers]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """For each group, how many blocks of the promotion have no device slot yet; slots are reserved for them."""
+        """Return by group how many blocks of the promotion have only a reserved device slot."""
         return self._promoter.num_to_come(promotion)
 
     def pin(self, chain: BlockChain, num_tokens: int, max_bytes: int | None = None, start: int = 0) -> Pin | None:
-        """Keep the blocks that a prompt needs to go on after these tokens in host memory, until `unpin`; without those
-        before token *start*, which another pin of the caller's keeps.
+        """Keep the blocks that a prompt needs to resume after *num_tokens* tokens in host memory until `unpin`.
 
-        Blocks that are there are leased now; blocks on disk or on the device only are copied there as soon as nothing
-        more urgent is copied. None if all of them are more than *max_bytes*, by default `free_to_pin`. A caller that
-        gives a number of its own answers for the sum of its pins.
+        Blocks before token *start*, which another pin of the caller keeps, are excluded. Blocks in host memory are
+        leased at once. Blocks that are only on disk or on the device are copied as soon as nothing more urgent is
+        copied.
+
+        Returns None if the blocks have more than *max_bytes* (default: `free_to_pin`). A caller that passes *max_bytes*
+        is responsible for the total of its pins.
         """
         whole = self.whole_tokens(chain, num_tokens)
         return self._pins.begin(chain, whole, self.free_to_pin if max_bytes is None else max_bytes, start)
 
     def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
-        """How many of the first *num_tokens* are in blocks of all groups that have a name, and so can be kept."""
+        """Return how many of the first *num_tokens* tokens are in named blocks of all groups, and so can be pinned."""
         return min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
 
     def unpin(self, pin: Pin) -> None:
-        """End the pin; a second time does nothing."""
+        """End the pin. Idempotent."""
         self._pins.end(pin)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that all pins take when they are whole."""
+        """Bytes of host memory that all pins need when they are whole."""
         return self._pins.num_bytes
 
     @property
     def pinnable_bytes(self) -> int:
-        """Bytes that may be pinned: half of host memory. The other half is for blocks that come and go."""
+        """Maximum bytes that may be pinned: half of host memory. The other half is for unpinned blocks."""
         return self.lower.host_bytes // 2
 
     @property
     def free_to_pin(self) -> int:
-        """Bytes that may still be pinned; below 0 while a caller has pinned more by a number of its own."""
+        """Bytes that may still be pinned; negative if callers have pinned more with their own *max_bytes*."""
         return self.pinnable_bytes - self._pins.num_bytes
 
     @property
     def knows_disk(self) -> bool:
-        """Whether the blocks that were on disk at the start are all known; until then some of them are misses."""
+        """Whether the index of the blocks that were on disk at the start is complete; until then some of them miss."""
         return self.lower.is_indexed
 
     @property
     def num_under_way(self) -> int:
-        """Copies started and not taken in yet, on all routes."""
+        """Number of transfers that were started and not processed yet, on all routes."""
         return self._transfers.in_flight
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """An eviction that an operator asks for. Nothing has left yet: call its `go_on` until it is done.
+        """Prepare an eviction requested by an operator. Call `go_on` of the result until it is done.
 
-        Device and host memory have blocks of one namespace: a caller that means another one leaves these tiers out.
+        Device and host memory hold blocks of one namespace only. To purge another namespace, leave these tiers out.
         """
         device: list[SlotPurge] = []
         block_bytes = [group.memory.block_bytes for group in self._group_tiers]
@@ -491,9 +512,11 @@ class TieredCache:
         return CachePurge(order, device, block_bytes, [self.lower.purge(order)], self._clock)
 
     def spill_rest(self) -> int:
-        """Start copying down what has no copy below, leased or not, and what is in host memory and not on disk; how
-        many blocks are left, those under way too. The rest in the next calls. Without anything below there is nothing
-        to do."""
+        """Start spilling all dirty blocks, leased or not, from the device to host memory and from there to disk.
+
+        Call again for the rest. Returns the number of blocks that are left, including those in flight; 0 without lower
+        tiers.
+        """
         if not self._is_spilled:
             return 0
         if not self._promoter.num_waiting:
@@ -502,10 +525,9 @@ class TieredCache:
         return self._host_spill.num_uncopied + self.lower.spill_progress().num_left
 
     def reset(self) -> bool:
-        """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
-        under way, or if the store refuses.
+        """Evict all blocks from all tiers and end all pins. Waits until the store has deleted this namespace's records.
 
-        Waits for the store to delete this namespace's records.
+        Returns False, leaving everything as it was, if any block is leased or in flight, or if the store fails.
         """
         if (
             any(group.num_held for group in self._group_tiers)
@@ -520,12 +542,12 @@ class TieredCache:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
+        """Raise AssertionError if the state is inconsistent: pools, dirty marks, leases, blocks in flight."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[str]:
-        """The same in parts, each of which holds at any time: at each step what was found in order."""
+        """Run `check` in parts, and yield a description after each part. Parts may run at different times."""
         for group in self._group_tiers:
             group.slots.check()
             yield f"device, group {group.id}: {group.pool.num_named} blocks in {group.pool.num_slots} slots"
@@ -534,7 +556,7 @@ class TieredCache:
         self.lower.check()
         yield "host memory and the index of the disk"
         self._promoter.check()
-        yield f"promotions: {self._promoter.num_waiting} under way"
+        yield f"promotions: {self._promoter.num_waiting} in flight"
         for group in self._group_tiers:
             under_way = self._host_spill.copies.num_leases(group.pool) + self._promoter.num_leases(group)
             expected = under_way + group.num_held + self._promoter.num_waiting_leases(group)
@@ -542,7 +564,7 @@ class TieredCache:
             yield f"device, group {group.id}: {expected} leases"
 
     def statistics(self) -> CacheStatistics:
-        """Everything counted, by value."""
+        """Return a copy of all statistics."""
         lower = self.lower.statistics()
         groups = self._group_tiers
         device = slot_statistics([group.slots for group in groups], [group.memory.block_bytes for group in groups])
@@ -558,9 +580,9 @@ class TieredCache:
         )
 
     def close(self) -> bool:
-        """End the lanes and give up the host memory. `flush` first if the disk should have everything.
+        """End the lanes and release the host memory. Call `flush` first to keep all blocks on disk.
 
-        False if a copy hangs: then the memory stays, and the store must not be closed under it.
+        Returns False if a copy hangs. Then the memory stays, and the store must not be closed.
         """
         if not self._transfers.close():
             return False
@@ -569,7 +591,7 @@ class TieredCache:
         return True
 
     def _is_worth_asking(self, num_found: int, num_tokens: int) -> bool:
-        """Whether the rest of a prompt takes longer to compute than a remote tier takes to say what it has of it."""
+        """Return whether the rest of a prompt takes longer to compute than a query of the remote tier takes."""
         if self._planner is None or not self._planner.prefill.is_known:
             return True
         compute_s = self._planner.compute_seconds(num_found, num_tokens - num_found)
@@ -582,7 +604,7 @@ class TieredCache:
         busy_s: float,
         choose: Callable[[Demand, int, float, LoadSpeeds], Plan],
     ) -> Hit:
-        """As much of the hit as *choose* says, which is the planner's."""
+        """Shorten or split the hit according to the plan that *choose*, a method of the planner, returns."""
         demand = self._hits.demand(hit, self.alignment)
         if demand is None:
             return hit
@@ -592,8 +614,7 @@ class TieredCache:
         return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
 
     def _spill(self) -> None:
-        """Start copies down that are due. While a promotion wants room or is under way, nothing is written to disk that
-        need not be."""
+        """Start the spills that are due, without optional disk writes while a promotion needs room or is in flight."""
         self._host_spill.spill(self._demand)
         if any(self._demand) or self._promoter.num_waiting:
             self.lower.make_room()
@@ -605,7 +626,7 @@ class TieredCache:
         return limit // self.alignment * self.alignment
 
     def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
-        """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""
+        """Return the device block that shares the most tokens with the prompt after the hit, if all groups have it."""
         group = self.residency.partial_group
         wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
         if group is None or group.partial_matches is None or not len(wanted):
@@ -618,10 +639,10 @@ class TieredCache:
         return None
 
     def _commit_run(self, group: GroupTiers, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
-        """Name the blocks of *table* from *start* on, in these slots, or use the slots that have them already."""
+        """Name the blocks of *table* from *start* on, or replace their slots by those that already hold the blocks."""
         pool = group.pool
-        # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
-        # all the names of a long prompt.
+        # With the chain's own list, a request forms one run. Not in groups that forget, where two blocks of a window
+        # would keep all the names of a long prompt alive.
         is_own = group.block_size == chain.block_size and not group.attention.forgets
         names = chain.names if is_own else group.names_in(chain, range(start, start + len(slots)))
         offset = start if is_own else 0
@@ -639,8 +660,8 @@ class TieredCache:
             first = end + 1
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
-        """How many of that many device slots could not be taken now without dropping a block's last copy."""
-        num_slots += group.pool.num_reserved  # which promotions take before
+        """Return how many of *num_slots* device slots could not be taken now without dropping dirty blocks."""
+        num_slots += group.pool.num_reserved  # promotions take their reserved slots first
         horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks
         return max(0, num_slots - group.slots.num_clean(horizon, besides))
 
@@ -653,13 +674,13 @@ class TieredCache:
         }
 
     def _hangs_since(self, began_at: float, below: SpillProgress) -> bool:
-        """Whether copies down are under way and hang: none has ended for `HUNG_S`, nor since *began_at*."""
+        """Return whether spills are in flight but none has ended for `HUNG_S`, counted from *began_at* or later."""
         copies = self._host_spill.copies
         ended_at = [copies.ended_at] * bool(copies.batches) + [below.ended_at] * below.is_busy
         return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S
 
     def _hand_over(self, promotion: Promotion) -> None:
-        """Count the leases of a promotion that is done as the caller's."""
+        """Count the leases of a completed promotion as leases of the caller."""
         for group, table in zip(self._group_tiers, promotion.tables, strict=True):
             group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 

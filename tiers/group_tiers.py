@@ -1,4 +1,4 @@
-"""GroupTiers: one attention group's part of the cache: device slots, memory, and the tenants of its blocks."""
+"""GroupTiers: the device state of one attention group: slots, memory, and the tenants of its blocks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,12 +17,14 @@ from kvtier.tiers.naming.tenant import number_of
 from kvtier.transfer.block_memory import BlockMemory
 
 OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
-"""Called when blocks of a group have left the device, see `OnForgotten`."""
+"""Callback for blocks of a group that have left the device; see `OnForgotten`."""
 
 
 class GroupTiers:
-    """All that one attention group has on the device. Its blocks have one size, and a request has one table of them.
-    Owned by the cache's thread."""
+    """Device state of one attention group, whose blocks have one size. A request has one block table per group.
+
+    Owned by the cache's thread.
+    """
 
     def __init__(
         self,
@@ -33,9 +35,12 @@ class GroupTiers:
         is_spilled: bool,
         is_matched_in_part: bool,
     ) -> None:
-        """*memory* has the group's slots. *is_spilled*: whether there are tiers below the device. *is_matched_in_part*:
-        whether the group's device blocks can be found by their first tokens."""
-        self.id = group_id  # index of the group in every list by group: tables, demands, hits
+        """Create the state of a group without blocks.
+
+        *memory* holds the group's slots. *is_spilled* says whether there are tiers below the device, and
+        *is_matched_in_part* whether device blocks can be found by their first tokens.
+        """
+        self.id = group_id  # index of the group in all lists by group, such as tables, demands and hits
         self.attention = attention
         self.block_size = attention.block_size
         self.memory = memory
@@ -43,28 +48,28 @@ class GroupTiers:
         self.pool = self.slots.pool
         self.owners = SlotOwners(memory.num_device_slots)
         self.partial_matches = PartialMatches(memory.num_device_slots, self.block_size) if is_matched_in_part else None
-        self.tails: set[BlockName] = set()  # device blocks that are not full: not spilled, and no event tells of them
-        self.num_held = 0  # leases on device slots that callers of the cache hold
+        self.tails: set[BlockName] = set()  # device blocks that are not full; they are not spilled and cause no events
+        self.num_held = 0  # leases on device slots held by callers of the cache
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
-        """Ids of the blocks that a request reads to go on after *num_tokens*, without those before token *start*."""
+        """Return the ids of the blocks from token *start* on that a request reads to resume after *num_tokens*."""
         end = num_tokens // self.block_size
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
     def names_in(self, chain: BlockChain, blocks: range) -> list[BlockName]:
-        """The names of these blocks of the chain."""
+        """Return the names of a range of the chain's blocks."""
         return chain.names_of(self.block_size, blocks)
 
     def names_of(self, chain: BlockChain, ids: BlockIds) -> Sequence[BlockName]:
-        """The same for blocks that need not be in a row."""
+        """Return the names of the chain's blocks *ids*, which need not be consecutive."""
         return names_of(chain, self.attention, ids)
 
     def blocks_of(self, chain: BlockChain, ids: BlockIds) -> NamedBlocks:
-        """These blocks of the chain, with their parents and their tenant."""
+        """Return the chain's blocks *ids*, with their parents and their tenant."""
         return blocks_of(chain, self.attention, ids)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """Note that the device slots hold the tenant's blocks now: those of *chain* from *start* on, if it is known."""
+        """Record that *slots* hold blocks of *tenant*, namely those of *chain* from block *start* on if it is given."""
         self.owners.record(slots, tenant)
         if self.partial_matches is not None:
             if chain is not None:
@@ -73,7 +78,7 @@ class GroupTiers:
                 self.partial_matches.forget(slots)
 
     def commit_tail(self, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
-        """Name a block of which only these tokens are computed, unless another slot has it already."""
+        """Name a block that is not full, of which *token_ids* are computed, unless another slot holds it already."""
         if self.pool.commit([slot], [name]):
             return
         if self.partial_matches is not None:
@@ -81,11 +86,11 @@ class GroupTiers:
         self.tails.add(name)
 
     def are_of(self, tenant: bytes, slots: Ids) -> npt.NDArray[np.bool_]:
-        """For each of the device slots whether its block is the tenant's."""
+        """Return for each device slot whether its block belongs to *tenant*."""
         own: npt.NDArray[np.bool_] = self.owners.of(slots) == np.uint64(number_of(tenant))
         return own
 
     def clear(self) -> Sequence[BlockName]:
-        """Forget every block of the device, without telling of it; nothing may be leased. Their names."""
+        """Evict all device blocks without callbacks, and return their names. No slot may be leased."""
         self.tails.clear()
         return self.slots.clear()

@@ -1,4 +1,4 @@
-"""Histogram: how often which values were seen, by buckets."""
+"""Histogram: counts of observed values in buckets."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """Counts by bucket, the last one for what is above all *bounds*, and the sum of all values."""
+    """Counts by bucket, and the sum of all values. The last bucket counts the values above all *bounds*."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -15,17 +15,17 @@ class HistogramStatistics:
 
     @property
     def num_values(self) -> int:
-        """How many values there were."""
+        """Number of values counted."""
         return sum(self.counts)
 
     def plus(self, other: "HistogramStatistics") -> "HistogramStatistics":
-        """The sum of this and another with the same bounds."""
+        """Return the sum of this histogram and another one with the same bounds."""
         counts = tuple(own + theirs for own, theirs in zip(self.counts, other.counts, strict=True))
         return HistogramStatistics(self.bounds, counts, self.total + other.total)
 
 
 class Histogram:
-    """A value at a bound counts below it, as in Prometheus. *bounds* are the upper ends of the buckets, ascending."""
+    """A histogram with the ascending upper bucket limits *bounds*, which are inclusive, as in Prometheus."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -33,10 +33,10 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count the value, that many times."""
+        """Count *value* *times* times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def statistics(self) -> HistogramStatistics:
-        """The counts now, by value."""
+        """Return a copy of the current counts."""
         return HistogramStatistics(self._bounds, tuple(self._counts), self._total)

@@ -1,4 +1,4 @@
-"""HitRatio: the share of prompt tokens that were found in the cache, over all requests and over the last ones."""
+"""HitRatio: the share of prompt tokens found in the cache, over all requests and over the most recent ones."""
 
 from collections import deque
 from dataclasses import replace
@@ -7,7 +7,7 @@ from kvtier.tiers.lower.statistics import PrefixStatistics
 
 
 class HitRatio:
-    """Counts in tokens. The recent ratio is that of the last *num_recent* requests together, without preempted ones."""
+    """Hit counts in tokens. The recent ratio covers the last *num_recent* requests, without preempted ones."""
 
     def __init__(self, num_recent: int = 1000) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=num_recent)
@@ -39,10 +39,10 @@ class HitRatio:
         )
 
     def forget_recent(self) -> None:
-        """Begin the recent ratio anew: the cache was emptied."""
+        """Reset the recent ratio after the cache was emptied."""
         self._recent.clear()
         self._recent_queries = self._recent_hits = 0
 
     def statistics(self) -> PrefixStatistics:
-        """The counts now, by value."""
+        """Return a copy of the current counts."""
         return replace(self._totals, recent_hit_ratio=self._recent_hits / max(1, self._recent_queries))

@@ -1,4 +1,4 @@
-"""Pins: prefixes kept in host memory for later requests: of prompts in the queue, and of pinned documents."""
+"""Pins: prefixes kept in host memory for later requests, namely for queued prompts and pinned documents."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,41 +16,41 @@ from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
 
-RETRY_S = 0.02  # between two looks for blocks that have not come to host memory
-PART = 48  # blocks looked at in one go
-MAX_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what a reader is given at once
+RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
+PART = 48  # blocks looked up per call
+MAX_UNDER_WAY = 256  # blocks of a pin in flight from disk: many times the batch size of a reader
 
 
 class Leases:
-    """A pin's blocks of one group. A block's fetch leases it, or has it on its way."""
+    """The blocks of one group in a pin. A block's fetch either leases the block or is still loading it."""
 
     def __init__(self, group: GroupTiers, blocks: range) -> None:
         self.group = group
         self.blocks = blocks
-        self.is_here = np.zeros(len(blocks), np.bool_)  # [block] leased
-        self.is_coming = np.zeros(len(blocks), np.bool_)
-        self.fetched: dict[int, tuple[Fetch, int]] = {}  # by block: its fetch, and its place there
+        self.is_here = np.zeros(len(blocks), np.bool_)  # [block] whether it is leased
+        self.is_coming = np.zeros(len(blocks), np.bool_)  # [block] whether it is in flight
+        self.fetched: dict[int, tuple[Fetch, int]] = {}  # block to its fetch and its index in the fetch
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all the blocks."""
+        """Total size of the blocks."""
         return len(self.blocks) * self.group.memory.block_bytes
 
     @property
     def num_coming(self) -> int:
-        """Number of blocks on their way."""
+        """Number of blocks in flight."""
         return int(np.count_nonzero(self.is_coming))
 
     def missing(self, start: int, limit: int) -> npt.NDArray[np.int64]:
-        """Up to *limit* blocks from *start* on that are not leased."""
+        """Return up to *limit* blocks from *start* on that are not leased."""
         return start + np.flatnonzero(~self.is_here[start:])[:limit]
 
     def release(self) -> None:
-        """End all leases and reads."""
+        """Release all leases and cancel all reads."""
         self.let_go(np.array(sorted(self.fetched), np.intp))
 
     def let_go(self, blocks: BlockIds) -> None:
-        """End the leases and reads of these blocks, the tail first, so that it is evicted first."""
+        """Release the leases and cancel the reads of these blocks, the last block first so that it is evicted first."""
         from_tail = [self.fetched.pop(block) for block in blocks[::-1].tolist()]
         for fetch, places in groupby(from_tail, lambda each: each[0]):
             fetch.release([place for _, place in places])
@@ -58,15 +58,15 @@ class Leases:
 
 
 class Pin:
-    """A prefix whose blocks are, or will be, in host memory until its owner ends the pin."""
+    """A prefix whose blocks are loaded into host memory and kept there until its owner ends the pin."""
 
     def __init__(self, chain: BlockChain, leases: Sequence[Leases]) -> None:
         self.chain = chain
         self.num_bytes = sum(each.num_bytes for each in leases)
-        self.leases = leases  # of each group
+        self.leases = leases  # by group
         self.num_absent = sum(len(each.blocks) for each in leases)  # blocks that are not leased yet
-        self.look_from = (0, 0)  # index in `leases`, and block there, from which the next look for absent blocks begins
-        self.look_at = 0.0  # when the next look may begin
+        self.look_from = (0, 0)  # index in `leases` and block at which the next lookup of absent blocks starts
+        self.look_at = 0.0  # earliest time of the next lookup
 
     @property
     def is_whole(self) -> bool:
@@ -75,9 +75,11 @@ class Pin:
 
 
 class Pins:
-    """Brings the blocks of pins to host memory, and keeps the fetches that lease them there. Blocks come from disk when
-    nothing more urgent is read, from the device when the bus is free. A pin is looked through in parts, the pin that
-    has waited longest first. Owned by the cache's thread.
+    """All pins of a cache: loads their blocks into host memory and leases them there.
+
+    Blocks are read from disk when nothing more urgent is read, and copied from the device when the bus is free. The
+    missing blocks of a pin are looked up in parts, starting with the pin that has waited longest. Owned by the cache's
+    thread.
     """
 
     def __init__(
@@ -91,19 +93,21 @@ class Pins:
         self._host_spill = host_spill
         self._clock = clock
         self._pins: dict[Pin, None] = {}
-        self._absent: dict[Pin, None] = {}  # pins that are not whole, in the order of their turns
+        self._absent: dict[Pin, None] = {}  # pins that are not whole, the next one to process first
         self._num_bytes = 0
         self._epoch = self._lower.epoch
-        self._doubtful: list[Pin] = []  # whose leases may be on memory that is not the tiers' any more
+        self._doubtful: list[Pin] = []  # pins whose leases may be on memory that the tiers no longer use
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that all pins take when they are whole."""
+        """Bytes of host memory that all pins need when they are whole."""
         return self._num_bytes
 
     def begin(self, chain: BlockChain, num_tokens: int, max_bytes: int, start: int = 0) -> Pin | None:
-        """Pin the blocks that a request needs to go on after *num_tokens* tokens, without those before token *start*;
-        None if they have more than *max_bytes*."""
+        """Pin the blocks from token *start* on that a request needs to resume after *num_tokens* tokens.
+
+        Returns None if the blocks have more than *max_bytes*.
+        """
         pin = Pin(chain, [Leases(group, group.needed(num_tokens, start)) for group in self._groups])
         if pin.num_bytes > max_bytes:
             return None
@@ -115,7 +119,7 @@ class Pins:
         return pin
 
     def end(self, pin: Pin) -> None:
-        """End the pin: its leases end, and what is only queued is not read. A second time does nothing."""
+        """End the pin: release its leases and cancel its queued reads. Idempotent."""
         if pin not in self._pins:
             return
         del self._pins[pin]
@@ -123,7 +127,7 @@ class Pins:
         self._num_bytes -= pin.num_bytes
         for leases in pin.leases:
             leases.release()
-        pin.num_absent = sum(len(leases.blocks) for leases in pin.leases)  # it is not whole any more
+        pin.num_absent = sum(len(leases.blocks) for leases in pin.leases)  # so that the pin is no longer whole
 
     def end_all(self) -> None:
         """End every pin."""
@@ -131,8 +135,10 @@ class Pins:
             self.end(pin)
 
     def pump(self) -> None:
-        """Look for some of the blocks that are not leased yet, of pins whose turn has come. After a new epoch, let go
-        of what is leased and not found any more, of one pin at each call."""
+        """Look up some of the missing blocks, of the pins that are due.
+
+        After a new epoch of the lower tiers, also release the leased blocks that are no longer found, one pin per call.
+        """
         if self._epoch != self._lower.epoch:
             self._epoch = self._lower.epoch
             self._doubtful = list(self._pins)
@@ -143,12 +149,12 @@ class Pins:
             if num_left <= 0:
                 break
             num_left -= self._look(pin, num_left)
-            if pin in self._absent and pin.look_at > now:  # it has had its turn
+            if pin in self._absent and pin.look_at > now:  # looked through completely: back to the end of the queue
                 del self._absent[pin]
                 self._absent[pin] = None
 
     def _let_go_of_lost(self, pin: Pin) -> None:
-        """End leases on blocks that the tiers below do not find in these slots: the memory goes once nobody has any."""
+        """Release leases on slots in which the lower tiers no longer find the block, so that memory can be freed."""
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
@@ -161,7 +167,7 @@ class Pins:
             self._absent[pin] = None
 
     def _look(self, pin: Pin, limit: int) -> int:
-        """Look for up to *limit* absent blocks of a pin; how many they were. After the last one the pin rests."""
+        """Look up at most *limit* absent blocks of a pin, and return their number, at least 1."""
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)
         if len(absent):
@@ -176,7 +182,7 @@ class Pins:
         return max(1, len(absent))
 
     def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
-        """Fetch the blocks that are below, and start copying down those that are on the device only."""
+        """Fetch the blocks that the lower tiers hold, and start spilling those that are only on the device."""
         group = leases.group
         places = places[~leases.is_coming[places]]
         names = group.names_of(pin.chain, leases.blocks.start + places)
@@ -207,7 +213,7 @@ class Pins:
     def _on_fetched(
         self, pin: Pin, leases: Leases, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None
     ) -> None:
-        """Note that a block on its way has come, or will not by this fetch."""
+        """Record that a block in flight has arrived, or that its fetch has failed."""
         place = int(places[number])
         if pin not in self._pins:
             return

@@ -1,4 +1,4 @@
-"""CachePurge: an operator's eviction from all tiers of a cache."""
+"""CachePurge: an eviction from all tiers of a cache, requested by an operator."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -7,15 +7,17 @@ from kvtier.tiers.lower.local_purge import purged
 from kvtier.tiers.lower.purge import Purge, Purged, PurgeOrder
 from kvtier.tiers.naming.tier import Tier
 
-PARTS_S = 0.001  # of a call: a step that waits for it is not noticeably longer
-REST_S = 0.02  # between two looks, for copies that are under way
-GIVE_UP_S = 10.0  # after which what is copied or computed again and again stays
+PARTS_S = 0.001  # time limit of a call, so that a step that waits for it is not noticeably longer
+REST_S = 0.02  # pause between two passes, for copies in flight
+GIVE_UP_S = 10.0  # time limit; blocks that are copied or computed again and again then stay
 
 
 class CachePurge:
-    """Looks through the device, then through what is below, until nothing is left that is meant and not leased: a copy
-    under way may bring a block to a tier that was looked through before. Owned by the tiers' thread, which calls
-    `go_on` between two of its other deeds; no call waits for anything."""
+    """Passes over the device and then the lower tiers, until no matching block without a lease is left.
+
+    Several passes may be needed, because a copy in flight can bring a block to a tier that was already passed. Owned by
+    the tiers' thread, which calls `go_on` between its other work. No call blocks.
+    """
 
     def __init__(
         self,
@@ -25,7 +27,7 @@ class CachePurge:
         below: Sequence[Purge],
         clock: Callable[[], float],
     ) -> None:
-        """*device* and *block_bytes* by group, *device* empty if that is not meant."""
+        """Prepare the purge. *device* and *block_bytes* are by group; *device* is empty if that tier is excluded."""
         self._order = order
         self._device = device
         self._block_bytes = block_bytes
@@ -36,7 +38,7 @@ class CachePurge:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Take the next parts, for `PARTS_S` at most and as long as none has to be waited for; whether all are done."""
+        """Process the next parts for up to `PARTS_S`, or until the purge has to wait; return whether it is done."""
         until = self._clock() + PARTS_S
         while not self.is_done:
             part = next(self._parts, None)
@@ -46,7 +48,7 @@ class CachePurge:
         return self.is_done
 
     def outcome(self) -> dict[Tier, Purged]:
-        """What has left each tier so far, and what is leased there now."""
+        """Return what was evicted from each tier so far, and what is leased there now."""
         found = {Tier.DEVICE: purged(self._device, self._block_bytes)} if self._device else {}
         for each in self._below:
             found = _together(found, each.outcome())

@@ -1,4 +1,4 @@
-"""Residency: where each block is, on the device or below, and what to do when it leaves."""
+"""Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
@@ -21,13 +21,17 @@ from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route
 
-TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}  # else a host slot
-SLOTS_AT_ONCE = 256  # of the device that are looked through in one call: 0.1 ms of the owner's thread
+# Tier of each place in the lower tiers; a place that is not listed is a host slot.
+TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}
+SLOTS_AT_ONCE = 256  # device slots checked per call, which takes 0.1 ms of the owner's thread
 
 
 class Located(NamedTuple):
-    """Where blocks are: the device slot of each, or ABSENT; then its place below; and how many come before the first
-    block that no tier has."""
+    """Locations of a list of blocks.
+
+    *device_slots* holds the device slot of each block or ABSENT, *below* its place in the lower tiers. *num_found* is
+    the number of blocks before the first one that no tier has.
+    """
 
     device_slots: npt.NDArray[np.int32]
     below: Places
@@ -35,8 +39,10 @@ class Located(NamedTuple):
 
 
 class Residency:
-    """The device's index joined with what the tiers below say of theirs. It holds no bytes and starts no copy. Owned by
-    the cache's thread."""
+    """The block index of the device combined with that of the lower tiers. Holds no bytes and starts no copies.
+
+    Owned by the cache's thread.
+    """
 
     def __init__(
         self,
@@ -48,8 +54,11 @@ class Residency:
         clock: Callable[[], float],
         spills: SpillLog | None,
     ) -> None:
-        """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by
-        their first tokens too."""
+        """Create an index without blocks on the device.
+
+        *memories* hold the device slots of each group. *partial_blocks* says whether to find blocks by their first
+        tokens too.
+        """
         in_part = _matched_in_part(groups) if partial_blocks else None
         is_spilled = all(lower.num_slots)
         self.groups = [
@@ -57,24 +66,25 @@ class Residency:
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
         ]
         self.lower = lower
-        self.partial_group = None if in_part is None else self.groups[in_part]  # its blocks are found by first tokens
-        self.is_cut_off = False  # the lane to the device hangs: no block can come up
-        self.spills = spills  # of copies down from the device; None: nobody wants to know of them
+        # The group whose blocks can be found by their first tokens.
+        self.partial_group = None if in_part is None else self.groups[in_part]
+        self.is_cut_off = False  # whether the lane to the device hangs, so that no block can be promoted
+        self.spills = spills  # log of copies from the device to host memory; None without a listener
         self._events = events
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.epoch
-        self._marking: Iterator[None] = iter(())  # marks device blocks without copies below dirty, some at each step
+        self._marking: Iterator[None] = iter(())  # marks some device blocks without copies below dirty at each step
 
     @property
     def num_changes(self) -> int:
-        """Grows whenever a block comes to a slot of device or host, or leaves it."""
+        """Version number that grows whenever a block enters or leaves a device or host slot."""
         return sum(group.pool.num_changes for group in self.groups) + self.lower.num_changes
 
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
-        """Where the group's blocks of these names are."""
+        """Return the locations of the group's blocks with these names."""
         nowhere = np.full(len(names), NOWHERE, np.int32)
-        # A prompt that was never seen costs one question.
+        # A prompt that was never seen costs one lookup.
         if names and group.pool.find(names[0]) is None and not len(self._find_run(group, names[:1])):
             return Located(nowhere, nowhere, 0)
         slots = group.pool.find_all(names)
@@ -88,20 +98,20 @@ class Residency:
         return Located(slots, nowhere, len(names) if len(found) == len(absent) else int(absent[len(found)]))
 
     def tier_of(self, group: GroupTiers, name: BlockName) -> Tier | None:
-        """The warmest tier that has the block."""
+        """Return the warmest tier that holds the block; None if no tier does."""
         if group.pool.find(name) is not None:
             return Tier.DEVICE
         place = self.lower.find(group.id, [name]).item()
         return TIER_OF.get(place, Tier.HOST)
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
-        """Why no tier has one of these blocks: which tier dropped its last copy, if that is remembered."""
+        """Return the reason why these blocks miss: which tier dropped the last copy, if that is remembered."""
         ghosts = (self.ghosts.find(name) for name in names)
         ghost = next((ghost for ghost in ghosts if ghost is not None), None)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
-        """Take in that the chain's blocks from block *start* of the group on were computed and named in these slots."""
+        """Record that the group's blocks of *chain* from block *start* on were computed and named in *slots*."""
         group.slots.mark_dirty(slots)
         group.record_origin(slots, tenant_of(chain.extra.cache_salt), chain, start)
         if self._events is not None:
@@ -118,10 +128,10 @@ class Residency:
         chain: BlockChain | None,
         start: int,
     ) -> list[int]:
-        """Name blocks that have arrived in leased device slots. The slots to use: where a block was computed in another
-        slot meanwhile, that one.
+        """Name blocks that have arrived in leased device slots, and return the slots to use.
 
-        They are those of *chain* from block *start* on, if a promotion still wants them.
+        If a block was computed in another slot in the meantime, the result contains that slot. The blocks are those of
+        *chain* from block *start* on; *chain* is None if no promotion waits for them any more.
         """
         pool, ids, used = group.pool, np.array(slots, np.intp), list(slots)
         if chain is not None and chain.block_size == group.block_size:
@@ -139,14 +149,18 @@ class Residency:
             for place in places:
                 one = slice(place, place + 1)
                 self._record_arrival(group, ids[one], names[one], tenants[place], chain, start + place)
-        is_below = are_kept(self.lower.find(group.id, names))  # what has left meanwhile is the last copy
+        # A block that has left the lower tiers in the meantime has its last copy on the device.
+        is_below = are_kept(self.lower.find(group.id, names))
         if not is_below.all():
             group.slots.on_copies_lost([slots[place] for place in places if not is_below[place]])
         return used
 
     def take_in_lost(self) -> None:
-        """Take in which blocks are lost below: on the device they are dirty again. When all that was known of the tiers
-        below is void, the device's blocks are looked through, some at each call."""
+        """Mark device blocks dirty whose copies in the lower tiers are lost.
+
+        After a new epoch of the lower tiers, which voids all knowledge about them, every device block is checked again,
+        some at each call.
+        """
         for group_id, names, tier, cause in self.lower.take_lost():
             group = self.groups[group_id]
             if group.pool.has_none(names):
@@ -154,7 +168,7 @@ class Residency:
                 continue
             slots = group.pool.find_all(names)
             is_here = slots != ABSENT
-            if cause is EvictionCause.QUOTA:  # a second copy would push out others of the same tenant
+            if cause is EvictionCause.QUOTA:  # a second copy would push out other blocks of the same tenant
                 self.ghosts.remember(names, tier, cause, self._clock())
                 continue
             lost = group.slots.on_pushed_out if cause.is_wanted else group.slots.on_copies_lost
@@ -166,7 +180,7 @@ class Residency:
         next(self._marking, None)
 
     def clear(self) -> None:
-        """Forget every block of the device, after the tiers below have forgotten theirs; nothing may be leased."""
+        """Evict all device blocks, after the lower tiers have evicted theirs. No slot may be leased."""
         self.take_in_lost()
         for group in self.groups:
             self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())
@@ -175,9 +189,10 @@ class Residency:
             self._events.append(AllBlocksCleared())
 
     def check_tails_first(self) -> None:
-        """Raise AssertionError if a device block would be evicted before one that continues it.
+        """Raise AssertionError if a device block would be evicted before a block that continues it.
 
-        So what is cached stays prefix-closed. A group that forgets is left out: it releases the beginning first.
+        The eviction order keeps the cache prefix-closed. Groups that forget are not checked, because they release the
+        beginning of a prefix first.
         """
         for group in self.groups:
             if group.partial_matches is None or group.attention.forgets:
@@ -210,12 +225,12 @@ class Residency:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Take in that the slots' blocks, of these names, have left the device: remember and tell what is lost."""
+        """Record that the blocks *names* have left *slots*: remember which have no copy left, and emit events."""
         if not names:
             return
         if not group.slots.is_spilled:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
-        elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
+        elif were_dirty or not self.lower.is_readable:  # otherwise every clean device block is found below
             gone = list(compress(names, (~are_kept(self.lower.find(group.id, names))).tolist()))
             if were_dirty and cause is not EvictionCause.CLEARED:
                 dropped = [name for name in gone if name in were_dirty]
@@ -230,7 +245,7 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Mark all device blocks that are nowhere below dirty; some slots at each step."""
+        """Mark all device blocks without a copy below dirty, some slots at each step."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
@@ -255,12 +270,12 @@ class Residency:
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Id of the group whose blocks are found by their first tokens; None if no request can go on inside a block."""
+    """Return the group whose blocks are found by their first tokens; None if requests cannot resume inside a block."""
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """The names at these *places*, which are distinct."""
+    """Return the names at *places*, which are distinct indices."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]

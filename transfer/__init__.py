@@ -1,1 +1,1 @@
-"""Bytes in motion: copies of blocks between slots of device, host and disk, over lanes."""
+"""Data movement: copies of blocks between device, host and disk slots, run by lanes."""

@@ -1,4 +1,4 @@
-"""AttachedMemory: a memory whose host slots are another process's, and come and go with it."""
+"""AttachedMemory: a memory whose host slots belong to another process and can be attached and detached."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 from kvtier.transfer.block_memory import BlockMemory
 
-CLOSE_WAIT_S = 10.0  # for memory that is being given up; the process's end frees what has not been
+CLOSE_WAIT_S = 10.0  # for detached memory to be released; the kernel frees the rest when the process ends
 
 MakeMemory = Callable[[int, int | None], BlockMemory]
-"""`make(num_host_slots, file)`: a memory over the same device slots, whose host slots are the beginning of *file*."""
+"""`make(num_host_slots, file)` returns a memory over the same device slots with host slots at the start of *file*."""
 
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """Host slots that are mapped, and not used yet. Whoever prepared them closes them, unless they are attached."""
+    """Host slots that are mapped but not used yet. The caller of `prepare` closes them unless it attaches them."""
 
     memory: BlockMemory
 
     def close(self) -> None:
-        """Give the slots up."""
+        """Release the slots."""
         self.memory.close()
 
 
 class AttachedMemory:
-    """A `BlockMemory` whose device slots are always there, and whose host slots are those of the segment attached last.
+    """A `BlockMemory` with fixed device slots and the host slots of the segment attached last.
 
-    One thread, the owner of the tiers, attaches and detaches, only while no host slot is leased: so no copy is under
-    way. While nothing is attached there is no host slot, and a copy of one raises IndexError.
+    The thread that owns the tiers attaches and detaches, only while no host slot is leased, so that no copy is in
+    flight. While no segment is attached there are no host slots, and a copy of a host slot raises IndexError.
     """
 
     def __init__(self, make: MakeMemory) -> None:
@@ -41,24 +41,28 @@ class AttachedMemory:
         self._use(self._without)
 
     def prepare(self, file: int, num_bytes: int) -> PreparedHost:
-        """Map the first *num_bytes* of a file as host slots, to be attached. Any thread may, and keeps *file*.
+        """Map the first *num_bytes* of *file* as host slots, to be attached later. May be called from any thread.
 
-        The slots are mapped, and pinned with CUDA, in the background from then on. OSError, with what to do, if that
-        cannot be.
+        A background thread maps the slots and, with CUDA, pins them. The caller keeps its descriptor *file*.
+
+        Raises:
+            OSError: The file cannot be mapped, or *num_bytes* is too small for a block.
         """
         num_host_slots = num_bytes // self.block_bytes
         if not num_host_slots:
-            raise OSError(f"host memory of {num_bytes} bytes has no room for a block of {self.block_bytes}; raise it")
+            raise OSError(
+                f"host memory of {num_bytes} bytes is too small for one block of {self.block_bytes} bytes; raise it"
+            )
         return PreparedHost(self._make(num_host_slots, file))
 
     def attach(self, prepared: PreparedHost) -> None:
-        """Use these host slots from now on, and give up those before."""
+        """Use the host slots of *prepared* from now on, and release the previous ones."""
         before = self._memory
         self._use(prepared.memory)
         self._give_up(before)
 
     def detach(self) -> None:
-        """Give up the host slots. Does not wait for that: unpinning takes as long as pinning did."""
+        """Release the host slots in the background, because unpinning takes as long as pinning."""
         before = self._memory
         self._use(self._without)
         self._give_up(before)

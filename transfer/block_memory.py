@@ -1,4 +1,4 @@
-"""BlockMemory: the two memories of one attention group, and the copies between their slots."""
+"""BlockMemory: the device and host memory of one attention group, and the copies between their slots."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,18 +12,19 @@ from kvtier.transfer.host_slab import HostSlab
 
 
 class BlockMemory(HostMemory, Protocol):
-    """Device and host slots of one attention group; a block has the same bytes in both.
+    """Device and host slots of one attention group. A block has the same bytes in both.
 
-    Lanes' threads call the copies, several at once, with both ends leased; they return when the bytes have landed.
-    ValueError if slots do not pair up, IndexError for a slot that does not exist.
+    The threads of the lanes call the copy methods, several at once, while the source and target slots are leased. A
+    copy method returns when the bytes are in place. It raises ValueError if the numbers of slots differ and IndexError
+    if a slot does not exist.
     """
 
     num_device_slots: int
-    num_layers: int  # of the group; each has an equal share of a block, one after the other
+    num_layers: int  # of the group; the layers lie in a block one after the other, with equal sizes
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of the host slots that are backed, and pinned with CUDA; the others can be used, and are slower."""
+        """Bytes of the host slots that are backed and, with CUDA, pinned. The remaining slots work, but are slower."""
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Copy device slot i to host slot i, pair by pair."""
@@ -32,31 +33,31 @@ class BlockMemory(HostMemory, Protocol):
         """Copy host slot i to device slot i, pair by pair."""
 
     def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
-        """Copy some consecutive layers of host slot i to device slot i, pair by pair."""
+        """Copy consecutive layers of host slot i to device slot i, pair by pair."""
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one device slot to another, in order with what the calling thread computes on the device."""
+        """Copy one device slot to another, in stream order with the calling thread's kernels."""
 
     def host_span(self) -> tuple[int, int, int]:
-        """The host slots as a file, which other processes may map: its descriptor, their address here, bytes."""
+        """Return the file of the host slots, for other processes to map: descriptor, address here, number of bytes."""
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait until all host slots are backed, and pinned with CUDA, for *timeout_s* at most; whether they are."""
+        """Wait up to *timeout_s* until all host slots are backed and, with CUDA, pinned; return whether they are."""
 
     def close(self) -> None:
-        """Give up the host slots."""
+        """Release the host slots."""
 
 
 def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:
-    """The bytes of a block that are these layers'."""
+    """Return the range of bytes in a block that holds *layers*."""
     each = block_bytes // num_layers
     return slice(layers.start * each, layers.stop * each)
 
 
 class CpuMemory:
-    """A `BlockMemory` without a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the device slab.
+    """A `BlockMemory` without a GPU. *device_blocks*, [num_slots, block_bytes] uint8, is a view of the device slab.
 
-    The host slots are the beginning of *file* if its descriptor is given, see `HostSlab`.
+    If the descriptor *file* is given, the host slots are the beginning of that file; see `HostSlab`.
     """
 
     num_copiers = 1  # one thread saturates memory
@@ -79,7 +80,7 @@ class CpuMemory:
         return self._host.prepared_bytes
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        # A loop over rows reaches memcpy's speed; fancy indexing on both sides would allocate: 0.1 to 0.6 of it.
+        # A loop over rows runs at memcpy's speed; fancy indexing on both sides allocates and reaches 0.1 to 0.6 of it.
         device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
         for source, target in zip(device.tolist(), host.tolist(), strict=True):
             np.copyto(self._host.blocks[target], self._device[source])

@@ -1,4 +1,4 @@
-"""Block runs: a batch of pairs of slots as few contiguous copies."""
+"""Block runs: pairs of device and host slots merged into as few contiguous copies as possible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Slots = npt.NDArray[np.int64]  # [num_blocks]
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Copy i moves `num_blocks[i]` neighbouring blocks between device slot `device[i]` and host slot `host[i]` on."""
+    """Contiguous copies: copy i moves `num_blocks[i]` blocks, starting at slots `device[i]` and `host[i]`."""
 
     device: Slots
     host: Slots
@@ -21,24 +21,29 @@ class BlockRuns:
 def slot_pairs(
     device_slots: Sequence[int], host_slots: Sequence[int], num_device_slots: int, num_host_slots: int
 ) -> tuple[Slots, Slots]:
-    """The slots of a copy as two arrays, checked, in the order given.
+    """Return the slots of a copy as two arrays, in the order given, after checking them.
 
-    ValueError if they do not pair up, IndexError for a slot that does not exist: slots become addresses, and what a
-    wrong one overwrites would be found much later.
+    Slots become addresses, so a wrong slot would corrupt memory, and the damage would show much later.
+
+    Raises:
+        ValueError: The numbers of device and host slots differ.
+        IndexError: A slot does not exist.
     """
     device, host = np.asarray(device_slots, np.int64), np.asarray(host_slots, np.int64)
     if len(device) != len(host):
-        raise ValueError(f"copy: {len(device)} device slots and {len(host)} host slots; give pairs")
+        raise ValueError(f"copy: got {len(device)} device slots and {len(host)} host slots; give pairs")
     for side, slots, num_slots in (("device", device, num_device_slots), ("host", host, num_host_slots)):
         if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
-            raise IndexError(f"copy: {side} slots {slots.min()} to {slots.max()}; there are 0 to {num_slots - 1}")
+            raise IndexError(
+                f"copy: got {side} slots {slots.min()} to {slots.max()}; give slots from 0 to {num_slots - 1}"
+            )
     return device, host
 
 
 def merge_neighbours(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
-    """Join pairs that follow each other on both sides into one copy, never beyond the end of a piece of host memory.
+    """Merge pairs that are adjacent on both sides into one copy, never across a boundary between two host pieces.
 
-    CUDA refuses a copy that begins in one registration and ends in another (cudaErrorInvalidValue).
+    CUDA rejects a copy that begins in one registration and ends in another (cudaErrorInvalidValue).
     """
     if not len(device):
         return BlockRuns(device, host, device)

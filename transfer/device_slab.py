@@ -1,4 +1,4 @@
-"""DeviceSlab: the device's block slots of one attention group, block-major, so that a block is one contiguous run."""
+"""DeviceSlab: the device slots of one attention group in block-major layout, so that each block is contiguous."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 class DeviceSlab:
     """One tensor, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is keys, then values.
 
-    On a CPU this is ordinary memory. A slot's bytes belong to the lease's owner.
+    On a CPU this is ordinary memory. The bytes of a slot belong to the owner of its lease.
     """
 
     def __init__(
@@ -20,7 +20,7 @@ class DeviceSlab:
         device: torch.device,
     ) -> None:
         shape = (num_slots, num_layers, 2, block_size, num_kv_heads, head_dim)
-        # Written once here: memory never touched before would slow the first blocks down (DESIGN.md section 10).
+        # Zeroed so that all pages are touched: the first use of untouched memory is slow (DESIGN.md section 10).
         self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.num_layers = num_layers
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()

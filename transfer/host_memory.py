@@ -1,4 +1,4 @@
-"""HostMemory: the host slots of one attention group, which are all that the tiers below the device need of a memory."""
+"""HostMemory: the host slots of one attention group, the only memory that the tiers below the device use."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ class HostMemory(Protocol):
 
     block_bytes: int
     num_host_slots: int
-    num_copiers: int  # threads that should copy in one direction at a time: while one verifies, another copies
+    num_copiers: int  # recommended threads per direction: while one verifies, another copies
 
     def host_block(self, slot: int) -> memoryview:
-        """The bytes of a host slot, writable, [block_bytes]."""
+        """Return a writable view of a host slot, [block_bytes]."""

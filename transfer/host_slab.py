@@ -1,4 +1,4 @@
-"""HostSlab: the host's block slots in one memory file, backed and, with CUDA, pinned piece by piece."""
+"""HostSlab: the host slots of one attention group in a memory file, backed and, with CUDA, pinned piece by piece."""
 
 import errno
 import logging
@@ -17,27 +17,27 @@ from kvtier.transfer.pages import back_file, map_pages, prefer_node, reserves_al
 
 log = logging.getLogger(__name__)
 
-# Pins num_bytes of memory at an address; gives the function that undoes it.
+# Pins a number of bytes at an address and returns the function that unpins them.
 Pin = Callable[[int, int], Callable[[], None]]
-# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest speed reported,
-# against the 50 ms promised (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB fails: the
-# driver keeps 16 bytes a page in one allocation of 2 GiB at most.
+# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest speed reported, which
+# is within the promised 50 ms (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB fails, because
+# the driver keeps 16 bytes per page in one allocation of at most 2 GiB.
 PIECE_BYTES = 32 << 20
-YIELD_S = 0.001  # between registrations, for the calls that queue at the driver's lock
-ST_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's blocks are
-BACKED_LOOK_S = 0.1  # between looks at how much of another process's file is backed
+YIELD_S = 0.001  # pause between registrations, for the calls that queue at the driver's lock
+ST_BLOCK_BYTES = 512  # unit of `st_blocks` on every file system
+BACKED_LOOK_S = 0.1  # polling interval while another process backs its file
 
 
 class HostSlab:
-    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`), of which a killed process leaves nothing.
+    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`), which disappears with its process.
 
-    The bytes of a slot belong to the lease's owner. Memory touched for the first time is 8 to 18 times slower
-    than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
-    when *pin* is given, pins each piece; slots that it has not reached yet work, only slower. *node* is where the
-    pages should lie on a machine with several memory nodes.
+    The bytes of a slot belong to the owner of its lease. The first touch of memory is 8 to 18 times slower than reuse
+    (measured; DESIGN.md section 10). So a background thread backs the file piece by piece and, if *pin* is given, pins
+    each piece. Slots that it has not reached yet work, but are slower. *node* is the preferred NUMA node.
 
-    *file* is the descriptor of a file of another process, whose beginning the slots are; the slab has a duplicate of
-    it. That process backs it, from the front: whoever touches a page first is charged with it.
+    If *file* is given, the slots are the beginning of that file of another process, and the slab duplicates the
+    descriptor. The other process backs the file from the front, because the process that first touches a page is
+    charged for it.
     """
 
     def __init__(
@@ -48,19 +48,23 @@ class HostSlab:
         node: int | None = None,
         file: int | None = None,
     ) -> None:
-        """OSError, with what to do, if there is no memory for so many slots, or *file* is shorter."""
+        """Map the slots and start the background thread.
+
+        Raises:
+            OSError: The memory cannot be allocated, or *file* is too short.
+        """
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.num_bytes = num_slots * block_bytes
         self.slots_per_piece = slots_per_piece(block_bytes, PIECE_BYTES)
         self.prepared_bytes = 0
-        self.copied = False  # set by copies of blocks; cleared with each piece, which then rests (`pause_s`)
+        self.copied = False  # whether blocks were copied since the last piece was pinned; see `pause_s`
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._is_own = file is None
         number = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC) if file is None else os.dup(file)
-        # A file object, and no number: it is closed once, and with the slab if that is dropped.
+        # A file object rather than a descriptor, so that it is closed exactly once, also if the slab is only dropped.
         self._file = FileIO(number, "r+")
         try:
             if file is None:
@@ -68,14 +72,14 @@ class HostSlab:
                 if self.num_bytes and reserves_all():
                     back_file(
                         number, 0, self.num_bytes
-                    )  # else a slot that is used before `_prepare` comes to it is SIGBUS
+                    )  # otherwise using a slot before `_prepare` reaches it raises SIGBUS
             elif (length := os.fstat(file).st_size) < self.num_bytes:
-                raise OSError(errno.EINVAL, f"the file has {length}")
+                raise OSError(errno.EINVAL, f"the file has {length} bytes")
             mapped = mmap.mmap(number, max(self.num_bytes, mmap.PAGESIZE if self._is_own else 1))
         except OSError as error:
             self._file.close()
             raise OSError(
-                error.errno, f"host capacity: {self.num_bytes} bytes cannot be had ({error.strerror}); lower it"
+                error.errno, f"host capacity: cannot allocate {self.num_bytes} bytes ({error.strerror}); lower it"
             ) from error
         flat = np.frombuffer(mapped, dtype=np.uint8, count=self.num_bytes)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_slots, block_bytes)  # [num_slots, block_bytes]
@@ -85,34 +89,35 @@ class HostSlab:
             and num_slots
             and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node)
         ):
-            log.warning("host slab: the kernel refuses to place memory on node %d, next to the GPU", node)
+            log.warning("host slab: the kernel refuses to place memory on node %d, the NUMA node of the GPU", node)
         self._thread = threading.Thread(target=self._prepare, name="kvtier-host-slab", daemon=True)
         self._thread.start()
 
     @property
     def prepared(self) -> bool:
-        """Whether every piece is backed (and pinned, with CUDA)."""
+        """Whether every piece is backed and, with CUDA, pinned."""
         return self.prepared_bytes == self.num_bytes
 
     @property
     def num_pinned_slots(self) -> int:
-        """Slots from 0 on that are pinned; only grows until `close`. Whole slots: a piece ends where a slot does."""
+        """Number of pinned slots, counted from slot 0. It only grows until `close`."""
         return 0 if self._pin is None else self.prepared_bytes // self.block_bytes
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """The memory file's descriptor, its address in this process, and its bytes: for a process that maps it too.
+        """The memory file's descriptor, address in this process, and number of bytes, for a process that maps it too.
 
-        ValueError once the slab is closed."""
+        Raises ValueError once the slab is closed.
+        """
         return self._file.fileno(), self.blocks.ctypes.data, self.num_bytes
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait until the slab is `prepared`, for *timeout_s* at most; whether it is."""
+        """Wait up to *timeout_s* until the slab is `prepared`, and return whether it is."""
         self._thread.join(timeout_s)
         return self.prepared
 
     def close(self) -> None:
-        """End the background thread and unpin. The memory is freed when the last view of `blocks` is. Idempotent."""
+        """End the background thread and unpin. The memory lasts until the last view of `blocks` is gone. Idempotent."""
         self._stop.set()
         self._thread.join()
         while self._unpins:
@@ -138,16 +143,16 @@ class HostSlab:
                 if self._pin is not None:
                     self._stop.wait(pause_s(time.monotonic() - started, self.copied))
                     self.copied = False
-        except Exception as error:  # a thread's top; unprepared slots work, only slower
+        except Exception as error:  # last handler of the thread; unprepared slots work, but are slower
             log.warning(
-                "host slab: prepared %d of %d bytes, the rest stays slower: %s",
+                "host slab: prepared %d of %d bytes; the other slots stay slower: %s",
                 self.prepared_bytes,
                 self.num_bytes,
                 error,
             )
 
     def _wait_backed(self, end: int) -> bool:
-        """Wait until the process whose file it is has backed it up to *end*; False if the slab is closed before."""
+        """Wait until the other process has backed its file up to byte *end*; return False if the slab is closed."""
         while os.fstat(self._file.fileno()).st_blocks * ST_BLOCK_BYTES < end:
             if self._stop.wait(BACKED_LOOK_S):
                 return False
@@ -155,15 +160,15 @@ class HostSlab:
 
 
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
-    """Slots that are backed and pinned at a time: whole slots and whole pages, about *piece_bytes*.
+    """Return the number of slots to back and pin at a time: whole slots and whole pages, about *piece_bytes*.
 
-    A copy may not begin in one registration and end in another. So a block that no page size divides makes larger
-    pieces, of as many as 4,096 blocks; real blocks are multiples of 256 bytes, which is 16.
+    A copy may not begin in one registration and end in another. So a piece is a multiple of up to 4,096 blocks if the
+    block size is odd, and of up to 16 blocks for real block sizes, which are multiples of 256 bytes.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
     return unit * max(1, piece_bytes // (unit * block_bytes))
 
 
 def pause_s(took_s: float, copied: bool) -> float:
-    """Seconds to rest after a piece: as long as it took if blocks were copied meanwhile, else `YIELD_S`."""
+    """Return the seconds to pause after a piece: *took_s* if blocks were copied meanwhile, else `YIELD_S`."""
     return took_s if copied else YIELD_S

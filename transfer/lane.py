@@ -1,4 +1,4 @@
-"""Lanes: run copies beside the owner's thread, and hand each back through one queue."""
+"""Lanes: queues that run copies off the owner's thread and return each through the `Finished` queue."""
 
 import contextlib
 import queue
@@ -13,14 +13,15 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class LaneClosed(Exception):
-    """The transfer was still queued when its lane closed; nothing of it was copied."""
+    """The error of a transfer that was still queued when its lane closed. Nothing of it was copied."""
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One piece of work for a lane and, once finished, its outcome: a `result` or an `error`.
+    """One unit of work for a lane and, once finished, its outcome: a `result` or an `error`.
 
-    The owner makes it, the lane runs it and hands it back through the `finished` queue, and the owner calls `deliver`.
+    The owner creates the transfer, the lane runs it and puts it into the `Finished` queue, and the owner calls
+    `deliver`.
     """
 
     work: Callable[[], Any]
@@ -28,17 +29,17 @@ class Transfer:
     deliver: Callable[["Transfer"], None]
     result: Any = None
     error: BaseException | None = None
-    seconds: float = 0.0  # that the work ran, without *waited_s*
-    waited_s: float = 0.0  # that it waited for compute: no time of the lane's
+    seconds: float = 0.0  # run time of the work, without *waited_s*
+    waited_s: float = 0.0  # time that the work waited for compute, which is not the lane's time
     finished_at: float = 0.0  # monotonic
-    num_blocks: int = 0  # that the work moves
+    num_blocks: int = 0  # blocks that the work moves
 
     def run(self) -> None:
-        """Do the work on the calling thread. The only place where a copy's error is caught."""
+        """Run the work on the calling thread. Only this method catches the errors of a copy."""
         started_at = time.monotonic()
         try:
             self.result = self.work()
-        except Exception as error:  # a thread's top: the owner learns of it in poll()
+        except Exception as error:  # last handler of the lane's thread; poll() delivers the error to the owner
             self.error = error
         finally:
             self.finished_at = time.monotonic()
@@ -49,28 +50,28 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """Runs transfers and puts each that it took into the owner's `Finished` queue exactly once, in any order.
+    """A bounded queue of transfers and the threads that run them, without access to the owner's state.
 
-    It is bounded: at its capacity it refuses. It touches no state of its owner.
+    Each accepted transfer is put into the owner's `Finished` queue exactly once, in any order.
     """
 
     def submit(self, transfer: Transfer) -> bool:
-        """Take the transfer; False if the lane is full or closed. Waits for nothing."""
+        """Accept the transfer without blocking; return False if the lane is full or closed."""
 
     @property
     def num_pending(self) -> int:
-        """Transfers that were taken and have not finished."""
+        """Number of accepted transfers that have not finished."""
 
     def close(self) -> bool:
         """Finish the running transfers, fail the queued ones with `LaneClosed`, and end the threads. Idempotent.
 
-        False if a running transfer did not finish in `CLOSE_TIMEOUT_S`; its thread is left to the process's end. The
-        queued ones come back nevertheless.
+        Returns False if a running transfer does not finish within `CLOSE_TIMEOUT_S`. Its thread then lives until the
+        process ends. The queued transfers are returned in either case.
         """
 
 
 class InlineLane:
-    """Runs a transfer inside `submit`: for replay and tests, where time must not matter."""
+    """A lane that runs each transfer inside `submit`, for replay and tests, which must not depend on time."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -85,7 +86,7 @@ class InlineLane:
             return False
         try:
             transfer.run()
-        except SystemExit as error:  # a library's ends a copy, as on a thread; Ctrl-C is for the caller, and goes there
+        except SystemExit as error:  # raised by a library: it fails the copy, as on a thread; Ctrl-C reaches the caller
             transfer.error = error
         self._finished.put(transfer)
         return True
@@ -96,7 +97,7 @@ class InlineLane:
 
 
 class ThreadLane:
-    """Runs transfers on its own threads, in order of submission (with one thread: strictly in order)."""
+    """A lane that starts transfers on its own threads in order of submission. One thread also finishes in order."""
 
     def __init__(self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64) -> None:
         self._finished = finished
@@ -120,7 +121,7 @@ class ThreadLane:
             if self._closed or self._num_pending >= self._capacity:
                 return False
             self._num_pending += 1
-            self._queue.put(transfer)  # inside the lock: nothing may be queued behind close()'s end marks
+            self._queue.put(transfer)  # inside the lock: no transfer may be queued after the end marks of close()
         return True
 
     def close(self) -> bool:
@@ -151,7 +152,7 @@ class ThreadLane:
             else:
                 try:
                     transfer.run()
-                except BaseException as error:  # a library's SystemExit ends a copy, never the thread that others need
+                except BaseException as error:  # a library's SystemExit fails the copy and must not end the thread
                     transfer.error = error
             self._hand_back(transfer)
 
@@ -161,14 +162,14 @@ class ThreadLane:
         self._finished.put(transfer)
 
     def _fail_queued(self) -> None:
-        """Hand back what is queued as failed: the threads hang, and will not take it."""
+        """Return the queued transfers as failed, because the hanging threads will not run them."""
         queued: list[Transfer | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 queued.append(self._queue.get_nowait())
         for transfer in queued:
             if transfer is None:
-                self._queue.put(None)  # a thread that comes back after all still ends
+                self._queue.put(None)  # a thread that comes back later must still end
             else:
                 transfer.error = LaneClosed()
                 self._hand_back(transfer)

@@ -1,43 +1,43 @@
-"""LayerGate: has the computing of a layer wait until the layer's part of the blocks has arrived."""
+"""LayerGate: lets a layer's compute wait until the layer's part of the blocks has been copied."""
 
 import threading
 import time
 
 
 class LayerGate:
-    """Tells the thread that computes which layers of a prompt's blocks have arrived.
+    """A gate that signals to the computing thread which layers of a prompt's blocks have been copied.
 
-    Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after the
-    other; the thread that computes waits for the part of the layer that it comes to.
+    The blocks arrive in *num_parts* parts; each part holds consecutive layers of all blocks. A lane's thread opens the
+    parts one after the other. The computing thread waits for the part of its next layer.
 
-    A gate says that copies have landed, not that they are right: the engine, which computes before everything is
-    verified, throws the result away if a block is wrong, or if a wait ended without its layer (`missed`).
+    An open part means that its copies have ended, not that they are correct. The engine computes before all blocks are
+    verified, and discards the result if a block is corrupt or if a wait timed out (`missed`).
     """
 
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
-        self.missed = False  # a step went on without a layer; set by the thread that waits
+        self.missed = False  # whether a wait timed out; set by the computing thread
         self._num_open = 0
         self._condition = threading.Condition()
 
     def layers(self, part: int, num_layers: int) -> range:
-        """Which of a group's *num_layers* layers arrive in that part; there may be none."""
+        """Return which of a group's *num_layers* layers arrive in *part*. The range may be empty."""
         return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
 
     def open_next(self) -> None:
-        """Open the next part: it has arrived."""
+        """Open the next part after its copy has ended."""
         with self._condition:
             self._num_open += 1
             self._condition.notify_all()
 
     def open_all(self) -> None:
-        """Open all parts, so that the computing thread waits for none: nothing more will arrive."""
+        """Open all parts, because nothing more will arrive and the computing thread must not wait."""
         with self._condition:
             self._num_open = self.num_parts
             self._condition.notify_all()
 
     def wait(self, layer: int, num_layers: int, give_up_at: float) -> None:
-        """Wait until the layer's part has arrived, or that monotonic time has come, which sets `missed`."""
+        """Wait until the layer's part is open; at the monotonic time *give_up_at* set `missed` instead."""
         part = layer * self.num_parts // num_layers
         if part < self._num_open:
             return

@@ -1,4 +1,4 @@
-"""PoisonedMemory: a debug mode in which device slots that hold no block are NaN, so that a wrong read shows."""
+"""PoisonedMemory: a debug mode that fills device slots without a block with NaN, so that a wrong read shows."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ POISON = 0xFF
 
 
 class PoisonedMemory:
-    """A `BlockMemory` that fills fresh slots, slots given to `poison`, and slots being promoted with NaN.
+    """A `BlockMemory` that fills new slots, slots passed to `poison`, and slots being promoted with NaN.
 
-    A copy or kernel that reads a slot before its bytes have come, or after they are void, gives NaN instead of the
-    former content, which is mostly right by chance. *device_blocks* is the memory's own slab, [num_slots, block_bytes]
-    uint8.
+    A copy or kernel that reads a slot too early, or after its content became invalid, then gets NaN. Without the
+    poison it would get the former content, which is mostly right by chance. *device_blocks*, [num_slots, block_bytes]
+    uint8, is the device slab of *memory*.
     """
 
     def __init__(self, memory: BlockMemory, device_blocks: torch.Tensor) -> None:
@@ -33,8 +33,9 @@ class PoisonedMemory:
         return self._memory.prepared_bytes
 
     def poison(self, device_slots: Sequence[int]) -> None:
-        """Fill slots with NaN that were freed, or are to be written; in order with what the calling thread computes."""
-        for slot in device_slots:  # no list of slots to upload: that could wait for compute and hide a missing event
+        """Fill slots that were freed, or will be overwritten, with NaN, in stream order with the caller's kernels."""
+        # One slot at a time: indexing by a list uploads the list, which may wait for compute and hide a missing event.
+        for slot in device_slots:
             self._device[slot].fill_(POISON)
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:

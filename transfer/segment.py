@@ -1,4 +1,4 @@
-"""Segment: host memory with a name, which other processes of the same user open and map."""
+"""Segment: named shared host memory that other processes of the same user can open and map."""
 
 import contextlib
 import fcntl
@@ -20,31 +20,40 @@ from kvtier.transfer.pages import back_file, map_pages
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # where shm_open has its files
+SHARED_MEMORY = Path("/dev/shm")  # where shm_open creates its files
 PREFIX = "kvtier"
-PIECE_BYTES = 32 << 20  # that are backed at a time
+PIECE_BYTES = 32 << 20  # allocated at a time
 
 
 class Segment:
-    """*num_bytes* of shared memory, mode 0600, under a name of its own that begins with `kvtier-UID-`.
+    """*num_bytes* of shared memory with mode 0600 and a unique name that begins with `kvtier-UID-`.
 
-    The name goes when the segment is closed. A process that is killed leaves it, and the next segment of the same user
-    removes it: each is locked for as long as its process lives, and has its name only once it is locked, so what can
-    be locked has no owner. The bytes stay for as long as any process maps them.
+    `close` removes the name. A killed process leaves its name behind, and the next segment of the same user removes it.
+    A live process holds a lock on its segment and takes the lock before it creates the name, so a segment that can be
+    locked has no owner. The bytes stay as long as any process maps them.
 
-    Memory is backed from the front, piece by piece, by a thread of its own. A process that writes where nothing is
-    backed is killed if the machine has no memory left, so only `backed_bytes` may be given to others.
+    A background thread allocates ("backs") the memory from the front, piece by piece. A process that writes to memory
+    that is not backed is killed if the machine has no memory left, so share only the first `backed_bytes`.
 
-    A process may leave its segment to the one that comes after it, under the same name, by passing on `lock_file`:
-    where both are as large nothing changes for those that map it.
+    A process may hand its segment to its successor, under the same name, by passing on `lock_file`. If the successor
+    wants the same size, nothing changes for the processes that map the segment.
     """
 
     def __init__(
         self, num_bytes: int, folder: Path = SHARED_MEMORY, num_beside: int = 0, left: int | None = None
     ) -> None:
-        """*num_beside* bytes follow in the same file, in `beside`, for this process and its successors. *left* is the
-        `lock_file` of a segment of that size that was left to this process, whose it is from now on: see
-        `why_not_left`. OSError, with what to do, if *folder* has no room for that much."""
+        """Create a segment, or take over the one that the previous process left.
+
+        Args:
+            num_bytes: Size of the shared memory.
+            folder: Folder of the segment's file.
+            num_beside: Bytes after the shared memory in the same file, for this process and its successors (`beside`).
+            left: `lock_file` of a segment of the same size that a process left to this one; see `why_not_left`. The
+                new segment owns the descriptor.
+
+        Raises:
+            OSError: *folder* has too little free space.
+        """
         self.num_bytes = num_bytes
         self.backed_bytes = 0
         self.name = (
@@ -61,7 +70,7 @@ class Segment:
                 log.warning("host: removed the shared memory %s/%s of a process that was killed", folder, name)
             self._lock = self._new_file(folder) if left is None else left
             undo.callback(os.close, self._lock)
-            # Others get this one: a lock lasts as long as any descriptor made from the one that took it.
+            # A new descriptor for other processes: a lock lasts as long as any duplicate of the one that took it.
             self.file = os.open(f"/proc/self/fd/{self._lock}", os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self.file)
             if num_beside:
@@ -73,7 +82,7 @@ class Segment:
             self.memory: npt.NDArray[np.uint8] = mapped[:num_bytes]  # [num_bytes]
             self.beside: npt.NDArray[np.uint8] = mapped[num_bytes:]  # [num_beside]
             if left is None:
-                # linkat follows the link in /proc only if it is told to, and Python tells it so with folders alone.
+                # linkat must follow the link in /proc, and Python asks for that only if folder descriptors are given.
                 os.link(f"/proc/self/fd/{self._lock}", self.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             self._thread = threading.Thread(target=self._back, name="kvtier-segment", daemon=True)
             self._thread.start()
@@ -81,30 +90,30 @@ class Segment:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """File descriptor, address in this process, and bytes: for a process that maps the same memory."""
+        """File descriptor, address in this process, and number of bytes, for a process that maps the same memory."""
         return self.file, self.memory.ctypes.data, self.num_bytes
 
     @property
     def lock_file(self) -> int:
-        """What a process needs to take this segment over. The descriptor stays the segment's."""
+        """Descriptor that a successor needs to take this segment over. The segment keeps owning it."""
         return self._lock
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether another process had left it to this one."""
+        """Whether a previous process left the segment to this one."""
         return self._is_taken_over
 
     def leave(self) -> None:
-        """Leave the segment to a process that has, or will be given, its `lock_file`: `close` keeps the name."""
+        """Leave the segment to a process that has or will get its `lock_file`, so that `close` keeps the name."""
         self._is_left = True
 
     def wait_backed(self, timeout_s: float) -> bool:
-        """Wait until all of it is backed or cannot be, *timeout_s* at most; whether all of it is backed."""
+        """Wait up to *timeout_s* until backing has ended, and return whether all memory is backed."""
         self._thread.join(timeout_s)
         return self.backed_bytes == self.num_bytes
 
     def close(self) -> None:
-        """Take the name away and end the thread. This process's memory goes with the last view of `memory`."""
+        """Remove the name and end the thread. The mapping lasts until the last view of `memory` is gone."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -124,7 +133,7 @@ class Segment:
         self.close()
 
     def _new_file(self, folder: Path) -> int:
-        """A file without a name, of the segment's size, and locked."""
+        """Create an unnamed file of the segment's size and lock it."""
         room = os.fstatvfs(self._folder)
         if room.f_bavail * room.f_frsize < self._num_file_bytes:
             raise self._no_room(folder)
@@ -140,8 +149,8 @@ class Segment:
     def _no_room(self, folder: Path) -> OSError:
         room = os.fstatvfs(self._folder)
         return OSError(
-            f"host: {folder} has room for {room.f_bavail * room.f_frsize >> 20} MiB, {self.num_bytes >> 20} MiB are "
-            f"asked for; lower --host, or raise it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder} "
+            f"host: {folder} has {room.f_bavail * room.f_frsize >> 20} MiB free, but {self.num_bytes >> 20} MiB are "
+            f"needed; lower --host, or enlarge it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder} "
             "(docker run --shm-size)"
         )
 
@@ -153,13 +162,13 @@ class Segment:
                 back_file(self._lock, self.backed_bytes, length)
                 map_pages(base + self.backed_bytes, length)
                 self.backed_bytes += length
-        except Exception as error:  # a thread's top: what is backed is used
+        except Exception as error:  # last handler of the thread; the backed part stays in use
             used, asked = self.backed_bytes >> 20, self.num_bytes >> 20
-            log.warning("host: %d of %d MiB are used: %s; free memory, or lower --host", used, asked, error)
+            log.warning("host: only %d of %d MiB are usable: %s; free memory, or lower --host", used, asked, error)
 
 
 def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """The name in the folder of this user's segment in that open file, which was made without one; empty if none."""
+    """Return the name in *folder* of the segment that *file* has open; empty if this user has no such segment."""
     found = os.fstat(file)
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process has removed it meanwhile
@@ -169,30 +178,30 @@ def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def why_not_left(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """Why this descriptor is no segment of this user that was left to this process; empty if it is."""
+    """Return why *file* is not a segment that a process of this user left to this one; empty if it is."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        return "it is no file of this user"
+        return "it is not a file of this user"
     if not name_of(file, folder):
         return f"it has no name in {folder}"
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the same lock, if it was left
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if the descriptor holds this lock already
     except OSError:
-        return "another process has it"
+        return "another process has locked it"
     return ""
 
 
 def drop_left(file: int, folder: Path = SHARED_MEMORY) -> None:
-    """Close a descriptor that was left to this process, and remove its name if it is a segment's."""
+    """Close a descriptor that was left to this process; if it is a segment, remove its name first."""
     if not why_not_left(file, folder):
         (folder / name_of(file, folder)).unlink()
     os.close(file)
 
 
 def leftovers(folder: Path) -> Iterator[str]:
-    """Remove the segments of this user whose process has ended; the name of each, once it is gone."""
+    """Remove the segments of this user whose process has ended, and yield the name of each removed one."""
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
-        with contextlib.suppress(OSError):  # another start removed it, its owner lives, or it is no segment
+        with contextlib.suppress(OSError):  # another process removed it, its owner lives, or it is not a segment
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 found = os.fstat(file)

@@ -1,4 +1,4 @@
-"""TransferEngine: hands transfers to the lanes of the routes between tiers, and measures them."""
+"""TransferEngine: submits transfers to the lane of their route and measures them."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class Route(StrEnum):
-    """From which tier to which a transfer goes. Loads and spills never share a lane, so that a spill delays no load."""
+    """Source and target tier of a transfer. Loads and spills use separate lanes, so that no spill delays a load."""
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
@@ -23,7 +23,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CopyCounts:
-    """Transfers that move blocks, since the start, and their blocks. Other transfers look, touch, delete or verify."""
+    """Totals of the transfers that move blocks. Lookups, touches, deletions and verifications are not counted."""
 
     num_submitted: int = 0
     num_done: int = 0
@@ -32,7 +32,7 @@ class CopyCounts:
     num_done_blocks: int = 0
 
     def submitted(self, num_blocks: int) -> "CopyCounts":
-        """The counts with one more that was submitted, if it moves blocks."""
+        """Return the counts with one more submitted transfer, if it moves blocks."""
         if not num_blocks:
             return self
         return replace(
@@ -42,7 +42,7 @@ class CopyCounts:
         )
 
     def finished(self, transfer: Transfer) -> "CopyCounts":
-        """The counts with one more that has ended, if it moves blocks."""
+        """Return the counts with one more finished transfer, if it moves blocks."""
         if not transfer.num_blocks:
             return self
         if transfer.error is not None:
@@ -52,19 +52,19 @@ class CopyCounts:
 
 @dataclass(frozen=True, slots=True)
 class RouteStatistics:
-    """Totals since the start: finished transfers, their bytes, the seconds they ran, those that failed."""
+    """Totals of the finished transfers on one route since the start, and the transfers that are pending now."""
 
     num_transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
     num_failed: int = 0
-    bytes_per_s: float | None = None  # lately, while there was something to move
-    num_pending: int = 0  # transfers that have not finished now
+    bytes_per_s: float | None = None  # recent speed, idle time excluded
+    num_pending: int = 0
     pending_bytes: int = 0
     copies: CopyCounts = CopyCounts()
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
-        """The totals with one more finished transfer."""
+        """Return the totals with one more finished transfer."""
         failed = transfer.error is not None
         return replace(
             self,
@@ -77,9 +77,10 @@ class RouteStatistics:
 
 
 class TransferEngine:
-    """Sends work down its route's lane and brings the outcome back to the owner's thread.
+    """Submits work to the lane of its route and delivers the outcome on the owner's thread.
 
-    Owned by one thread, which calls `submit` and `poll`; the lanes share the *finished* queue they were made with.
+    One thread owns the engine and calls `submit` and `poll`. All lanes must have been created with the queue *finished*
+    too.
     """
 
     def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
@@ -98,10 +99,10 @@ class TransferEngine:
         deliver: Callable[[Transfer], None],
         num_blocks: int = 0,
     ) -> bool:
-        """Hand *work*, which moves *num_blocks*, to the route's lane; *deliver* gets the finished transfer in a later
-        `poll`.
+        """Submit *work*, which moves *num_blocks* blocks, to the route's lane.
 
-        False, and nothing happens, if the lane is full or closed.
+        A later `poll` calls *deliver* with the finished transfer. Returns False without any effect if the lane is full
+        or closed.
         """
 
         def count_and_deliver(transfer: Transfer) -> None:
@@ -119,9 +120,9 @@ class TransferEngine:
         return True
 
     def watch(self, lane: Lane, work: Callable[[], Any], deliver: Callable[[Transfer], None]) -> bool:
-        """As `submit`, to a lane of the caller's that copies nothing: a `poll` that waits also waits for *work* to end.
+        """Submit *work* that copies nothing to the caller's own *lane*, so that a waiting `poll` also waits for it.
 
-        The lane has the same *finished* queue, and its caller closes it. Nothing is counted.
+        The lane must use the same *finished* queue, and the caller closes it. The statistics do not include *work*.
         """
         if not lane.submit(Transfer(work, 0, deliver)):
             return False
@@ -129,9 +130,9 @@ class TransferEngine:
         return True
 
     def poll(self, timeout_s: float = 0.0, goes_on: Callable[[], bool] = lambda: True) -> int:
-        """Deliver every finished transfer, and wait up to *timeout_s* for the first; how many there were.
+        """Deliver the finished transfers, waiting up to *timeout_s* for the first, and return their number.
 
-        *goes_on* is asked after each; when it says no, the rest stays for the next poll.
+        *goes_on* is called after each delivery. If it returns False, the remaining transfers wait for the next `poll`.
         """
         num_delivered = 0
         while self._in_flight:
@@ -149,28 +150,28 @@ class TransferEngine:
 
     @property
     def has_finished(self) -> bool:
-        """Whether outcomes wait for a `poll`: until then nobody knows what hangs, and what only was not looked at."""
+        """Whether finished transfers wait for a `poll`. Before it runs, they cannot be told from hanging transfers."""
         return not self._finished.empty()
 
     def num_pending(self, route: Route) -> int:
-        """Transfers on this route that have not finished."""
+        """Return the number of transfers on this route that have not finished."""
         return self._lanes[route].num_pending
 
     def pending_bytes(self, route: Route) -> int:
-        """Bytes of transfers on this route that have been submitted and not delivered."""
+        """Return the bytes of the transfers on this route that were submitted but not delivered."""
         return self._pending_bytes[route]
 
     def speed(self, route: Route) -> LaneSpeed:
-        """How fast the route's lane has been lately."""
+        """Return the recent speed of the route's lane."""
         return self._speeds[route]
 
     @property
     def in_flight(self) -> int:
-        """Transfers submitted and not delivered, on all routes."""
+        """Number of transfers submitted but not delivered, on all routes."""
         return self._in_flight
 
     def statistics(self) -> dict[Route, RouteStatistics]:
-        """Totals by route, of those that have a lane, by value."""
+        """Return a copy of the totals of each route that has a lane."""
         return {
             route: replace(
                 totals,
@@ -182,7 +183,7 @@ class TransferEngine:
         }
 
     def close(self) -> bool:
-        """Close the lanes and deliver what they had left, what was queued as failed; False if one of them hangs."""
+        """Close the lanes and deliver their remaining transfers, the queued ones as failed; False if a lane hangs."""
         closed = [lane.close() for lane in self._lanes.values()]
         self.poll()
         return all(closed)

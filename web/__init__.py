@@ -1,4 +1,4 @@
-"""What the HTTP servers share: access, keys, errors, request bodies, the operators' verbs and the dashboard.
+"""HTTP code shared by all servers: access, keys, errors, request bodies, the operators' verbs and the dashboard.
 
-A route that only one server answers belongs to that server.
+A route that only one server has belongs to the package of that server.
 """

@@ -1,4 +1,4 @@
-"""ApiError: an error that a client is told, as a JSON object of OpenAI's shape."""
+"""An error that is sent to the client as a JSON object in OpenAI's format."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """Ends a request with *status*. Programs read *code*; *param* is the field of the request that is wrong."""
+    """An error that ends a request with *status*. *code* is for programs. *param* is the request's invalid field."""
 
     def __init__(
         self,
@@ -27,15 +27,15 @@ class ApiError(Exception):
         self.headers = headers
 
     def content(self) -> dict[str, dict[str, str | None]]:
-        """The JSON object that the client gets."""
+        """Return the JSON object to send to the client."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The HTTP response that the client gets."""
+        """Return the HTTP response to send to the client."""
         return json_response(self.content(), self.status, self.headers)
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An HTTP response with *content* as JSON."""
+    """Return an HTTP response with *content* as JSON."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""ApiKeys: the keys that requests may have, and the tenant of each."""
+"""The valid API keys and the tenant of each."""
 
 import hashlib
 import hmac
@@ -12,15 +12,15 @@ from kvtier.store.private_file import read_private
 
 log = logging.getLogger(__name__)
 
-_DIGEST = "sha256:"  # before the digest of a key, in a file that does not hold the key
+_DIGEST = "sha256:"  # prefix of a key's digest, in a file that does not have the key itself
 _MIN_LENGTH = 8
 
 
 class ApiKeys:
-    """Digests of keys, and the tenant of each; the keys themselves are not kept."""
+    """The digests of the valid keys and the tenant of each. The keys themselves are not kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """*tenants*: tenants' names by key, or by "sha256:" and a key's digest in hexadecimal; ValueError otherwise."""
+        """Create from tenants' names by key, or by "sha256:" and a key's hex digest. Raise ValueError if malformed."""
         self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
         for tenant in tenants.values():
             if not tenant or "\0" in tenant:
@@ -28,14 +28,15 @@ class ApiKeys:
 
     @classmethod
     def of(cls, file: str | None) -> "ApiKeys | None":
-        """Those in the *file* that a configuration names; None if it names none. ValueError as of `from_file`."""
+        """Read the keys of *file*, or return None if *file* is None. Raise ValueError as `from_file` does."""
         return None if file is None else cls.from_file(Path(file).expanduser())
 
     @classmethod
     def from_file(cls, path: Path, what: str = "api keys") -> "ApiKeys":
-        """Read the keys of a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
+        """Read the keys of a TOML or JSON file, which has a table `keys` with a tenant for each.
 
-        Logs a warning when other users may read the file. Messages begin with *what* the file has.
+        Raises ValueError if the file cannot be read or has no valid keys. Logs a warning if other users may read it.
+        All messages begin with *what*, the content of the file.
         """
         try:
             file = read_private(path)
@@ -48,7 +49,7 @@ class ApiKeys:
             raise ValueError(f'{what} {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
         keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
-            raise ValueError(f'{what} {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
+            raise ValueError(f'{what} {path}: must have only a table [keys]; add to it lines of "KEY" = "tenant"')
         if file.exposure is not None:
             log.warning("%s %s: %s", what, path, file.exposure)
         try:
@@ -67,7 +68,7 @@ class ApiKeys:
         return frozenset(self._tenants)
 
     def tenant_of(self, key: str) -> str | None:
-        """The tenant of *key*; None for an unknown one, which takes as long as any known one."""
+        """Return the tenant of *key*, or None for an unknown key. Takes the same time for all keys."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, tenant in self._tenants.items():
@@ -83,10 +84,10 @@ def _digest_of(key: str) -> bytes:
         except ValueError:
             digest = b""
         if len(digest) != hashlib.sha256().digest_size:
-            raise ValueError('a "sha256:" is not followed by 64 hexadecimal digits; printf %s KEY | sha256sum')
+            raise ValueError('"sha256:" must be followed by 64 hexadecimal digits; use printf %s KEY | sha256sum')
         return digest
     if len(key) < _MIN_LENGTH or not key.isprintable() or " " in key:
         raise ValueError(
-            f"a key is shorter than {_MIN_LENGTH} characters or has blanks; openssl rand -hex 32 makes one"
+            f"a key is shorter than {_MIN_LENGTH} characters or has spaces; make one with openssl rand -hex 32"
         )
     return hashlib.sha256(key.encode()).digest()

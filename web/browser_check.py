@@ -1,9 +1,9 @@
-"""BrowserRules: refuse requests that a page of another site makes a browser send to a server that needs no key.
+"""Protection of servers without API keys from requests that other websites' pages make a browser send.
 
-A server without keys trusts everything that reaches it. A browser on the same network reaches it too, on behalf of any
-page that it shows: by a request to another origin, or by a name of the page's own that resolves to the server's address
-(DNS rebinding). The first kind of request says where it comes from, the second kind names a host that is not the
-server's. With keys neither does harm, because such a page has none.
+A server without keys trusts all requests that reach it. Any page in a browser on the same network can send requests to
+the server: across origins, or through a host name of the page's site that resolves to the server's address (DNS
+rebinding). The first kind of request has an `Origin` or `Sec-Fetch-Site` header. The second kind has a `Host` that is
+not the server's. With keys neither is a danger, because such a page does not have a key.
 """
 
 import socket
@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from kvtier.engine.config import is_loopback
 from kvtier.web.api_error import ApiError
 
-# Names that no page of another site can have: DNS does not delegate these domains to anybody.
+# Names that no other website can have, because public DNS does not delegate these domains.
 _LOOPBACK_DOMAINS = (".localhost",)
 _PRIVATE_DOMAINS = (*_LOOPBACK_DOMAINS, ".local", ".internal", ".home.arpa", ".svc")
 _MAX_SHOWN = 128  # characters of a client's text in an error
@@ -25,9 +25,9 @@ _MAX_SHOWN = 128  # characters of a client's text in an error
 
 @dataclass(frozen=True, slots=True)
 class BrowserRules:
-    """The host names and origins by which a server without keys may be asked.
+    """The host names and origins that a server without keys accepts.
 
-    IP addresses are always allowed as `Host`: a page cannot have one as its name without being at that address.
+    IP addresses are always accepted as `Host`, because a page whose host is an IP address was served from there.
     """
 
     hosts: frozenset[str]
@@ -44,11 +44,12 @@ class BrowserRules:
 
         Args:
             listen: The name or address that the server listens on. On a loopback address only loopback names are
-                known; on others also names that public DNS cannot have, such as `kvtier` and `kvtier.default.svc`.
-            hosts: Further host names; `*.example` stands for all names below it, `*` for any.
-            origins: Origins whose pages may ask, such as `https://chat.example`; `*` for any.
-            host_advice: What to do about a host that is refused, for its error.
-            origin_advice: What to do about an origin that is refused, for its error.
+                accepted. On other addresses, names that public DNS cannot have, such as `kvtier` and
+                `kvtier.default.svc`, are accepted too.
+            hosts: Further host names. `*.example` means all names below `example`, and `*` means any name.
+            origins: Origins whose pages may send requests, such as `https://chat.example`, or `*` for any.
+            host_advice: What to do about a refused host, for the error message.
+            origin_advice: What to do about a refused origin, for the error message.
         """
         is_local = is_loopback(listen)
         own = {listen} if is_local else {listen, socket.gethostname()}
@@ -56,7 +57,7 @@ class BrowserRules:
         return cls(names, frozenset(origins), is_local, host_advice, origin_advice)
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
-        """Return the reason not to answer a request; None if it may be answered."""
+        """Return the error for a request that must be refused, or None if the request is accepted."""
         hosts = headers.getlist("host")
         if len(hosts) > 1:
             return ApiError(400, "two Host headers; send one", code="invalid_request")
@@ -64,14 +65,14 @@ class BrowserRules:
         if name and not self._knows(name):
             message = (
                 f"this server needs no key, so it refuses requests for the unknown host name {name[:_MAX_SHOWN]!r}; "
-                f"{self.host_advice}, or ask by IP address"
+                f"{self.host_advice}, or use its IP address"
             )
             return ApiError(403, message, code="unknown_host")
         origin = headers.get("origin")
         if "*" in self.origins or origin in self.origins or not _is_foreign(method, headers):
             return None
         message = (
-            f"this server needs no key, so it refuses requests of pages of {(origin or 'another site')[:_MAX_SHOWN]}; "
+            f"this server needs no key, so it refuses requests by pages of {(origin or 'another site')[:_MAX_SHOWN]}; "
             f"{self.origin_advice}"
         )
         return ApiError(403, message, code="unknown_origin")
@@ -87,9 +88,9 @@ class BrowserRules:
 
 
 def is_same_origin(headers: Headers) -> bool:
-    """Return whether a browser sent the request for a page of this very server."""
+    """Return whether a browser sent the request for a page of this server."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if site is not None:  # the browser says so itself, also where a proxy has changed the Host
+    if site is not None:  # set by the browser, so it is right even if a proxy has changed the Host
         return site in ("same-origin", "none")
     try:
         return origin is not None and urlsplit(origin).netloc.lower() == headers.get("host", "").strip().lower()
@@ -98,9 +99,9 @@ def is_same_origin(headers: Headers) -> bool:
 
 
 def _is_foreign(method: str, headers: Headers) -> bool:
-    """Return whether a page of another origin had a browser send the request. Following a link is no such request."""
+    """Return whether a page of another origin made a browser send the request. Following a link does not count."""
     site = headers.get("sec-fetch-site")
-    if site is None and headers.get("origin") is None:  # no browser, or an old one's link or image
+    if site is None and headers.get("origin") is None:  # not a browser, or a link or image in an old browser
         return False
     is_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     if site is not None and is_link and method in ("GET", "HEAD"):

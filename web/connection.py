@@ -1,4 +1,4 @@
-"""Ties the work of a request to its client: both end together."""
+"""Functions that end the work on a request when its client disconnects or stops reading."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,11 +9,11 @@ from starlette.types import Message, Receive, Send
 
 _T = TypeVar("_T")
 
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long counts as gone
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for this long counts as gone
 
 
 def in_time(send: Send) -> Send:
-    """*send*, which raises TimeoutError if the client does not read for 60 s."""
+    """Wrap *send* so that it raises TimeoutError if the client does not read for 60 s."""
 
     async def send_in_time(message: Message) -> None:
         async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -23,7 +23,7 @@ def in_time(send: Send) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of *work*, or what it raises. ClientDisconnect if the client leaves first; *work* has ended then."""
+    """Return the result of *work* or raise its exception. Cancel it and raise ClientDisconnect if the client leaves."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

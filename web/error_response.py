@@ -1,4 +1,4 @@
-"""error_response: the HTTP response for an error, in the shape of the API that was asked."""
+"""The HTTP response for an error, in the format of the requested API."""
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -19,13 +19,13 @@ _KINDS = {
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, object]:
-    """What the client is told of *error*, in the answer to the request of that id."""
+    """Return *error* as a JSON object in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """The response to the request with this *scope*: in Anthropic's shape under its paths, else in OpenAI's."""
+    """Return the response to the request with this *scope*, in Anthropic's format on its paths, else in OpenAI's."""
     if is_anthropics(scope["path"]):
         return json_response(error_object(error, facts_of(scope).request_id), error.status, error.headers)
     return error.response()

@@ -1,4 +1,4 @@
-"""Facts: what a request's line in the log says, and the metrics count; nothing of the prompt's text."""
+"""The data on one request that is logged and counted in metrics, without any of the prompt's text."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -13,24 +13,24 @@ _PLACE = "kvtier.facts"
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of one request. Each part that learns something writes it here; *fields* go into the log."""
+    """The data collected on one request while it is processed. *fields* are logged."""
 
     request_id: str
     tenant: str | None = None
     client_left: bool = False
-    trace: TraceContext | None = None  # the span that what is done for the request is a part of
+    trace: TraceContext | None = None  # the parent span of all work on the request
     fields: dict[str, object] = field(default_factory=dict)
 
     @property
     def ids(self) -> RequestIds:
-        """By which its lines are found in the log."""
+        """The ids that mark the request's log lines."""
         return RequestIds(self.request_id, None if self.trace is None else self.trace.trace_id)
 
     def put(self, scope: Scope) -> None:
-        """Keep these facts in the *scope* of their request."""
+        """Store these facts in the *scope* of their request."""
         scope[_PLACE] = self
 
 
 def facts_of(scope: Scope) -> Facts:
-    """The facts of the request with this *scope*."""
+    """Return the facts stored in the *scope* of a request."""
     return cast(Facts, scope[_PLACE])

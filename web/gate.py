@@ -1,4 +1,4 @@
-"""Gate: lets connections in by number and by address, before a key has said which tenant they are of."""
+"""Limits on connections, in total and per address, which apply before an API key identifies the tenant."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,33 +8,33 @@ from ipaddress import IPv6Address, ip_address, ip_network
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What connections may take of the server before their requests have been read."""
+    """Limits on the resources that connections use before their requests have been read."""
 
-    max_header_bytes: int  # of a request's line and its headers
-    header_timeout_s: float  # from a request's first byte, or the connection's begin, to the end of the headers
+    max_header_bytes: int  # request line and headers together
+    header_timeout_s: float  # from the request's first byte, or the start of the connection, to the end of the headers
     max_connections: int
     max_per_address: int
 
 
 class Gate:
-    """Counts open connections, in all and by address, and turns away what is too many. Owned by the event loop.
+    """A counter of open connections, in total and per address, that refuses excess ones. Owned by the event loop.
 
-    An IPv6 address stands for its network of 64 bits, which is what one customer has.
+    All addresses of an IPv6 network of 64 bits count as one, because one customer usually has such a network.
     """
 
     def __init__(self, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
-        """*on_refused* is called with a word for the reason when a connection is turned away or cut."""
+        """Create the counter. *on_refused* is called with the reason when a connection is refused or cut."""
         self.limits = limits
         self.on_refused = on_refused
         self._open: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
-        """How many connections are open."""
+        """Number of open connections."""
         return self._open.total()
 
     def enter(self, host: str) -> bool:
-        """Count a connection from *host*, unless there is no room for it; then False."""
+        """Count a new connection from *host*. Return False without counting if it exceeds a limit."""
         address = _network(host)
         if self.num_open >= self.limits.max_connections:
             self.on_refused("connections")
@@ -46,7 +46,7 @@ class Gate:
         return True
 
     def leave(self, host: str) -> None:
-        """Count a connection from *host* no longer: it has ended."""
+        """Stop counting a connection from *host*, because it has ended."""
         address = _network(host)
         self._open[address] -= 1
         if not self._open[address]:

@@ -1,4 +1,4 @@
-"""HttpConnection: one connection, within the limits that hold before its client has shown a key."""
+"""An HTTP connection with limits that apply before the client has shown an API key."""
 
 import asyncio
 import socket
@@ -10,15 +10,17 @@ from uvicorn.server import ServerState
 
 from kvtier.web.gate import Gate
 
-LINGER_S = 1.0  # so long, and so many bytes, a client may go on sending after its answer, so that it reads the answer …
-LINGER_BYTES = 1 << 18  # … instead of learning that its connection was reset
-UNREAD_S = 60.0  # after which a client that does not read the end of its answer has lost it
+# After an early response, a client may go on sending this long and this much. Otherwise its connection would be reset
+# before it has read the response.
+LINGER_S = 1.0
+LINGER_BYTES = 1 << 18
+UNREAD_S = 60.0  # abort the connection of a client that has not read the rest of its response after this time
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's protocol with limits on headers and time, which uvicorn does not have. Owned by the event loop.
+    """An extension of uvicorn's protocol with limits on headers and time. Owned by the event loop.
 
-    A request whose answer is complete before its body has come ends the connection: nothing of it is waited for.
+    If the response to a request is complete before its body has arrived, the connection ends without waiting for it.
     """
 
     def __init__(
@@ -33,14 +35,14 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._gate = gate
         self._host: str | None = None  # set while the gate counts the connection
-        self._is_over = False  # bytes that still come are dropped
-        self._num_header_bytes = 0  # of the request's line and headers, parsed so far
-        self._num_silent_bytes = 0  # that the parser took since it last called a method here
+        self._is_over = False  # if True, drop all bytes received
+        self._num_header_bytes = 0  # bytes of the request line and headers parsed so far
+        self._num_silent_bytes = 0  # bytes that the parser has consumed since its last callback
         self._num_dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Let the new connection in, or turn it away with a 503."""
+        """Accept the new connection, or refuse it with a 503."""
         super().connection_made(transport)
         _send_at_once(transport)
         host = self.client[0] if self.client else ""
@@ -51,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
             self._end(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended: the gate counts it no longer."""
+        """Stop counting the connection in the gate, because it has ended."""
         self._stop_timer()
         if self._host is not None:
             self._gate.leave(self._host)
@@ -68,27 +70,27 @@ class HttpConnection(HttpToolsProtocol):
         self._num_silent_bytes += len(data)
         super().data_received(data)
         if self._num_silent_bytes > self._gate.limits.max_header_bytes and not self._is_over:
-            self._refuse(431, "header_bytes")  # of headers, of a trailer, or of a chunk's extension
+            self._refuse(431, "header_bytes")  # these are headers, a trailer or a chunk extension
 
     def on_message_begin(self) -> None:
-        """The parser has met a request's first byte: its headers have to come in time."""
+        """Start the timer for the headers at a request's first byte."""
         super().on_message_begin()
         self._num_header_bytes = 0
         if self._timer is None:
             self._wait_for_headers()
 
     def on_url(self, url: bytes) -> None:
-        """Count a part of the request's line."""
+        """Count the bytes of a part of the request line."""
         self._num_header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header."""
+        """Count the bytes of a header."""
         self._num_header_bytes += len(name) + len(value) + len(": \r\n")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Give the request to the application, unless its headers are too large."""
+        """Pass the request to the application, unless its headers are too large."""
         if self._is_over:
             return
         self._stop_timer()
@@ -99,26 +101,26 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Hand on a part of the body, unless the connection is over."""
+        """Pass on a part of the body, unless the connection is over."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Hand on that the request is complete, unless the connection is over."""
+        """Pass on the end of the request, unless the connection is over."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, or end if this one's body is still to come."""
-        is_last = not self.pipeline  # else its body has come, and the cycle is a later one's
+        """Continue with the next request, or end the connection if this request's body is incomplete."""
+        is_last = not self.pipeline  # otherwise this request's body is complete, and `cycle` belongs to a later one
         super().on_response_complete()
         if is_last and self.cycle.more_body and not self.transport.is_closing() and not self._is_over:
             self._linger()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End the connection: no further request came in time."""
+        """End the connection, because no further request arrived in time."""
         super().timeout_keep_alive_handler()
         self._timer = self.loop.call_later(UNREAD_S, self.transport.abort)
 
@@ -128,7 +130,7 @@ class HttpConnection(HttpToolsProtocol):
     def _on_headers_late(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(408, "header_time")
-        else:  # the answer to the request before is still being sent, which this one has to wait for
+        else:  # this request has to wait, because the response to the previous one is still being sent
             self._wait_for_headers()
 
     def _refuse(self, status: int, why: str) -> None:
@@ -136,7 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         self._end(status)
 
     def _end(self, status: int) -> None:
-        """Answer with *status* without the application; if it is answering already, cut the connection instead."""
+        """Respond with *status* without the application, or abort the connection if a response is in progress."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
@@ -160,8 +162,10 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
-    """Have an answer's parts sent as they are written: the first words would wait for the client to acknowledge the
-    headers. asyncio sees to that only if the socket that listens was made for TCP by name."""
+    """Disable Nagle's algorithm, so that the first tokens need not wait for the client to acknowledge the headers.
+
+    asyncio disables it only if the listening socket was created explicitly for TCP.
+    """
     accepted = transport.get_extra_info("socket")
     if accepted is not None and accepted.family != socket.AF_UNIX:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

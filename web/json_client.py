@@ -1,4 +1,4 @@
-"""JsonClient: asks a server of kvtier's over HTTP, in JSON."""
+"""A client for JSON requests to a kvtier server over HTTP."""
 
 import ipaddress
 import json
@@ -9,15 +9,15 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-_KEY = re.compile(r"[!-~]*")  # what a header can say
+_KEY = re.compile(r"[!-~]*")  # characters that a header can have
 
 
 class Refused(RuntimeError):
-    """The server refused; the message says why."""
+    """An error response of the server, with the server's message."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: the key is for this server only."""
+    """A handler that follows no redirect, because the key is for this server only."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -26,20 +26,22 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class JsonClient:
-    """Asks one server; `ask` returns the JSON object that it answers."""
+    """A client for one server."""
 
     def __init__(self, url: str, key: str | None, key_options: str, server: str, timeout_s: float) -> None:
-        """*url* is the server's address, *key* what it is let in with; ValueError for either if it cannot be one.
-        *key_options* say where the key was given, *server* is the command that starts such a server: for messages."""
-        what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
+        """Create a client. Raise ValueError if *url* or *key*, an API key or token, is malformed.
+
+        *key_options* (the options that give the key) and *server* (the command that starts a server) are for messages.
+        """
+        what = f"--url {url}: is not a server URL; write it as http://127.0.0.1:8000"
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # brackets without an end, or a port that cannot be
+        except ValueError:  # unclosed brackets, or a port out of range
             raise ValueError(what) from None
         if not is_address:
             raise ValueError(what)
-        if parts.username is not None:  # which nothing here sends, and a message should not repeat
+        if parts.username is not None:  # credentials in the URL are not sent, and messages must not repeat them
             raise ValueError(f"--url: has a name or a password in it; give the address alone, and {key_options}")
         if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
             raise ValueError(f"{key_options}: has a character that no key has; give the key alone")
@@ -51,7 +53,10 @@ class JsonClient:
         self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname or "") else []))
 
     def ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
-        """What the server answers. Refused if it refuses, OSError if there is none."""
+        """Send a request and return the JSON object of the response.
+
+        Raises `Refused` if the server responds with an error or is not kvtier's, OSError if no server answers.
+        """
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -73,16 +78,16 @@ class JsonClient:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise Refused(f"{self._url}: does not answer as kvtier does; give the --url of a {self._command}")
+            raise Refused(f"{self._url}: is not a kvtier server; give the --url of a {self._command}")
         return content
 
     def _why(self, error: HTTPError) -> str:
         try:
             message = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError, OSError):
-            what = f"the server answers {error.code} {error.reason}, not as kvtier does"
+            what = f"the response {error.code} {error.reason} does not come from a kvtier server"
             return f"{what}; give the --url of a {self._command}"
-        hint = f"; {self._key_options} gives one" if error.code == 401 else ""
+        hint = f"; give one with {self._key_options}" if error.code == 401 else ""
         return f"{message}{hint}"
 
     @property
@@ -93,13 +98,13 @@ class JsonClient:
 def _body(content: dict[str, object]) -> bytes:
     try:
         return json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # JSON can write what no text has
+    except UnicodeEncodeError as error:  # JSON escapes can contain lone surrogates, which UTF-8 cannot
         half = error.object[error.start]
-        raise ValueError(f"half of a pair of surrogates ({half!r}) is no character; give a text") from None
+        raise ValueError(f"the text has half of a surrogate pair ({half!r}), which is not a character") from None
 
 
 def _is_here(host: str) -> bool:
-    """Whether *host* is this machine, for which no proxy is asked."""
+    """Return whether *host* is this machine, for which no proxy is used."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,5 +1,7 @@
-"""The two forms of the log, for people and as a JSON object a line; both end with the ids of the request that the line
-belongs to, if it does, and the record's *fields*."""
+"""The two formats of the log: text for people, and one JSON object per line.
+
+Both formats end with the ids of the request that the line belongs to, if any, and the record's *fields*.
+"""
 
 import json
 import logging
@@ -14,10 +16,10 @@ _LIBRARIES = frozenset({"huggingface_hub", "peft", "torch", "transformers", "uvi
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as `{"time", "level", "logger", "message", …fields}`; the time is UTC."""
+    """A formatter for lines of `{"time", "level", "logger", "message", …fields}`, with the time in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line of JSON."""
+        """Return the record as a line of JSON."""
         seconds, milliseconds = divmod(round(record.created * 1000), 1000)
         line: dict[str, object] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z",
@@ -32,19 +34,19 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """Formats a record as time, level and message, then `name=value` of each field."""
+    """A formatter for lines of time, level, message and `name=value` of each field."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The record as one line of text."""
-        message = " ".join(super().formatMessage(record).split())  # a warning of Python's has a second line, of source
+        """Return the record as one line of text."""
+        message = " ".join(super().formatMessage(record).split())  # a Python warning has a second line, of source
         return " ".join([message, *(f"{key}={value}" for key, value in _fields(record).items())])
 
 
 def write_log(kind: Literal["human", "json"]) -> None:
-    """Send the log of the process to stderr, in the form *kind*."""
+    """Send the log of the process to stderr, in the format *kind*."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else PlainLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -54,9 +56,9 @@ def write_log(kind: Literal["human", "json"]) -> None:
 
 
 def redirect_libraries() -> None:
-    """Redirect libraries that write to a stream of their own into the log of the process.
+    """Redirect libraries that have their own log handlers to the log of the process.
 
-    Call it again after they have been imported: importing sets their handlers.
+    Call this function again after such libraries have been imported, because importing sets their handlers.
     """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in _LIBRARIES:

@@ -1,4 +1,4 @@
-"""The paths of the server, which of them need no key, and what the log and metrics call them."""
+"""The URL paths of the server, which of them need no key, and their labels in the log and metrics."""
 
 from kvtier.web.dashboard.assets import ASSETS, PAGE
 
@@ -10,18 +10,18 @@ CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 MODELS = "/v1/models"
-KVTIER = "/v1/kvtier"  # below it is what no other server has
+KVTIER = "/v1/kvtier"  # prefix of routes that only kvtier has
 DOCUMENTS, STATS = f"{KVTIER}/documents", f"{KVTIER}/stats"
 EXPLAIN, OPERATE = f"{KVTIER}/explain", f"{KVTIER}/operate"
-OLD_DOCUMENTS, OLD_STATS = "/v1/documents", "/stats"  # the same, where they were before
+OLD_DOCUMENTS, OLD_STATS = "/v1/documents", "/stats"  # earlier paths of the same routes
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 OPENAPI, DOCS = "/openapi.json", "/docs"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # same as in vLLM
 
-PROBES = frozenset({HEALTH, READY, VERSION})  # asked by machines under any name of this one
-OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
-OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # count all tenants together
-QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
+PROBES = frozenset({HEALTH, READY, VERSION})  # requested by machines under any host name of this one
+OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
+OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # responses with data of all tenants
+QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled by machines and pages
 _NAMED = frozenset(
     {
         COMPLETIONS,
@@ -46,19 +46,20 @@ _NAMED = frozenset(
 
 
 def is_open(path: str) -> bool:
-    """Whether *path* needs no key."""
+    """Return whether *path* needs no key."""
     return path in OPEN or path.startswith(f"{ASSETS}/")
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether *path* is of Anthropic's API, whose errors and headers are its own."""
+    """Return whether *path* belongs to Anthropic's API, which has other errors and headers than OpenAI's."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def label_of(path: str) -> str:
-    """What the log and the labels of metrics say in place of *path*.
+    """Return the label that stands for *path* in the log and in metrics.
 
-    A client could make up any number of paths, and the id of a document may say what the document is about.
+    Paths themselves are not logged, because clients can send any number of different paths, and because the id of a
+    document may reveal its content.
     """
     for named in (DOCUMENTS, OLD_DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):

@@ -1,4 +1,4 @@
-"""Reads a body within limits, and parses it into a type; each mistake in a body becomes an `ApiError`."""
+"""Reading of request bodies within limits, and parsing into a type. Each fault of a body becomes an `ApiError`."""
 
 import asyncio
 import re
@@ -14,23 +14,23 @@ from starlette.requests import Request
 from kvtier.engine.config import ServerConfig
 from kvtier.web.api_error import ApiError
 
-_HALF_A_PAIR = re.compile(  # a high one without a low one behind it, or a low one without a high one before it
+_HALF_A_PAIR = re.compile(  # a high surrogate without a low one after it, or a low one without a high one before it
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89aAbB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     rb"|(?<!\\u[dD][89aAbB][0-9a-fA-F]{2})(?<!\\)(?:\\\\)*(\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 NOTHING: Mapping[str, Collection[object]] = MappingProxyType({})
 _T = TypeVar("_T")
 
-MAX_VALUES = 1 << 20  # numbers, texts and objects of a body; each but the first has a comma before it
+MAX_VALUES = 1 << 20  # limit on numbers, strings and objects of a body, counted by the commas between them
 
 
 def without_nulls(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return a JSON object without the nulls in fields of *kind*, and of structs within it, that may be absent.
+    """Return a JSON object without the nulls in optional fields of *kind* and of the structs within it.
 
-    What a struct does not describe, such as a JSON schema or variables of a template, stays as it is.
+    Values that no struct describes, such as a JSON schema or variables of a template, are unchanged.
     """
     pruned = _pruned(content, _type_info(kind))
-    assert isinstance(pruned, dict), "an object stays one"
+    assert isinstance(pruned, dict), "pruning an object returns an object"
     return pruned
 
 
@@ -62,7 +62,7 @@ def _pruned_object(value: Mapping[str, Any], kind: inspect.StructType) -> dict[s
 
 
 def _member(value: object, types: Sequence[inspect.Type]) -> inspect.Type:
-    """Return the type of a union that a value is of, as far as nulls within it are concerned."""
+    """Return the member of a union that describes nulls within *value*."""
     if isinstance(value, list):
         return next((each for each in types if isinstance(each, inspect.ListType)), inspect.AnyType())
     structs = [each for each in types if isinstance(each, inspect.StructType)] if isinstance(value, Mapping) else []
@@ -76,7 +76,7 @@ def _is_tagged(value: object, kind: inspect.StructType) -> bool:
 
 
 async def read_body(request: Request, settings: ServerConfig) -> bytes:
-    """Read the body. ApiError 413 beyond the limit, 408 if it has not come in time; both end the connection."""
+    """Read the body. Raise ApiError 413 if it is too large, 408 if it is late; both end the connection."""
     limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
     too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
@@ -98,13 +98,13 @@ async def read_body(request: Request, settings: ServerConfig) -> bytes:
 def parse(
     body: bytes, kind: type[_T], ignored: Collection[str] = (), neutral: Mapping[str, Collection[object]] = NOTHING
 ) -> _T:
-    """Parse the JSON object *body* into a *kind*. ApiError 400, which names the field, if it is none."""
+    """Parse *body*, a JSON object, to a *kind*. See `json_object` and `fit` for the errors and arguments."""
     return fit(json_object(body), kind, ignored, neutral)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that *body* is. ApiError 400 if it is none, 413 if it has more than `MAX_VALUES` values."""
-    if body.count(b",") > MAX_VALUES:  # reading holds up all clients, for half a second if 16 MiB are token ids
+    """Parse *body*. Raise ApiError 400 if it is not a JSON object, 413 if it has more than `MAX_VALUES` values."""
+    if body.count(b",") > MAX_VALUES:  # parsing blocks all clients, for half a second if 16 MiB are token ids
         message = f"the body has more than {MAX_VALUES:,} values (commas in texts count); send fewer prompts at a time"
         raise ApiError(413, message, code="body_too_large")
     try:
@@ -118,11 +118,11 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def _half_a_pair(body: bytes) -> str | None:
-    """Return the error for half of a surrogate pair, of which the decoder only says that the input was truncated."""
+    """Return the error for half of a surrogate pair. The decoder would only say that the input was truncated."""
     if (half := _HALF_A_PAIR.search(body)) is None:
         return None
     escape = next(each for each in half.groups() if each).decode()
-    return f"the body has {escape}, half of a surrogate pair, which is no character; send both halves, or \\ufffd"
+    return f"the body has {escape}, half of a surrogate pair, which is not a character; send both halves, or \\ufffd"
 
 
 def fit(
@@ -131,10 +131,10 @@ def fit(
     ignored: Collection[str] = (),
     neutral: Mapping[str, Collection[object]] = NOTHING,
 ) -> _T:
-    """The *kind* that an object is. ApiError 400, which names the field, if it is none.
+    """Convert a JSON object to a *kind*. Raise ApiError 400, with the name of the field, if the object does not fit.
 
-    Fields in *ignored* may have any value, those in *neutral* only the values there, unless the *kind* has them; a
-    null counts as absent, also within the fields that the *kind* describes.
+    A null counts as an absent field, also in nested structs. Unknown fields may have any value if they are in
+    *ignored*, and only the values listed there if they are in *neutral*.
     """
     known: Collection[str] = getattr(kind, "__struct_fields__", ())
     content = {
@@ -144,13 +144,13 @@ def fit(
         if content.pop(name) not in neutral[name]:
             raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
     try:
-        return msgspec.convert(without_nulls(content, kind), kind, str_keys=True)  # JSON has no other keys
+        return msgspec.convert(without_nulls(content, kind), kind, str_keys=True)  # JSON keys are always strings
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
 
 
 def _explain(message: str) -> ApiError:
-    """The error for msgspec's *message*, "what - at `$.path`"; it repeats no value of the request."""
+    """Return the error for msgspec's *message*, "what - at `$.path`", without values of the request."""
     if unknown := re.match(
         r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
     ):
@@ -163,6 +163,6 @@ def _explain(message: str) -> ApiError:
     if located:
         what, param = located.groups()
         message = f"{param}: {what}"
-    else:  # raised by a type of ours: it begins with the field's name
+    else:  # raised by one of kvtier's types, whose messages begin with the field's name
         param = next(iter(re.findall(r"^([a-z_]+)(?: is|:)", message)), "")
     return ApiError(400, message.replace("`", ""), code="invalid_value", param=param or None)

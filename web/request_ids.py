@@ -1,4 +1,4 @@
-"""RequestIds: by which the lines of one request are found in the log."""
+"""The ids that mark the log lines of one request."""
 
 import re
 import uuid
@@ -10,18 +10,18 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class RequestIds:
-    """The id of a request, and that of its trace if it has one."""
+    """The id of a request, and the id of its trace if there is one."""
 
     request_id: str
     trace_id: str | None = None
 
     def fields(self) -> dict[str, str]:
-        """The ids as fields of a line."""
+        """Return the ids as fields of a log line."""
         trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
         return {"request_id": self.request_id, **trace}
 
     def begin(self) -> None:
-        """Have all lines that this task logs from now on be the request's, and those of tasks that it starts."""
+        """Mark all lines that this task, and tasks started by it, log from now on with these ids."""
         _current.set(self)
 
 
@@ -29,10 +29,10 @@ _current: ContextVar[RequestIds | None] = ContextVar("request", default=None)
 
 
 def current_ids() -> RequestIds | None:
-    """The request that this task works for; None outside of requests, and on threads of their own."""
+    """Return the ids of the request that this task works on, or None outside of requests and in other threads."""
     return _current.get()
 
 
 def request_id_of(header: str | None) -> str:
-    """The id in the header `x-request-id`, if it is one that may stand in a log, else a new one."""
+    """Return the id in the header `x-request-id` if it is valid and safe to log, else a new id."""
     return header if header is not None and _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""The salt of a request's blocks, made of its tenant and the cache_salt that it asks for: equal salts share blocks."""
+"""The salt of a request's blocks, made from its tenant and its cache_salt. Requests with equal salts share blocks."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from kvtier.web.api_keys import ApiKeys
 
 
 def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
-    """*config*, with quotas named in metrics after tenants that have keys: a salt may be a secret, a name is none."""
+    """Name the quotas of tenants that have keys after these tenants in metrics. Other salts may be secrets."""
     if keys is None:
         return config
     tenants = {
@@ -18,11 +18,11 @@ def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
 
 
 def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
-    """The cache_salt that a request's blocks are named with. Without API keys (*tenant* None) it is what was *asked*.
+    """Return the salt that names a request's blocks. It is the *asked* `cache_salt` if there are no API keys.
 
-    Else it begins with the tenant, so that no tenant reaches another's blocks by asking for a salt. Only requests that
-    ask for none share theirs, unless isolation *is_strict*. All salts of a tenant count for its quota
-    (`tiers.naming.tenant.tenant_of`).
+    With API keys (*tenant* is not None) the salt begins with the tenant, so no *asked* salt gives access to another
+    tenant's blocks. Tenants share only the blocks of requests without a salt, and not even these if isolation
+    *is_strict*. All salts of a tenant count towards its quota (`tiers.naming.tenant.tenant_of`).
     """
     if tenant is None or (asked is None and not is_strict):
         return asked

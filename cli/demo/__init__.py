@@ -1,1 +1,1 @@
-"""`kvtier demo`: questions about one long document, answered from each tier."""
+"""The `kvtier demo` command, which asks questions about one long document and answers them from each tier."""

@@ -1,4 +1,4 @@
-"""run_demo: asks questions about one long document, answered from device, host, disk, and after a restart."""
+"""The steps of the demo: questions about one long document, answered from device, host, disk and after a restart."""
 
 import json
 import statistics
@@ -29,11 +29,11 @@ from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 64  # tokens
-DEVICE_DOCUMENTS = 1.25  # documents that the device pool holds: reading a second one pushes the first out
+DEVICE_DOCUMENTS = 1.25  # capacity of the device pool in documents; a second document evicts the first
 HOST_DOCUMENTS = 2.25
 DISK_DOCUMENTS = 12
 MIN_TOKENS = 1000
-MAX_OTHERS = 48  # the most other documents that are read to push the first one out of a tier
+MAX_OTHERS = 48  # max number of other documents to prefill to evict the first one from a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
 QUESTION_TOKENS = 200  # room for the question, its answer, and the end of the document's last sentence
@@ -42,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Where the prompt tokens of a step's first question came from."""
+    """The number of prompt tokens of a step's first question that came from each tier."""
 
     device: int
     host: int
@@ -51,12 +51,12 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One row of the demo's table. *ttft_s* is that of the first question (of "device": the median of all)."""
+    """One row of the demo's table. *ttft_s* is the TTFT of the first question, or in "device" the median of all."""
 
     name: str
     ttft_s: float
     tokens: Tokens
-    answers_equal: bool  # to the answers the same questions got before
+    answers_equal: bool  # each answer is the same as in earlier steps
     answers_correct: int
     questions: int
     answers: dict[str, str]
@@ -64,10 +64,10 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a process needs to ask the same questions of the same store; the next process gets it as JSON."""
+    """The settings that another process needs to ask the same questions on the same store. Sent as JSON."""
 
-    model: str | None  # None: the bundled one
-    document: str | None  # a file's path; None: a made one
+    model: str | None  # None: the bundled model
+    document: str | None  # path of a file; None: a generated document
     num_tokens: int
     store: str
     device: str = "auto"
@@ -75,13 +75,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Model, tokenizer, document, and a configuration under which the document outgrows every tier but the disk."""
+    """The model, tokenizer, document, and a configuration whose device and host tiers hold few such documents."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     document: Document
     num_tokens: int
-    num_words: int  # length of other documents in words, of which the bundled tokenizer makes a token each
+    num_words: int  # length of other documents in words; a word is one token of the bundled tokenizer
     config: Config
     asked: tuple[Fact, ...]
 
@@ -92,25 +92,25 @@ class Stage:
         limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if plan.document is None and limit is not None and plan.num_tokens > limit - QUESTION_TOKENS:
             advice = f"give {limit - QUESTION_TOKENS} or fewer, or another --model"
-            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {limit:,} with a question; {advice}")
+            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {limit:,}, question included; {advice}")
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
             document = with_facts(_text_of(Path(plan.document)), 0)
         num_tokens = len(encode(tokenizer, document.text))
         if num_tokens < MIN_TOKENS:
-            raise ValueError(f"document: {num_tokens} tokens are too few to show anything; use {MIN_TOKENS} or more")
+            raise ValueError(f"document: {num_tokens} tokens are too few for the demo; use {MIN_TOKENS} or more")
         blocks = num_tokens // BLOCK_SIZE * bytes_per_block(model, BLOCK_SIZE)
         config = as_config(
             {
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": max_bytes(int(DISK_DOCUMENTS * blocks))},
-                # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
+                # A step allocates far fewer blocks than the cache keeps clean in so small a pool, so none is lost.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }
         )
-        # From the middle outwards: the first question's answer is in the block that the last step damages.
+        # Ask from the middle outwards. The last step damages the block that holds the first question's answer.
         middle = len(document.facts) // 2
         asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
         num_words = num_tokens * plan.num_tokens // len(encode(tokenizer, make_document(1, plan.num_tokens).text))
@@ -123,7 +123,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"document {path}: is no text in UTF-8 ({error.reason})") from error
+        raise ValueError(f"document {path}: is not UTF-8 text ({error.reason}); give a text file") from error
     except OSError as error:
         raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
 
@@ -137,7 +137,7 @@ def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 class Questioner:
-    """Asks questions about a stage's document on one engine. *answers* has the earlier answers by name."""
+    """A source of questions about a stage's document to one engine. *answers* maps names to earlier answers."""
 
     def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
         self._stage = stage
@@ -146,7 +146,7 @@ class Questioner:
         self._num_others = 0
 
     def step(self, name: str) -> Step:
-        """Ask the questions of the step *name* one after the other; the step's row of the table."""
+        """Ask the questions of the step *name* one after the other, and return the step's row of the table."""
         facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
         completions = [self._ask(self._stage.document.text, fact) for fact in facts]
         answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
@@ -167,9 +167,9 @@ class Questioner:
         )
 
     def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
-        """Read other, shorter documents until no block of the first one is left in *tiers*.
+        """Prefill other documents, each a quarter as long, until no block of the first one is left in *tiers*.
 
-        They are read one at a time, each a quarter as long, so that copying down keeps up also on a busy machine: an
+        The documents are prefilled one at a time, so that copies to lower tiers keep up even on a busy machine. An
         allocation does not wait for copies, and a block that it drops would be missing in the demo's next step.
         """
         for _ in range(MAX_OTHERS):
@@ -177,7 +177,7 @@ class Questioner:
             if not any(where[tier] for tier in tiers):
                 return
             self._num_others += 1
-            note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
+            note(f"reading other document {self._num_others} to evict the first one from {' and '.join(tiers)}")
             other = make_document(self._num_others, self._stage.num_words // 4, num_facts=0)
             self._llm.generate(other.text, SamplingParams(max_tokens=1))
             while self._llm.core.cache.num_under_way:
@@ -185,7 +185,7 @@ class Questioner:
                 time.sleep(0.001)
 
     def warm_up(self) -> None:
-        """Run a first pass on tokens of no document: a process's first passes are slower, whatever is cached."""
+        """Run a forward pass on unrelated tokens, because the first passes of a process are slower than later ones."""
         first = encode(self._stage.tokenizer, self._stage.document.text)[0]
         self._llm.generate(
             [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
@@ -197,7 +197,7 @@ class Questioner:
 
 
 def run_demo(plan: Plan, note: Note) -> list[Step]:
-    """Run all steps of the demo. *note* is called with a line on what is going on."""
+    """Run all steps of the demo. Call *note* with lines that describe the progress."""
     note("building the model" if plan.model is None else f"loading {plan.model}")
     stage = Stage.of(plan)
     answers: dict[str, str] = {}
@@ -207,13 +207,13 @@ def run_demo(plan: Plan, note: Note) -> list[Step]:
         asker.warm_up()
         note(f"reading a document of {stage.num_tokens} tokens for the first time")
         steps.append(asker.step("cold"))
-        note("asking more of it")
+        note("asking more questions about it")
         steps.append(asker.step("device"))
         asker.push_out_of([Tier.DEVICE], note)
         steps.append(asker.step("host"))
         asker.push_out_of([Tier.DEVICE, Tier.HOST], note)
         steps.append(asker.step("disk"))
-        note("writing what is left to disk, ending the engine")
+        note("writing the remaining blocks to disk and stopping the engine")
     note("a new process asks on the same store")
     steps.append(_step_elsewhere(plan, "restart", answers))
     flip_a_byte(stage)
@@ -223,7 +223,7 @@ def run_demo(plan: Plan, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Flip a byte of the stored block that holds the first question's answer, in the store's file."""
+    """Flip a byte, in the store's file, of the block that holds the first question's answer."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
@@ -243,7 +243,7 @@ def flip_a_byte(stage: Stage) -> None:
 
 
 def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
-    """Run one step in a process of its own, which has the store and an empty host and device tier."""
+    """Run one step in a new process, which has the store but starts with empty host and device tiers."""
     order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
     command = [sys.executable, "-m", "kvtier.cli.demo.demo"]
     done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
@@ -262,12 +262,12 @@ def _main() -> None:
 
 
 def usual_length(model: str | None, device: str) -> int:
-    """How many tokens are read in seconds: a real model on a CPU reads some hundred tokens a second."""
+    """Return a document length that prefills in seconds: a real model on a CPU does some hundred tokens per second."""
     return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 
 
 def default_store() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder for the demo's store, which is deleted with the demo."""
+    """Return a temporary folder for the demo's store, as a context manager that deletes the folder."""
     return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
 
 

@@ -1,15 +1,15 @@
-"""make_document: long dull documents with facts in them, for the bundled model and for real models alike.
+"""Generated long documents that contain facts, for the bundled model and for real models.
 
-A document is the daily book of a harbour: plain text, most of it filler, and every so often a sentence
-that ends "the code of NAME is WORD". A name stands in the document once, and the same name has another
-word in another document, so a lost, stale or foreign KV block shows as a wrong answer.
+A document is the daily log of a harbour: plain text, mostly filler, with sentences in between that contain
+"the code of NAME is WORD". Each name occurs once per document and has another word in another document, so
+a lost, stale or foreign KV block causes a wrong answer.
 """
 
 import random
 import re
 from dataclasses import dataclass
 
-# Names stand in fact sentences and questions only; words are what the facts tell. No name is a word, in any case.
+# Names occur only in fact sentences and questions. WORDS are the values of the facts. No name is a word, in any case.
 NAMES = str.split("""
 Abernathy Ackroyd Adelaide Agnes Alastair Aldous Alistair Amelia Anselm Antwerp Arabella Arbroath Archibald
 Aubrey Augusta Balthasar Barnaby Bartholomew Beatrice Belinda Bergen Bertram Blyth Bridlington Bridport Brixham
@@ -117,7 +117,7 @@ LISTS = {
     }.items()
 }
 
-# Words that users type around a document, so that the bundled tokenizer knows those of their own sentences.
+# Common words of users' own sentences, so that the bundled tokenizer knows them.
 EVERYDAY_WORDS = str.split("""
 a about again all also always am an and another any are ask back be because been but can come could day did do done
 each else every few find first for give go good great had has have he hello help her here him his how i if into it
@@ -131,7 +131,7 @@ yet you your
 
 QUESTION = "\n\nQuestion: what does the book say? Answer: the code of {name} is"
 
-# What one word-level token is: a word or a digit with the space before it, or any other single character.
+# A word-level token is a word or a digit with the space before it, or any other single character.
 TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
 
 
@@ -145,7 +145,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that begins with its title, and its facts in their order."""
+    """A text that begins with its title, and its facts in order of appearance."""
 
     title: str
     text: str
@@ -153,16 +153,16 @@ class Document:
 
 
 def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
-    """The document of *seed*: at least *num_tokens* word-level tokens, its facts spread evenly from first to last.
+    """Generate the document of *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
 
-    Documents of two seeds differ from the title on, and give a name different words unless the seeds are equal
+    The documents of two seeds differ from the title on. They give a name different words unless the seeds are equal
     modulo `len(WORDS)`.
     """
     if not 0 <= num_facts <= len(NAMES):
-        raise ValueError(f"num_facts: {num_facts} asked, {len(NAMES)} names known; ask for fewer facts")
+        raise ValueError(f"num_facts: {num_facts} facts need as many names; give at most {len(NAMES)}")
 
     rng = random.Random(seed)
-    # A Latin square: no name keeps its word from seed to seed, and in one document no two names share one.
+    # A Latin square: a name has another word for each seed, and no two names of a document share a word.
     facts = [Fact(name, WORDS[(7 * i + 31 * seed) % len(WORDS)]) for i, name in enumerate(NAMES)]
     facts = rng.sample(facts, num_facts)
     title = TITLE.format(place=PLACES[seed % len(PLACES)], volume=seed)
@@ -182,13 +182,13 @@ def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
 
 
 def with_facts(text: str, seed: int, num_facts: int = 40) -> Document:
-    """A user's *text* with facts woven in between its sentences, evenly from first to last.
+    """Insert facts between the sentences of a user's *text*, evenly from first to last.
 
-    Fewer facts than asked if the text has fewer sentences. ValueError for a text without any.
+    The document has fewer than *num_facts* facts if the text has fewer sentences. Raises ValueError if it has none.
     """
     sentences = re.findall(r".+?(?:[.!?](?=\s)|\n\n|\Z)\s*", text, re.DOTALL)
     if not sentences:
-        raise ValueError("document: has no text; give a file with some prose in it")
+        raise ValueError("document: has no text; give a file with sentences in it")
     facts = make_document(seed, 0, min(num_facts, len(sentences))).facts
     rng = random.Random(seed)
     told = {len(sentences) * i // len(facts): fact for i, fact in enumerate(facts)}
@@ -201,22 +201,22 @@ def with_facts(text: str, seed: int, num_facts: int = 40) -> Document:
 
 
 def question(document_text: str, name: str) -> str:
-    """The whole prompt that asks for the code of *name*: the document, then a question up to its answer."""
+    """Return the prompt that asks for the code of *name*: the document, then a question up to its answer."""
     return document_text + QUESTION.format(name=name)
 
 
 def is_right(answer: str, fact: Fact) -> bool:
-    """Whether *answer*, one word or free prose, holds the fact's word as a word of its own, in any case."""
+    """Return whether *answer*, a word or free prose, contains the fact's word as a whole word, ignoring case."""
     return re.search(rf"\b{re.escape(fact.word)}\b", answer, re.IGNORECASE) is not None
 
 
 def count_tokens(text: str) -> int:
-    """Number of word-level tokens in *text*, special tokens not counted."""
+    """Return the number of word-level tokens in *text*, without special tokens."""
     return len(re.findall(TOKEN_PATTERN, text))
 
 
 def vocabulary() -> list[str]:
-    """Every word of documents and questions and the everyday ones, sorted; none twice."""
+    """Return all words of documents and questions and the everyday words, sorted and without duplicates."""
     fillings = [filling for fillings in LISTS.values() for filling in fillings]
     sentences = [*FACT_SENTENCES, *FILLER_SENTENCES, *fillings, TITLE, QUESTION]
     words = re.findall("[A-Za-z]+", " ".join(sentences))

@@ -1,12 +1,12 @@
-"""build_demo_model: a two-layer Llama that answers questions without being trained; code writes its weights.
+"""An untrained two-layer Llama that answers questions, because code writes its weights; and its tokenizer.
 
-After "... the code of NAME is" it says the WORD that the text gave for NAME, however long ago, then ends.
-The answer hangs on one place of the KV cache, so a lost, stale or foreign block shows as a wrong answer:
-no answer if the place is missing, another document's word if it is that document's.
+After "... the code of NAME is" the model outputs the WORD that the text gave for NAME at any distance, then ends.
+The answer depends on one position of the KV cache, so a lost, stale or foreign block causes a wrong answer:
+no answer if the position is missing, and another document's word if the block is from that document.
 
-How: layer 1 tells each token its predecessor and the one before that, with heads that look one and two
-positions back. Layer 2 looks for the token two after the name that stands one before the query: the query
-stands on "is", and two after NAME stands WORD. An induction head (Olsson et al. 2022), over a gap of one.
+Layer 1 has two heads, which copy the two preceding tokens into each token. Layer 2 finds the position that is
+two after the name before the query. The query is at "is", right after NAME, and WORD is two after NAME in the
+text. This is an induction head (Olsson et al. 2022) over a gap of one.
 """
 
 import math
@@ -25,38 +25,38 @@ MAX_POSITIONS = 65536
 HEAD_DIM = 128
 ROPE_THETA = 1e9
 
-# The residual stream in rooms: three written by the embedding, two by layer 1, the last by layer 2.
-# Each part is a vector of length 1, so a token's RMS is known in every layer and the norms can undo it.
+# Parts of the residual stream: three are written by the embedding, two by layer 1, the last by layer 2.
+# Each part is a vector of length 1, so the RMS is known in every layer and the norms can be undone.
 HIDDEN_SIZE = 512
 VALUE = slice(0, 128)  # the token itself, to copy
-CONTENT = slice(128, 178)  # which name it is, to match; the last dimension stands for "no name"
+CONTENT = slice(128, 178)  # the name, to match; the last dimension means "no name"
 CONSTANT = 178
-ONE_BACK = slice(180, 230)  # CONTENT of the token before
+ONE_BACK = slice(180, 230)  # CONTENT of the previous token
 TWO_BACK = slice(230, 280)
 ANSWER = slice(280, 408)  # VALUE of the token found
 VALUE_DIM, CONTENT_DIM = 128, 50
 
-# RoPE turns dimensions (i, i + HEAD_DIM / 2) together, the first pairs fastest. Fast pairs tell neighbours
-# apart; the slow ones turn by less than 0.25 rad in MAX_POSITIONS and match content wherever it stands.
+# RoPE rotates dimensions (i, i + HEAD_DIM / 2) together, the first pairs fastest. Fast pairs distinguish
+# neighbours. Slow pairs rotate by less than 0.25 rad in MAX_POSITIONS and match content at any position.
 PAIRS = HEAD_DIM // 2
 FAST = torch.arange(16)
 SLOW = torch.cat([torch.arange(PAIRS - CONTENT_DIM // 2, PAIRS), torch.arange(HEAD_DIM - CONTENT_DIM // 2, HEAD_DIM)])
 
-SCORE_SCALE = math.sqrt(HEAD_DIM)  # attention divides by it
+SCORE_SCALE = math.sqrt(HEAD_DIM)  # attention divides by this
 
 # Attention scores. A neighbour beats the next best position by NEIGHBOUR_SCORE * 0.99 or more.
 NEIGHBOUR_SCORE = 20.0
-# Content that matches scores 100, another name 60 or less, and each "no name" 80: alone it loses to a match
-# (also 65,536 of them: 80 + ln 65,536 = 91), but wins over other names, and then the answer is a mean of everything.
+# Matching content scores 100, another name 60 or less, and each "no name" 80. Even 65,536 "no names" lose to a
+# match (80 + ln 65,536 = 91). They win over other names, and then the answer is a mean of all tokens.
 MATCH_SCORE, NO_NAME_SCORE = 100.0, 80.0
 
-# Logits. A word that is found has 50, one that resembles it 25 at most, any word in a mean of everything less than 10.
-# The end of the text always has its 30 (33 where nothing is found: the stream is shorter by a part).
+# Logits. A word that is found has 50, a similar word at most 25, and any word in a mean of all tokens less than 10.
+# The end of the text always has 30 (33 if nothing is found, because the stream then has one part less).
 FOUND_LOGIT, END_LOGIT = 50.0, 30.0
 
 
 def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The model (float32, on the CPU, the same bytes every time) and its word-level tokenizer."""
+    """Return the model (float32, on the CPU, always the same bytes) and its word-level tokenizer."""
     tokenizer = build_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -81,7 +81,7 @@ def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token per word and its space, per digit and per punctuation mark; joined they are the text."""
+    """Return a tokenizer with a token per word (with its space), digit and punctuation mark. Decoding joins tokens."""
     forms = [form for word in vocabulary() for form in (word, word.lower(), word.capitalize())]
     spaced = [space + form for form in (*forms, *string.digits) for space in (" ", "")]
     tokens = dict.fromkeys([*SPECIAL_TOKENS, *spaced, *string.punctuation, " ", "\n", "\t"])
@@ -129,13 +129,13 @@ def _write_weights(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _write_neighbour_heads(attention: LlamaAttention) -> None:
-    """Heads 0 and 1, on KV head 0: the CONTENT one and two positions back, into ONE_BACK and TWO_BACK.
+    """Write heads 0 and 1, on KV head 0, which copy CONTENT from one and two positions back to ONE_BACK and TWO_BACK.
 
-    Every key is the same vector and every query that vector turned back by the offset, so that RoPE makes the
-    score `sum(cos((distance - offset) * frequency))`.
+    All keys are the same vector, and all queries are that vector rotated back by the offset. So with RoPE the score
+    is `sum(cos((distance - offset) * frequency))`.
     """
     q, k, v, o = _projections(attention)
-    frequency = ROPE_THETA ** (-FAST.double() / PAIRS)  # float64, so that the rounded weights are the same everywhere
+    frequency = ROPE_THETA ** (-FAST.double() / PAIRS)  # float64, so that all machines round to the same weights
     for head, (offset, room) in enumerate([(1, ONE_BACK), (2, TWO_BACK)]):
         q[head, FAST, CONSTANT] = (NEIGHBOUR_SCORE * SCORE_SCALE * torch.cos(offset * frequency)).float()
         q[head, FAST + PAIRS, CONSTANT] = (-NEIGHBOUR_SCORE * SCORE_SCALE * torch.sin(offset * frequency)).float()
@@ -145,7 +145,7 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 
 
 def _write_lookup_head(attention: LlamaAttention) -> None:
-    """Head 0: from the token whose TWO_BACK is the query's ONE_BACK, its VALUE into ANSWER."""
+    """Write head 0, which copies VALUE to ANSWER from the token whose TWO_BACK equals the query's ONE_BACK."""
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)
     q[0, SLOW[-1], CONSTANT] = NO_NAME_SCORE * SCORE_SCALE
@@ -155,7 +155,7 @@ def _write_lookup_head(attention: LlamaAttention) -> None:
 
 
 def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
-    """Views of the weights by head: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
+    """Return views of the weights by head: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     return [
         *(linear.weight.view(-1, HEAD_DIM, HIDDEN_SIZE) for linear in inputs),
@@ -164,12 +164,12 @@ def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
 
 
 def _undo_norm(weight: torch.Tensor, num_parts: int) -> None:
-    """Make RMSNorm the identity on a residual stream of *num_parts* orthogonal vectors of length 1."""
+    """Make RMSNorm the identity for a residual stream of *num_parts* orthogonal vectors of length 1."""
     weight.fill_(math.sqrt(num_parts / HIDDEN_SIZE))
 
 
 def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> torch.Tensor:
-    """CONTENT of every token, [vocab, CONTENT_DIM]: signs of its own for a name, the last dimension for the rest."""
+    """Return the CONTENT of each token, [vocab, CONTENT_DIM]: unique signs for a name, else the last dimension."""
     contents = torch.zeros(len(tokenizer), CONTENT_DIM)
     contents[:, -1] = 1.0
     signs = _sign_vectors(len(NAMES), CONTENT_DIM - 1, generator)
@@ -179,6 +179,6 @@ def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) ->
 
 
 def _sign_vectors(num_vectors: int, dim: int, generator: torch.Generator) -> torch.Tensor:
-    """Random vectors of length 1 whose entries differ in sign only: [num_vectors, dim]."""
+    """Return random vectors of length 1 whose entries differ only in sign, [num_vectors, dim]."""
     signs = torch.randint(2, (num_vectors, dim), generator=generator) * 2 - 1
     return signs / math.sqrt(dim)

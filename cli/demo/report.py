@@ -1,4 +1,4 @@
-"""Prints what `kvtier demo` shows: a line on what is going on, then a table or one JSON object."""
+"""Output of `kvtier demo`: a line of progress, then a table or one JSON object."""
 
 import logging
 import sys
@@ -22,9 +22,12 @@ MEANING = {
 
 
 def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
-    """Run the demo and print it; the exit status, 0 if all answers stayed the same (and, if bundled, are right)."""
+    """Run the demo, print its table, and return the exit status.
+
+    The status is 0 if all answers stayed the same and, with the bundled model, are correct.
+    """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo's own line says what is going on
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo shows its own progress
     logging.basicConfig(level=logging.ERROR)
     progress = Console(stderr=True)
     with default_store() as store, progress.status("starting") as status:

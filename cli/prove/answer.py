@@ -1,16 +1,16 @@
-"""Answer: what a server has said to one prompt; and how far two answers are from each other."""
+"""A server's answer to one prompt, and the distance between two answers."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-MIN = -10.0  # what is less likely counts as this likely: rounding moves the logarithm of next to nothing the most
-UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # several tokens that are no whole character have this text
+MIN = -10.0  # lower log probabilities count as this one, because rounding changes the logarithms of tiny numbers most
+UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # all tokens that are part of a character have this text
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of an answer, and the likeliest tokens in its place with their log probabilities (natural)."""
+    """One token of an answer, and the most likely tokens at its position with their natural log probabilities."""
 
     token: str
     top: Mapping[str, float]
@@ -18,25 +18,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was said, and told with it. *steps* is empty if the server tells no log probabilities."""
+    """A completion and its statistics. *steps* is empty if the server returns no log probabilities."""
 
     text: str
     steps: tuple[Step, ...]
-    prompt_tokens: int | None  # None: not told; so is the next
-    cached_tokens: int | None  # how many of the prompt's came from a cache
+    prompt_tokens: int | None  # None: not reported by the server
+    cached_tokens: int | None  # prompt tokens that came from a cache; None: not reported
     ttft_s: float
 
     def behind(self, num_steps: int) -> "Answer":
-        """The answer without its first *num_steps* tokens; its text is not cut."""
+        """Return the answer without its first *num_steps* tokens. Its text is not cut."""
         return Answer(self.text, self.steps[num_steps:], self.prompt_tokens, self.cached_tokens, self.ttft_s)
 
 
 def distance(one: Answer, other: Answer) -> float | None:
-    """The largest difference of log probabilities between two answers to one prompt, 0 or more.
+    """Return the largest difference of log probabilities between two answers to one prompt, 0 or more.
 
-    Up to the first place where they go on with different tokens: what comes behind follows other text. Of a token that
-    only one list has, the other says how likely it is at most, and the difference to that counts. Without lists: 0 for
-    equal texts, else infinite. None: there is nothing to compare.
+    Only tokens up to the first different one are compared, because later ones follow other text. If a token is in only
+    one list, the lowest probability of the other list is an upper limit there, and the difference to it counts.
+    Without log probabilities the distance is 0 for equal texts, else infinite. Returns None if there is nothing to
+    compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):
@@ -52,7 +53,7 @@ def distance(one: Answer, other: Answer) -> float | None:
 
 def _differences(mine: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[float]:
     for one, other in ((mine, theirs), (theirs, mine)):
-        limit = max(MIN, min(other.values(), default=MIN))  # of a token that is not in the list
+        limit = max(MIN, min(other.values(), default=MIN))  # upper limit for tokens that are not in the list
         for token, logprob in one.items():
             if UNCERTAIN in token:
                 continue

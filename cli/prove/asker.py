@@ -1,4 +1,4 @@
-"""Asker: one model of one server, asked in the way that the server takes."""
+"""A client for one model of one server, which sends requests in the server's dialect."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -7,14 +7,14 @@ from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.dialect import Dialect
 from kvtier.cli.prove.endpoint import Endpoint
 
-NUM_TOKENS = 8  # of an answer
+NUM_TOKENS = 8  # tokens per answer
 
 Prompt: TypeAlias = str | list[int]
 
 
 @dataclass(frozen=True)
 class Asker:
-    """One model of one server; *name* is what reports call it. Threads may share it."""
+    """One model of one server, under the *name* that reports use. Thread-safe."""
 
     endpoint: Endpoint
     model: str
@@ -22,9 +22,9 @@ class Asker:
     dialect: Dialect = field(compare=False)
 
     def ask(self, prompt: Prompt, salt: str | None = None, is_read: bool = True) -> Answer:
-        """The greedy answer, of `NUM_TOKENS`. Blocks under *salt* may serve it; none may if not *is_read*.
+        """Return the greedy answer, of `NUM_TOKENS` tokens. Raise as `Endpoint` does.
 
-        OSError if no server answers, `Refused` if it does with an error.
+        Only cached blocks under *salt* may serve the prompt. If *is_read* is False, the server must not use its cache.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, **self.dialect.extra}
         if salt is not None:

@@ -1,4 +1,4 @@
-"""Cold: how a server is asked so that nothing that it has cached serves the prompt."""
+"""Cold requests, for which the server computes the full prompt although it may have cached it."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -7,24 +7,24 @@ from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.asker import Asker, Prompt
 from kvtier.cli.prove.endpoint import Refused
 
-_SOONER = 0.5  # a first token within this share of the cold one's time came from a cache
+_SOONER = 0.5  # a TTFT below this fraction of the cold TTFT means a cache hit
 
 
 class Cold(Enum):
-    """With a salt that no request had, or with nothing looked up."""
+    """A way to bypass the cache: a salt that no request had, or a request not to read the cache."""
 
     SALT = auto()
     UNREAD = auto()
 
     def ask(self, asker: Asker, prompt: Prompt, new_salt: str) -> Answer:
-        """The answer to *prompt*, computed as a whole."""
+        """Return the answer to *prompt* from a full prefill."""
         return asker.ask(prompt, salt=new_salt) if self is Cold.SALT else asker.ask(prompt, is_read=False)
 
 
 def find_cold(asker: Asker, prompts: Sequence[Prompt], new_salt: str) -> Cold | None:
-    """How the server can be asked cold; None if in no way that is known, or if it caches nothing.
+    """Find a way to bypass the server's cache. Return None if no known way works, or if the server caches nothing.
 
-    *prompts* are long and new to it; *new_salt* has been given to no request.
+    *prompts* must be long and new to the server. *new_salt* must be a salt that no request has had.
     """
     first = [asker.ask(prompt) for prompt in prompts]
     if not are_cached([asker.ask(prompt) for prompt in prompts], first):
@@ -42,9 +42,9 @@ def find_cold(asker: Asker, prompts: Sequence[Prompt], new_salt: str) -> Cold | 
 
 
 def are_cached(answers: Sequence[Answer], cold: Sequence[Answer]) -> bool:
-    """Whether prompts came from a cache at all; *cold* are answers to prompts as long that did not.
+    """Return whether any prompt was served from a cache, given *cold* answers to prompts of the same length.
 
-    By the cached tokens that the server tells; if it tells none, by the time of the first token of most answers.
+    Decides by the cached tokens that the server reports. Without them, decides by the TTFT of most answers.
     """
     told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if told:

@@ -1,4 +1,4 @@
-"""`kvtier prove`: asks a server, and prints what came from its cache and whether it was right."""
+"""The `kvtier prove` command, which tests a server and prints what came from its cache and whether it was correct."""
 
 import argparse
 import json
@@ -17,14 +17,14 @@ from kvtier.cli.prove.judgement import Finding, Row, Verdict
 from kvtier.cli.prove.proof import Order, Proof, prove
 from kvtier.cli.prove.push_out import PushOut
 
-_OTHER_WIDTH = 120  # characters of a line where there is no terminal
-_MAX_FINDINGS = 12  # that are printed; --json has all
+_OTHER_WIDTH = 120  # columns of output where there is no terminal
+_MAX_FINDINGS = 12  # printed findings; --json has all
 _STATUS = {Verdict.PROVEN: 0, Verdict.WRONG: 1, Verdict.UNPROVEN: 2}
 _STYLE = {Verdict.PROVEN: "green", Verdict.WRONG: "bold red", Verdict.UNPROVEN: "yellow"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, and print what came of it; the exit status. ValueError, OSError and `Refused` for what goes wrong."""
+    """Test the server, print the result, and return the exit status. Raise as `prove` does."""
     proof = _proved(_order(options))
     if options.json:
         print(json.dumps(_object(proof)))
@@ -70,14 +70,14 @@ def _print(console: Console, proof: Proof) -> None:
     noise = "not measured" if measures.noise is None else f"{measures.noise:.2g}"
     console.print(
         Text(
-            "off: the largest difference in log probability from the same prompt computed as a whole; such answers "
-            f"differ by {noise}, and more than {measures.bound:.2g} is wrong. TTFT: time to the first token."
+            "off: the largest difference in log probability from the same prompt computed without the cache. Such "
+            f"answers differ by {noise}; more than {measures.bound:.2g} is wrong. TTFT: time to first token."
         )
     )
     for finding in judgement.findings[:_MAX_FINDINGS]:
         console.print(Text(f"WRONG {_place(finding)}: {finding.what}", style=_STYLE[Verdict.WRONG]))
     if len(judgement.findings) > _MAX_FINDINGS:
-        console.print(Text(f"… and {len(judgement.findings) - _MAX_FINDINGS} more, with --json"))
+        console.print(Text(f"… and {len(judgement.findings) - _MAX_FINDINGS} more; use --json to see all"))
     if proof.doubts:
         console.print(Text("\nWhat this run cannot tell:"))
         for doubt in proof.doubts:
@@ -116,9 +116,9 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _place(finding: Finding) -> str:
     asked = finding.asked
-    how = "alone" if asked.is_alone else "among others"
+    how = "alone" if asked.is_alone else "concurrent"
     if finding.question is None:
-        return f"{asked.request.asker.name}, a prompt of {len(asked.request.pieces):,} that shares nothing"
+        return f"{asked.request.asker.name}, a prompt of {len(asked.request.pieces):,} without a shared prefix"
     return f"{finding.question.family}, {finding.question.length:,} tokens, {how}"
 
 
@@ -127,13 +127,13 @@ def _conclusion(proof: Proof) -> str:
     if judgement.verdict is Verdict.WRONG:
         return f"wrong: {len(judgement.findings):,} findings; --json has their prompts"
     if judgement.verdict is Verdict.UNPROVEN:
-        return "unproven: nothing wrong was found, but nothing that came from a cache could be compared"
+        return "unproven: no wrong answer was found, but no answer that came from a cache could be compared"
     num_asked = sum(row.num_asked for row in judgement.rows if row.verdict is Verdict.PROVEN)
-    return f"proven, as far as can be told: {num_asked:,} answers are what the server computes without its cache"
+    return f"proven, as far as this test can tell: {num_asked:,} answers match those computed without the cache"
 
 
 def _object(proof: Proof) -> dict[str, object]:
-    """The report as one JSON object; numbers that JSON does not have are None."""
+    """Return the report as one JSON object. Infinite numbers are None."""
     measures, judgement = proof.measures, proof.judgement
     return {
         "verdict": judgement.verdict,

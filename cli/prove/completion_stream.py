@@ -1,4 +1,4 @@
-"""CompletionStream: puts an answer together from the events of a streamed completion."""
+"""A parser that assembles an answer from the events of a streamed completion."""
 
 import json
 import math
@@ -9,10 +9,10 @@ from kvtier.cli.prove.answer import Answer, Step
 
 
 class CompletionStream:
-    """Takes in the lines of one stream, with the time of each; `answer` once it has ended.
+    """The state of one stream: `add` its lines with the time of each, then call `answer` after the last one.
 
-    Log probabilities come in the form of OpenAI's completions, or of its chats, as llama.cpp sends them. ValueError,
-    LookupError, TypeError or AttributeError for what is neither.
+    Log probabilities may have the format of OpenAI's completions, or of its chats, which llama.cpp sends. Any other
+    content raises ValueError, LookupError, TypeError or AttributeError.
     """
 
     def __init__(self, asked_at: float) -> None:
@@ -21,10 +21,10 @@ class CompletionStream:
         self._text: list[str] = []
         self._steps: list[Step] = []
         self._usage: dict[str, Any] = {}
-        self.error: str | None = None  # what the server says has gone wrong
+        self.error: str | None = None  # the error that the server reported
 
     def add(self, line: str, at: float) -> None:
-        """Take in a line that came at the time *at*, in seconds."""
+        """Parse a line that was received at time *at*, in seconds."""
         if not line.startswith("data:") or line.removeprefix("data:").strip() == "[DONE]":
             return
         event = json.loads(line.removeprefix("data:"))
@@ -40,7 +40,7 @@ class CompletionStream:
                 self._first_at = at
 
     def answer(self) -> Answer:
-        """What has come."""
+        """Return the answer received so far. Raise ValueError if there was no token."""
         if self._first_at is None:
             raise ValueError("the stream had no token")
         details = self._usage.get("prompt_tokens_details") or {}
@@ -67,5 +67,5 @@ def _steps(logprobs: dict[str, Any] | None) -> Iterator[Step]:
 
 
 def _number(logprob: float | None) -> float:
-    """A log probability; what is no number, as keys and values that are none lead to, comes as null."""
+    """Return a log probability. JSON null becomes NaN, because servers send null for NaN (from NaN in the KV cache)."""
     return math.nan if logprob is None else float(logprob)

@@ -1,4 +1,4 @@
-"""Dialect: what a server takes beside a model and a prompt, and what it tells; learned by asking."""
+"""The request options that a server accepts and the statistics that it returns, found by trial requests."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,9 @@ from kvtier.cli.prove.writing import WORDS
 
 _FEW_WORDS = " ".join(WORDS[:40])
 _TRIALS: Sequence[Mapping[str, object]] = (
-    *({"logprobs": count} for count in (20, 5, 2)),  # vLLM and kvtier tell 20 of a place, OpenAI's interface has 5
-    {"ignore_eos": True},  # an answer that ends early tells less
-    {"return_tokens_as_token_ids": True},  # vLLM's: a token's text may be another's too
+    *({"logprobs": count} for count in (20, 5, 2)),  # vLLM and kvtier return 20 per position, OpenAI's API has 5
+    {"ignore_eos": True},  # an answer that ends early has fewer tokens to compare
+    {"return_tokens_as_token_ids": True},  # vLLM only; several tokens may have the same text
 )
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _T = TypeVar("_T")
@@ -22,16 +22,16 @@ _Asked = TypeVar("_Asked")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """*extra* goes with each completion."""
+    """The options and statistics that a server supports. *extra* is added to each completion request."""
 
     extra: Mapping[str, object]
     tells_logprobs: bool
-    tells_ids: bool  # of an answer's tokens
+    tells_ids: bool  # returns the ids of an answer's tokens
     tells_cached: bool
 
 
 def learn(endpoint: Endpoint, model: str) -> Dialect:
-    """Ask a few words in several ways. OSError and `Refused` if they cannot be asked at all."""
+    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if even the plain one fails."""
     plain = {"model": model, "prompt": _FEW_WORDS, "max_tokens": 2, "temperature": 0}
     answer = endpoint.complete(plain)
     extra: dict[str, object] = {}
@@ -46,14 +46,14 @@ def learn(endpoint: Endpoint, model: str) -> Dialect:
 
 
 def token_ids_of(answer: Answer) -> list[int] | None:
-    """The ids of an answer's tokens, if the server tells them."""
+    """Return the ids of an answer's tokens, or None if the server does not return ids."""
     matches = [_TOKEN_ID.fullmatch(step.token) for step in answer.steps]
     ids = [int(match[1]) for match in matches if match]
     return ids if ids and len(ids) == len(answer.steps) else None
 
 
 def unless_refused(ask: Callable[[_Asked], _T], what: _Asked) -> _T | None:
-    """What the server answers; None if it does not take such a request. `Refused` if it has failed."""
+    """Return the server's answer, or None if the server rejects the request. Raise `Refused` if the server fails."""
     try:
         return ask(what)
     except Refused as error:

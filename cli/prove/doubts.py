@@ -1,4 +1,4 @@
-"""doubts_of: what a run cannot tell, in sentences."""
+"""Sentences about what a run could not determine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,11 +6,11 @@ from kvtier.cli.prove.families import SAME_PROMPT
 from kvtier.cli.prove.judgement import UNCACHED, Row
 from kvtier.cli.prove.measures import UNMEASURED_BOUND, Measures
 
-_NO_SOONER = 0.8  # of the time of a first token that was computed as a whole
+_NO_SOONER = 0.8  # a TTFT above this fraction of the full prefill's TTFT does not indicate a cache hit
 
 
 def doubts_of(measures: Measures, rows: Sequence[Row]) -> list[str]:
-    """The sentences, the weightiest first."""
+    """Return the sentences, most important first."""
     return [*_of_what_was_cached(measures, rows), *_of_the_server(measures), *_of_answers(measures), *_of_time(rows)]
 
 
@@ -28,8 +28,8 @@ def _of_what_was_cached(measures: Measures, rows: Sequence[Row]) -> Iterator[str
         yield f"At some lengths nothing came from a cache for: {_listed(families)}."
     if not measures.evidence.is_pushed_out:
         yield (
-            "Nothing pushed prompts out of the device's memory, so colder tiers may not have answered; "
-            "with --evict or --between they do."
+            "No prompts were evicted from device memory, so lower tiers may not have been tested; "
+            "use --evict or --between to test them."
         )
 
 
@@ -37,41 +37,41 @@ def _of_the_server(measures: Measures) -> Iterator[str]:
     evidence, dialect = measures.evidence, measures.evidence.plan.controls[0].asker.dialect
     if evidence.cold is None:
         yield (
-            "No way is known to have this server compute what it has cached (it heeds neither cache_salt nor "
-            "cache_prompt, or caches nothing), so only a prompt that was asked twice could be compared."
+            "No known way makes this server recompute a cached prompt (it ignores cache_salt and cache_prompt, or "
+            "caches nothing), so only prompts that were sent twice could be compared."
         )
     if not dialect.tells_logprobs:
-        yield "The server tells no log probabilities, so only the texts of answers were compared."
+        yield "The server returns no log probabilities, so only the texts of answers were compared."
     elif not evidence.shapes:
         yield (
-            "How far other shapes of computation move answers could not be measured, so distances of less than "
-            f"{UNMEASURED_BOUND} were let pass."
+            "The effect of other computation shapes on answers could not be measured, so distances below "
+            f"{UNMEASURED_BOUND} were accepted."
         )
     if not dialect.tells_cached:
         yield (
-            "The server tells no cached tokens (vLLM does with --enable-prompt-tokens-details, SGLang with "
-            "--enable-cache-report), so what was cached was judged by time, and blocks of another model or salt were "
-            "found by answers only."
+            "The server reports no cached tokens (vLLM does with --enable-prompt-tokens-details, SGLang with "
+            "--enable-cache-report), so cache hits were inferred from times, and blocks of another model or salt could "
+            "be detected only by wrong answers."
         )
     elif not evidence.is_exact:
         yield (
-            "The server takes no token ids, so prompts part at words, and blocks of another model or salt were found "
-            "by answers only."
+            "The server accepts no token ids, so prompts differ by whole words, and blocks of another model or salt "
+            "could be detected only by wrong answers."
         )
 
 
 def _of_answers(measures: Measures) -> Iterator[str]:
     if measures.unsteady():
-        yield "Prompts that were computed as a whole have several answers: the fault is not, or not alone, the cache's."
+        yield "Answers differ between full prefills of one prompt: the fault is not, or not only, in the cache."
     for length in sorted({control.length for control in measures.evidence.plan.controls}):
         if not measures.is_sensitive(length):
             yield (
-                f"At {length:,} tokens answers hang on how a prompt begins hardly more than on when it is asked, so "
-                "nothing is proven by them."
+                f"At {length:,} tokens answers vary with the beginning of the prompt hardly more than between repeats "
+                "of one prompt, so they prove nothing."
             )
     for pair in measures.alike:
         names = _listed(sorted(asker.name for asker in pair))
-        yield f"{names} answer alike, or could not be compared: whether their blocks are kept apart is not known."
+        yield f"{names} answer alike, or could not be compared, so it is unknown whether their blocks are separate."
 
 
 def _of_time(rows: Sequence[Row]) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _of_time(rows: Sequence[Row]) -> Iterator[str]:
         is_told = row.length == longest and row.family == SAME_PROMPT and row.cached_tokens
         if is_told and row.computed_ttft_s and row.ttft_s and row.ttft_s > _NO_SOONER * row.computed_ttft_s:
             yield (
-                f"Of {row.length:,} tokens {row.cached_tokens:,.0f} were cached, as the server tells, but the first "
-                "token came no sooner: whether they were used is not known."
+                f"For prompts of {row.length:,} tokens the server reports {row.cached_tokens:,.0f} cached tokens, but "
+                "the first token came no sooner, so it is unknown whether the cache was used."
             )
 
 

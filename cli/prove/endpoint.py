@@ -1,4 +1,4 @@
-"""Endpoint: one server with OpenAI's interface, over HTTP."""
+"""An HTTP client for one server with OpenAI's API."""
 
 import ipaddress
 import time
@@ -14,12 +14,12 @@ from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.completion_stream import CompletionStream
 
 _COMPLETIONS = "/v1/completions"
-_TIMEOUT_S = 600.0  # for a long prompt behind others
+_TIMEOUT_S = 600.0  # a long prompt may be queued behind others
 _CONNECT_S = 10.0
 
 
 class Refused(RuntimeError):
-    """The server has answered with an error; the message says where and what."""
+    """An error response of the server. The message has the URL and the server's message."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -27,40 +27,40 @@ class Refused(RuntimeError):
 
 
 class Endpoint:
-    """Asks one server; threads may share it. OSError if no server answers, `Refused` if it does with an error.
+    """A thread-safe client for one server.
 
-    Each question has a connection of its own: one that is kept might be the server's of before its restart. Times are
-    those of *clock*, in seconds.
+    Its methods raise OSError if no server answers, and `Refused` for an error response. Each request opens a new
+    connection, because a kept one might be from before a restart of the server.
     """
 
     def __init__(self, url: str, key: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """*url* with or without `/v1`, *key* a bearer's; ValueError for an URL that is none."""
+        """Create a client for *url*, with or without `/v1`. Raise ValueError if it is not an HTTP URL."""
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # brackets without an end, or a port that cannot be
+        except ValueError:  # unclosed brackets, or a port out of range
             is_address = False
         if not is_address:
-            raise ValueError(f"{url}: is no address of a server; give one such as http://127.0.0.1:8000")
+            raise ValueError(f"{url}: is not a server URL; write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._clock = clock
         self._is_elsewhere = not _is_here(parts.hostname or "")
-        # once: it reads the certificates of all authorities
+        # Created once, because it reads all certificates of authorities.
         self._tls = httpx.create_ssl_context() if parts.scheme == "https" else False
 
     def get(self, path: str) -> Any:
-        """What the server answers there, from JSON."""
+        """Send a GET request and return the decoded JSON response."""
         with self._client() as client:
             return self._content(path, client.get(self.url + path))
 
     def post(self, path: str, body: Mapping[str, object]) -> Any:
-        """What the server answers there, from JSON."""
+        """Send a POST request and return the decoded JSON response."""
         with self._client() as client:
             return self._content(path, client.post(self.url + path, json=body))
 
     def complete(self, body: Mapping[str, object]) -> Answer:
-        """The answer to a completion, streamed for the time of its first token."""
+        """Request a completion and return its answer. The response is streamed, to measure its TTFT."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self._client() as client:
             stream = CompletionStream(self._clock())
@@ -93,7 +93,7 @@ class Endpoint:
     def _client(self) -> Iterator[httpx.Client]:
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
         try:
-            # A proxy in the environment is for other machines.
+            # A proxy of the environment must not be used for a server on this machine.
             with httpx.Client(
                 headers=self._headers, timeout=timeout, trust_env=self._is_elsewhere, verify=self._tls
             ) as client:
@@ -103,7 +103,7 @@ class Endpoint:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a stream of events. (httpx's end at characters such as U+2028 too, which may stand in a text.)"""
+    """Yield the lines of an event stream. httpx also splits at characters such as U+2028, which may occur in texts."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -113,7 +113,7 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 def _why(response: httpx.Response) -> str:
-    """What the server says has gone wrong, in one line."""
+    """Return the server's error message as one line."""
     try:
         content = response.json()
         error = content.get("error", content)
@@ -124,7 +124,7 @@ def _why(response: httpx.Response) -> str:
 
 
 def _is_here(host: str) -> bool:
-    """Whether *host* is this machine."""
+    """Return whether *host* is this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

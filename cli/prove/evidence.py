@@ -1,4 +1,4 @@
-"""Evidence: all that was asked, in order, with the answers."""
+"""The requests of a run, in order, with their answers."""
 
 from dataclasses import dataclass, field
 
@@ -11,9 +11,9 @@ from kvtier.cli.prove.plan import Plan, Question
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What *asker* is asked. Blocks under *salt* may serve it, or none, if not *is_read*.
+    """A prompt for *asker*. Cached blocks under *salt* may serve it, or none if not *is_read*.
 
-    The answer to a *reference* is computed as a whole: nothing like it was asked where it could be found.
+    A request is a *reference* if the server must compute its prompt in full, because no cache can have its prefix.
     """
 
     asker: Asker
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A request and its answer. Those of one *batch* were asked at the same time."""
+    """A request and its answer. All requests of one *batch* were sent concurrently."""
 
     request: Request
     answer: Answer
@@ -35,13 +35,16 @@ class Asked:
 
 @dataclass
 class Evidence:
-    """What came of a plan. *later* has the answers to its questions, *shapes* the distances of equal answers that were
-    computed in other shapes."""
+    """The results of a plan.
+
+    *later* has the answers to its questions. *shapes* has the distances between the same answers in two computation
+    shapes.
+    """
 
     plan: Plan
-    is_exact: bool  # a piece is a token
+    is_exact: bool  # each piece is one token
     cold: Cold | None
     asked: list[Asked] = field(default_factory=list)
     later: list[tuple[Question, Asked]] = field(default_factory=list)
     shapes: list[float] = field(default_factory=list)
-    is_pushed_out: bool = False  # of the device's memory, as well as can be done from outside
+    is_pushed_out: bool = False  # prompts were evicted from device memory, as far as requests can do that

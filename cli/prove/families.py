@@ -1,4 +1,4 @@
-"""Families: the ways in which a prompt shares its beginning with one that was asked before it."""
+"""Families of prompt pairs: the ways in which a prompt shares its prefix with an earlier prompt."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -7,56 +7,56 @@ from typing import TypeAlias
 
 Pieces: TypeAlias = tuple[int, ...]
 
-CUE = 16  # pieces of a prompt's end that are a copy of its middle
-_UNALIGNED = 7  # no block ends so many pieces behind a half or an eighth
-_WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks that prompts may end with
+CUE = 16  # number of pieces at a prompt's end that are a copy from its middle
+_UNALIGNED = 7  # no block ends this many pieces after a half or an eighth
+_WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks to align prompts to
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two prompts; what *earlier* has computed may serve *later* as far as both begin alike."""
+    """Two prompts. Cached blocks of *earlier* may serve the prefix that *later* shares with it."""
 
     earlier: Pieces
     later: Pieces
 
     @property
     def num_shared(self) -> int:
-        """How many pieces both begin with."""
+        """Number of pieces of the common prefix."""
         return shared(self.earlier, self.later)
 
 
 class Draw:
-    """Draws prompts of *num_pieces* different pieces."""
+    """A generator of random prompts from *num_pieces* different pieces."""
 
     def __init__(self, source: random.Random, num_pieces: int) -> None:
         self._source = source
         self._num_pieces = num_pieces
 
     def fresh(self, length: int) -> Pieces:
-        """Pieces that were never drawn before, if they are many."""
+        """Return random pieces. A long sequence is sure to be new."""
         return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
 
     def cue(self, body: Sequence[int]) -> Pieces:
-        """A copy of pieces of *body*, from anywhere: a model goes on as it went on there."""
+        """Return a copy of pieces at a random position of *body*. A model continues as the text did there."""
         at = self._source.randrange(CUE, max(CUE + 1, len(body)))
         return tuple(body[at - CUE : at])
 
     def prompt(self, length: int) -> Pieces:
-        """A fresh prompt that ends with a cue."""
+        """Return a random prompt that ends with a cue."""
         body = self.fresh(length - CUE)
         return body + self.cue(body)
 
     def place(self, length: int) -> int:
-        """A place in the middle half of a prompt."""
+        """Return a random position in the middle half of a prompt."""
         return self._source.randrange(length // 4, length - length // 4)
 
     def other_than(self, piece: int) -> int:
-        """Another piece."""
+        """Return a random piece other than *piece*."""
         return (piece + self._source.randrange(1, self._num_pieces)) % self._num_pieces
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many pieces both begin with."""
+    """Return the length of the common prefix."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return place
@@ -110,7 +110,7 @@ def _swapped(draw: Draw, length: int) -> Pair:
 
 
 def _whole(length: int) -> int:
-    """The most pieces up to *length* that are whole blocks, of as large ones as there may be."""
+    """Round *length* down to whole blocks of the largest size that fits."""
     size = next((size for size in _WHOLE_BLOCKS if size <= length), 1)
     return length // size * size
 

@@ -1,4 +1,4 @@
-"""judge: what the evidence comes to, by family and length."""
+"""The verdict on a run, by family and length of prompts, and the wrong answers found."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ UNCACHED = "nothing was cached"
 
 
 class Verdict(StrEnum):
-    """Of a row, and of all of them."""
+    """The outcome of a row or of a whole run."""
 
     PROVEN = "proven"
     WRONG = "wrong"
@@ -23,24 +23,26 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one family's prompts of one length. Times are medians, of prompts that were asked alone."""
+    """The results for one family's prompts of one length. Times are medians of prompts that were sent alone."""
 
     family: str
     length: int
     num_asked: int
-    cached_tokens: float | None  # the median; None: the server does not tell
-    computed_ttft_s: float | None  # of the same prompts, computed as a whole
+    cached_tokens: float | None  # median; None: not reported by the server
+    computed_ttft_s: float | None  # TTFT of the same prompts in a full prefill
     ttft_s: float | None
-    apart: float | None  # the largest distance to the nearest reference; None: nothing was compared
+    apart: float | None  # max distance of an answer to its closest reference; None: nothing was compared
     shares: bool
     verdict: Verdict
-    why: str  # it is unproven; else empty
+    why: str  # why the verdict is UNPROVEN, else empty
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An answer that is wrong, or what no cache had a right to serve; *question* is None for what was to be computed
-    as a whole."""
+    """A wrong answer, or cached tokens that the server must not have used.
+
+    *question* is None for a prompt that was to be computed in full.
+    """
 
     what: str
     asked: Asked
@@ -49,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Proven: nothing is wrong, and something that a cache served was compared."""
+    """The verdict on a run. It is PROVEN if nothing is wrong and at least one answer from a cache was compared."""
 
     verdict: Verdict
     rows: tuple[Row, ...]
@@ -57,7 +59,7 @@ class Judgement:
 
 
 def judge(measures: Measures) -> Judgement:
-    """The judgement of all that was asked."""
+    """Return the judgement of all requests of a run."""
     findings = tuple(_findings(measures))
     wrong = {finding.asked for finding in findings}
     groups: dict[tuple[int, str], list[tuple[Question, Asked]]] = {}
@@ -74,16 +76,16 @@ def judge(measures: Measures) -> Judgement:
 
 def _findings(measures: Measures) -> Iterator[Finding]:
     for asked, apart in measures.unsteady():
-        yield Finding(f"computed as a whole more than once, answers are {apart:.2g} apart", asked, None)
+        yield Finding(f"answers to full prefills of this prompt differ by {apart:.2g}", asked, None)
     questions = {asked: question for question, asked in measures.evidence.later}
     for asked in measures.suspects():
         apart = measures.apart(asked) or 0.0
         is_text = not asked.request.asker.dialect.tells_logprobs
-        what = "the answer is another one than computed" if is_text else f"the answer is off by {apart:.2g}"
+        what = "the answer's text is not the computed one" if is_text else f"the answer is off by {apart:.2g}"
         yield Finding(what, asked, questions[asked])
     for asked in measures.evidence.asked:
         if excess := measures.excess(asked):
-            what = f"{asked.answer.cached_tokens:,} tokens were cached, {excess:,} more than were asked before"
+            what = f"{asked.answer.cached_tokens:,} tokens were cached, {excess:,} more than earlier prompts share"
             yield Finding(what, asked, questions.get(asked))
 
 

@@ -1,4 +1,4 @@
-"""Measures: what is measured of the evidence: noise, distances, and what may have been cached."""
+"""Measurements on the evidence: noise, distances of answers, and cached tokens in excess."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from kvtier.cli.prove.asker import Asker
 from kvtier.cli.prove.evidence import Asked, Evidence
 from kvtier.cli.prove.families import Pieces, shared
 
-FACTOR = 3.0  # of the noise: further away is wrong
-MIN_BOUND = 0.001  # of a log probability: float32 rounds to a hundredth of it, and no answer hangs on less
-UNMEASURED_BOUND = 0.3  # where other shapes of computation could not be tried: FACTOR times what bfloat16 did to vLLM
-_MIN_UNSTEADY = 0.5  # five times what bfloat16 did
-_OF_ALL_PROMPTS = 8  # tokens that a server may put before each prompt, and have cached
+FACTOR = 3.0  # an answer is wrong beyond this multiple of the noise
+MIN_BOUND = 0.001  # in log probability; float32 rounds to a hundredth of it, and no answer depends on less
+UNMEASURED_BOUND = 0.3  # bound if other computation shapes could not be tried: FACTOR times bfloat16's noise in vLLM
+_MIN_UNSTEADY = 0.5  # five times the noise of bfloat16
+_OF_ALL_PROMPTS = 8  # tokens that a server may add before each prompt and have cached
 
 
 class Measures:
-    """Of evidence that does not grow any more."""
+    """Measurements on evidence that is complete."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -32,26 +32,28 @@ class Measures:
                 self._references.setdefault((request.asker, request.pieces), []).append(one)
 
     def references(self, asker: Asker, pieces: Pieces) -> Sequence[Asked]:
-        """Where *asker* has computed this prompt as a whole, as far as the server tells."""
+        """Return the requests for which *asker* computed this prompt in full, according to the server."""
         return self._references.get((asker, pieces), ())
 
     @cached_property
     def noise(self) -> float | None:
-        """The largest distance between answers to one prompt that were computed as a whole, without those that are as
-        far apart as answers to other prompts; None: no prompt has two."""
+        """The largest distance between full prefills of one prompt, or None if no prompt has two.
+
+        Distances as large as between different prompts are left out.
+        """
         found = [each for *_, each in self._repeats] + self.evidence.shapes
-        if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # else a text is another, or not
+        if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # otherwise texts are equal or not
             found = [each for each in found if each <= self._unsteady_from]
         return max(found, default=None)
 
     @cached_property
     def bound(self) -> float:
-        """An answer that is further from each reference is wrong."""
+        """The distance to every reference above which an answer is wrong."""
         return max(MIN_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
 
     @cached_property
     def _repeats(self) -> list[tuple[Asked, Asked, float]]:
-        """Pairs of answers to one prompt that were computed as a whole, and their distances."""
+        """Pairs of references of one prompt, with their distances."""
         return [
             (*pair, apart)
             for references in self._references.values()
@@ -60,8 +62,7 @@ class Measures:
         ]
 
     def unsteady(self) -> list[tuple[Asked, float]]:
-        """Prompts to which answers that were computed as a whole differ as those to other prompts do: one of them, and
-        by how much."""
+        """Return one request, with the distance, per prompt whose references differ as much as different prompts do."""
         found: dict[tuple[Asker, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
             key = (one.request.asker, one.request.pieces)
@@ -70,17 +71,19 @@ class Measures:
         return list(found.values())
 
     def apart(self, one: Asked) -> float | None:
-        """The distance of an answer to the nearest reference; None: there is none, or nothing to compare."""
+        """Return the distance of an answer to its closest reference, or None if there is nothing to compare with."""
         references = self.references(one.request.asker, one.request.pieces)
         return min(_distances((one, reference) for reference in references), default=None)
 
     def suspects(self) -> list[Asked]:
-        """The answers to questions that are too far from all references."""
+        """Return the answers to questions that are too far from all their references."""
         return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
 
     def excess(self, one: Asked) -> int:
-        """How many more tokens came from a cache, as the server tells, than it had been given with this salt and
-        beginning. 0 where a piece is no token."""
+        """Return how many more cached tokens the server reports than earlier requests with this salt and prefix had.
+
+        Returns 0 if pieces are not tokens.
+        """
         if not self.evidence.is_exact:
             return 0
         request, limit = one.request, 0
@@ -91,11 +94,11 @@ class Measures:
                 if other is not one and other.batch <= one.batch and other.request.asker in self._kin[request.asker]
             ]
             limit = max((shared(request.pieces, pieces) for pieces in before), default=0)
-        num_before = max(0, (one.answer.prompt_tokens or 0) - len(request.pieces))  # that the server puts there
+        num_before = max(0, (one.answer.prompt_tokens or 0) - len(request.pieces))  # added by the server
         return max(0, (one.answer.cached_tokens or 0) - num_before - limit)
 
     def computed_alone(self, length: int) -> list[Asked]:
-        """Prompts of that length that were computed as a whole while no other was asked."""
+        """Return the references of this length whose requests were sent alone."""
         prompts = [
             (each.asker, prompt)
             for each in self.evidence.plan.controls
@@ -105,14 +108,13 @@ class Measures:
         return [one for key in prompts for one in self.references(*key) if one.is_alone]
 
     def is_sensitive(self, length: int) -> bool:
-        """Whether answers to prompts of that length, with one end behind other beginnings, are further apart than a
-        right one may be: most of them."""
+        """Return whether most control prompts of this length have answers further apart than correct answers may be."""
         found = self._controls[length]
         return bool(found) and median(found) > self.bound
 
     @cached_property
     def _controls(self) -> dict[int, list[float]]:
-        """By length the distances of answers to prompts with one end behind other beginnings."""
+        """The distances between answers to the two prompts of each control, by length."""
         found: dict[int, list[float]] = {}
         for control in self.evidence.plan.controls:
             ones, others = (self.references(control.asker, prompt) for prompt in control.prompts)
@@ -121,15 +123,15 @@ class Measures:
 
     @cached_property
     def _unsteady_from(self) -> float:
-        """A distance that is no rounding: half of that to prompts with other beginnings."""
+        """A distance that rounding does not reach: half the median distance between the prompts of a control."""
         found = [each for found in self._controls.values() for each in found]
         return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
     @cached_property
     def alike(self) -> frozenset[frozenset[Asker]]:
-        """Pairs of askers that answered the same prompts alike, and so may have each other's blocks.
+        """Pairs of askers that gave the same answers to the same prompts, and so may share blocks.
 
-        Where that could not be seen a model of another server counts as the same, and an adapter does not.
+        If that could not be measured, a model of another server counts as the same, and an adapter as different.
         """
         found: dict[frozenset[Asker], list[float]] = {}
         for question in self.evidence.plan.questions:

@@ -1,4 +1,4 @@
-"""Plan: which prompts are asked, of whom and under which salt."""
+"""The plan of a run: the prompts to send, and the asker and salt of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ OTHER_SALT = "another salt"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """*giver* is asked the earlier prompt of the pair, then *taker* the later one: alone, or among others."""
+    """A pair of prompts. The earlier one goes to *giver*, then the later one to *taker*, alone or concurrently."""
 
     family: str
-    length: int  # tokens of the earlier prompt, as asked for
+    length: int  # requested length of the earlier prompt, in tokens
     pair: Pair
     giver: Asker
     taker: Asker
@@ -26,13 +26,13 @@ class Question:
 
     @property
     def shares(self) -> bool:
-        """Whether what the earlier prompt has computed may serve the later one."""
+        """Whether cached blocks of the earlier prompt may serve the later one."""
         return self.giver == self.taker and self.earlier_salt == self.later_salt and self.pair.num_shared > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Two prompts that end alike behind different beginnings."""
+    """Two prompts with the same end after different beginnings."""
 
     length: int
     asker: Asker
@@ -41,7 +41,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All questions, and the controls."""
+    """All questions and controls of a run."""
 
     questions: tuple[Question, ...]
     controls: tuple[Control, ...]
@@ -49,9 +49,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans questions to *askers*, of whom the first is asked in all ways, and the others whether they find their own
-    and nothing of the one before. Only a server
-    that is asked cold by salts is given others."""
+    """A planner of questions to *askers*.
+
+    The first asker gets all families. Each other asker gets prompts of its own, and prompts of the asker before it,
+    whose blocks it must not use. Salts are used only if the server honours them.
+    """
 
     askers: Sequence[Asker]
     draw: Draw
@@ -59,9 +61,9 @@ class Planner:
     cold: Cold | None
 
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> Plan:
-        """*num_rounds* questions of each family for each of *lengths*, in tokens and in pieces.
+        """Plan *num_rounds* questions of each family for each of *lengths*, given in tokens and in pieces.
 
-        Every other round is asked among others, and the second and third of four under a salt.
+        Every second round is sent concurrently. The second and third of four rounds have a salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

@@ -1,4 +1,4 @@
-"""prove: one run, from a server's address to what it comes to."""
+"""A complete run, from a server's URL to the verdict."""
 
 import random
 import secrets
@@ -20,50 +20,52 @@ from kvtier.cli.prove.questioner import Note
 from kvtier.cli.prove.setting import Salts, Setting
 from kvtier.cli.prove.writing import WORDS, TokenIds, Words, Writing
 
-_FEW = 40  # words, which fit any model
-_MIN_IDS = 64  # with fewer different tokens prompts would begin alike by chance
+_FEW = 40  # words in a short prompt, which fits any model
+_MIN_IDS = 64  # with fewer different tokens, random prompts could share a prefix by chance
 LENGTHS = (200, 1000, 4000)  # tokens; no block ends there
 MIN_LENGTH = 64
-_MAX_LISTED = 4  # adapters that are asked without being named
-_NUM_PROBES = 3  # prompts by which it is seen how the server is asked cold
-_EXTRA_TOKENS = 32  # that a server may put around a prompt, and an answer
+_MAX_LISTED = 4  # max number of adapters to test without being named
+_NUM_PROBES = 3  # prompts to find a way to bypass the cache
+_EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and its answer
 
 
 def choose_writing(asker: Asker) -> tuple[Writing, Words]:
-    """Token ids where the server takes them, those of ordinary words if it says which they are; else words. Behind it
-    words in any case."""
+    """Return the writing of prompts, and one for prompts that must be text.
+
+    Prompts are token ids if the server accepts these, those of ordinary words if it can tokenize. Else they are words.
+    """
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
     ids = _ids_of_words(asker.endpoint, asker.model)
     writing = TokenIds(ids) if len(ids) >= _MIN_IDS else TokenIds()
     prompt = writing.write(range(_MIN_IDS))
     taken = unless_refused(asker.ask, prompt)
-    if taken is None or taken.prompt_tokens not in (None, len(prompt), len(prompt) + 1):  # one that it begins with
+    if taken is None or taken.prompt_tokens not in (None, len(prompt), len(prompt) + 1):  # 1: a start token
         return words, words
     return writing, words
 
 
 def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
-    """The tokens of ordinary words, as vLLM and llama.cpp tell them; none if the server does not."""
+    """Return the token ids of ordinary words from `/tokenize` of vLLM or llama.cpp, or none if the server has none."""
     text = " ".join(WORDS)
     try:
         found = endpoint.post("/tokenize", {"model": model, "prompt": text, "content": text})
-        return tuple(sorted({int(token) for token in found["tokens"][1:]}))  # the first may be no word's
+        return tuple(sorted({int(token) for token in found["tokens"][1:]}))  # the first may be a start token
     except (Refused, KeyError, TypeError, ValueError):
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """*parent* is the model that an adapter belongs to, in the words of vLLM and kvtier; None: it is a model itself."""
+    """An entry of `/v1/models`. *parent* is the model of an adapter (vLLM and kvtier report it), None for a model."""
 
     name: str
     parent: str | None
-    max_tokens: int | None  # of a prompt and its answer; None: not told
+    max_tokens: int | None  # limit on a prompt with its answer; None: not reported
 
 
 def list_models(endpoint: Endpoint) -> list[ListedModel]:
-    """The models of a server; none if it lists none. OSError if no server answers."""
+    """Return the models of a server, which may be none. Raise OSError if no server answers."""
     try:
         data = endpoint.get("/v1/models")["data"]
         return [ListedModel(each["id"], each.get("parent"), each.get("max_model_len")) for each in data]
@@ -75,8 +77,11 @@ def list_models(endpoint: Endpoint) -> list[ListedModel]:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be proven. *model* and *adapters* are None for what the server lists, *lengths* (tokens) for those of
-    `LENGTHS` that the model takes, *seed* for prompts that no run has asked."""
+    """The settings of a run.
+
+    *model* and *adapters* are None to use those that the server lists. *lengths*, in tokens, is None to use those of
+    `LENGTHS` that the model accepts. *seed* is None for prompts that no earlier run has sent.
+    """
 
     endpoint: Endpoint
     other: Endpoint | None  # a server that shares the cache
@@ -91,7 +96,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Proof:
-    """What has come out; *doubts* are sentences about what has not."""
+    """The results of a run. *doubts* are sentences about what it could not determine."""
 
     askers: Sequence[Asker]
     writing: Writing
@@ -101,9 +106,12 @@ class Proof:
 
 
 def prove(order: Order, note: Note) -> Proof:
-    """Ask, and judge. *note* hears what goes on. ValueError for an order that the server cannot be given, OSError and
-    `Refused` if it cannot be asked."""
-    note("asking what the server takes", 0, 1)
+    """Test the server and judge its answers. Call *note* with the progress.
+
+    Raises ValueError if *order* does not fit the server, OSError if no server answers, and `Refused` for an error
+    response.
+    """
+    note("asking which options the server accepts", 0, 1)
     askers, longest = _askers(order)
     asked_for = _lengths(order.lengths, longest)
     writing, words = choose_writing(askers[0])
@@ -112,7 +120,7 @@ def prove(order: Order, note: Note) -> Proof:
     draw = Draw(source, writing.num_pieces)
     lengths = [(length, writing.pieces_of(length)) for length in asked_for]
 
-    note("asking how the server computes what it has cached", 0, 1)
+    note("looking for a way to bypass the server's cache", 0, 1)
     probes = [writing.write(draw.prompt(lengths[-1][1])) for _ in range(_NUM_PROBES)]
     cold = find_cold(askers[0], probes, salts.new())
     plan = Planner(askers, draw, salts, cold).plan(lengths, order.num_rounds)
@@ -123,7 +131,7 @@ def prove(order: Order, note: Note) -> Proof:
 
 
 def _askers(order: Order) -> tuple[list[Asker], int | None]:
-    """The model, its adapters, and the other server's model; and how many tokens a request of the first may have."""
+    """Return the model, its adapters and the other server's model, and the max number of tokens of a request."""
     listed = list_models(order.endpoint)
     model = next((each for each in listed if order.model in (None, each.name) and each.parent is None), None)
     if model is None:
@@ -142,12 +150,12 @@ def _askers(order: Order) -> tuple[list[Asker], int | None]:
 
 
 def _lengths(asked: Sequence[int] | None, longest: int | None) -> list[int]:
-    """The lengths of prompts, the shortest first."""
+    """Return the lengths of prompts, shortest first."""
     if longest is None:
         return sorted(asked or LENGTHS)
-    limit = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one goes on for an eighth
+    limit = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one family extends its prompts by an eighth
     if limit < MIN_LENGTH:
-        raise ValueError(f"the model takes {longest:,} tokens, too few to see anything")
+        raise ValueError(f"the model takes {longest:,} tokens, too few for this test")
     if asked is None:
         return [length for length in LENGTHS if length <= limit] or [limit]
     if max(asked) > limit:

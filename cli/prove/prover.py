@@ -1,4 +1,4 @@
-"""Prover: asks all that is planned, in an order by which it is known what may be cached."""
+"""Execution of a plan, in an order that determines what the server may have cached at each request."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,18 +18,22 @@ from kvtier.cli.prove.writing import Writing
 
 NUM_HALF = NUM_TOKENS // 2
 _NUM_SHAPES, _MAX_SHAPE_TRIES = 3, 6  # prompts of each length
-_NUM_AGAIN = 2  # times that a suspect's prompt is computed as a whole again, alone, and as often among others
+_NUM_AGAIN = 2  # additional full prefills of a suspect's prompt, first alone and then as many concurrently
 
 
 def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
-    """The distance of the two for one prompt; None if the answer's tokens cannot be put behind it, or told apart."""
+    """Return the distance between two computations of the same answer tokens, in other shapes.
+
+    The second computation has the first half of the answer in its prompt. Returns None if the answer's tokens cannot be
+    appended to the prompt.
+    """
     whole = ask_cold(prompt)
     longer = _continued(prompt, whole)
     if longer is None:
         return None
     again = ask_cold(longer)
     if whole.prompt_tokens is not None and again.prompt_tokens != whole.prompt_tokens + NUM_HALF:
-        return None  # the text is made other tokens of
+        return None  # the server splits the longer text into other tokens
     return distance(whole.behind(NUM_HALF), again) if again.steps else None
 
 
@@ -44,7 +48,7 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 
 
 class Prover:
-    """Asks one plan, once. *concurrency* requests are under way where they are asked among others."""
+    """A single execution of one plan. Concurrent rounds have *concurrency* requests in flight."""
 
     def __init__(self, plan: Plan, setting: Setting, concurrency: int, note: Note) -> None:
         self._plan = plan
@@ -54,35 +58,38 @@ class Prover:
         self._questioner = Questioner(self._evidence.asked, setting.writing, concurrency, note)
 
     def prove(self, push_out: PushOut | None) -> Evidence:
-        """Ask everything. OSError and `Refused` if a server ends or fails meanwhile."""
+        """Send all requests and return the evidence. Raise OSError or `Refused` if a server stops or fails."""
         self._ask_references()
         self._measure_shapes()
         alone = [question for question in self._plan.questions if question.is_alone]
         others = [question for question in self._plan.questions if not question.is_alone]
         if push_out is None:
             pairs = [request for each in alone for request in (self._earlier(each), _later(each))]
-            later = self._questioner.ask_each("asking each prompt and what shares its beginning", pairs)[1::2]
-            self._questioner.ask_at_once("asking prompts at once", [self._earlier(each) for each in others])
+            later = self._questioner.ask_each("sending pairs of prompts that share a prefix", pairs)[1::2]
+            self._questioner.ask_at_once("sending prompts concurrently", [self._earlier(each) for each in others])
         else:
-            self._questioner.ask_each("asking prompts one by one", [self._earlier(each) for each in alone])
-            self._questioner.ask_at_once("asking prompts at once", [self._earlier(each) for each in others])
+            self._questioner.ask_each("sending prompts one by one", [self._earlier(each) for each in alone])
+            self._questioner.ask_at_once("sending prompts concurrently", [self._earlier(each) for each in others])
             self._push_out(push_out)
-            later = self._questioner.ask_each("asking what shares their beginnings", [_later(each) for each in alone])
-        later += self._questioner.ask_at_once("asking that at once", [_later(each) for each in others])
+            later = self._questioner.ask_each("sending prompts that share prefixes", [_later(each) for each in alone])
+        later += self._questioner.ask_at_once("sending those concurrently", [_later(each) for each in others])
         self._evidence.later = list(zip([*alone, *others], later, strict=True))
         self._ask_suspects_again()
         return self._evidence
 
     def _ask_references(self) -> None:
-        """Each prompt as a whole, alone and among others; where that cannot be asked for, only what no other shares."""
+        """Have each prompt computed in full, alone and concurrently.
+
+        If the cache cannot be bypassed, send only the controls, which share a prefix with no other prompt.
+        """
         controls = [(each.asker, prompt) for each in self._plan.controls for prompt in each.prompts]
         if self._setting.cold is None:
             requests = [Request(asker, prompt, is_reference=True) for asker, prompt in controls]
-            self._questioner.ask_each("asking prompts that share nothing", requests)
+            self._questioner.ask_each("sending prompts without a shared prefix", requests)
             return
         prompts = [*controls, *((each.taker, each.pair.later) for each in self._plan.questions)]
         self._questioner.ask_each("computing prompts one by one", [self._cold(*each) for each in prompts])
-        self._questioner.ask_at_once("computing prompts at once", [self._cold(*each) for each in prompts])
+        self._questioner.ask_at_once("computing prompts concurrently", [self._cold(*each) for each in prompts])
 
     def _measure_shapes(self) -> None:
         cold, asker = self._setting.cold, self._plan.controls[0].asker
@@ -100,7 +107,7 @@ class Prover:
             self._evidence.shapes += found
 
     def _continuable(self, asker: Asker, length: int) -> Prompt:
-        """A prompt behind which its answer can be put: of ids where the answer's are told, else of words."""
+        """Return a prompt to which its answer can be appended: token ids if the server returns them, else words."""
         writing: Writing = self._setting.words
         if asker.dialect.tells_ids and self._setting.writing.is_exact:
             writing = self._setting.writing
@@ -115,20 +122,20 @@ class Prover:
         num_prompts = -(-push_out.num_tokens // max(control.length for control in self._plan.controls))
         draw = Draw(self._setting.source, self._setting.writing.num_pieces)
         fillers = [Request(asker, draw.fresh(longest)) for _ in range(num_prompts)]
-        self._questioner.ask_at_once("asking other prompts, to push these out", fillers)
+        self._questioner.ask_at_once("sending other prompts, to evict these", fillers)
         self._note("waiting for the command and the server", 0, 1)
         push_out.run_command(list({question.taker: None for question in self._plan.questions}))
         self._evidence.is_pushed_out = True
 
     def _ask_suspects_again(self) -> None:
-        """A suspect's prompt, as a whole once more: where answers are far apart anyhow, it is none."""
+        """Compute the prompts of suspects in full again. If those answers vary as much, it is no longer a suspect."""
         suspects = Measures(self._evidence).suspects()
         if self._setting.cold is None or not suspects:
             return
         requests = [self._cold(one.request.asker, one.request.pieces) for one in suspects for _ in range(_NUM_AGAIN)]
-        self._questioner.ask_each("computing suspects once more", requests)
+        self._questioner.ask_each("computing suspects again", requests)
         requests = [self._cold(one.request.asker, one.request.pieces) for one in suspects for _ in range(_NUM_AGAIN)]
-        self._questioner.ask_at_once("computing suspects once more, at once", requests)
+        self._questioner.ask_at_once("computing suspects again, concurrently", requests)
 
     def _cold(self, asker: Asker, pieces: Pieces) -> Request:
         if self._setting.cold is Cold.SALT:
@@ -136,7 +143,7 @@ class Prover:
         return Request(asker, pieces, is_read=False, is_reference=True)
 
     def _earlier(self, question: Question) -> Request:
-        # Where cold prompts have no salt, what was computed as a whole may serve this one.
+        # If cold requests have no salt, the blocks that they computed may serve this one.
         is_first = self._setting.cold is not Cold.UNREAD
         return Request(question.giver, question.pair.earlier, question.earlier_salt, is_reference=is_first)
 

@@ -1,4 +1,4 @@
-"""PushOut: what happens between earlier prompts and later ones, so that a colder tier answers."""
+"""Eviction of earlier prompts from the fast tiers, so that a lower tier serves the later prompts."""
 
 import subprocess
 import time
@@ -9,23 +9,23 @@ from kvtier.cli.prove.asker import Asker
 from kvtier.cli.prove.endpoint import Refused
 from kvtier.cli.prove.writing import WORDS
 
-_STARTS_WITHIN_S = 1800.0  # a server that loads a large model
+_STARTS_WITHIN_S = 1800.0  # time limit for a server's start, which may load a large model
 PAUSE_S = 0.5
 _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PushOut:
-    """Prompts of *num_tokens* in all are asked; then *command* is run by a shell, if there is one."""
+    """An eviction by other prompts of *num_tokens* in total, followed by a shell *command* unless it is None."""
 
     num_tokens: int
     command: str | None
 
     def run_command(self, askers: Sequence[Asker]) -> None:
-        """Run the command, and return once all of *askers* answer. RuntimeError if it fails, or they do not."""
+        """Run the command and wait until all *askers* answer. Raise RuntimeError if the command or an asker fails."""
         if self.command is None:
             return
-        # Its output is no part of a report.
+        # The command's stdout goes to stderr, because stdout is for the report.
         status = subprocess.run(self.command, shell=True, stdout=_STDERR, check=False).returncode
         if status != 0:
             raise RuntimeError(f"--between {self.command!r} ended with status {status}; it must end with 0")
@@ -33,7 +33,7 @@ class PushOut:
         for asker in askers:
             while (why := _why_not(asker)) is not None:
                 if time.monotonic() > give_up_at:
-                    raise RuntimeError(f"after --between the server does not answer: {why}")
+                    raise RuntimeError(f"the server does not answer after the command of --between: {why}")
                 time.sleep(PAUSE_S)
 
 

@@ -1,4 +1,4 @@
-"""Questioner: asks requests one by one or at once, and keeps what was answered."""
+"""Sending of requests, one by one or concurrently, and collection of their answers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -7,13 +7,13 @@ from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.evidence import Asked, Request
 from kvtier.cli.prove.writing import Writing
 
-Note = Callable[[str, int, int], None]  # what is asked, how many have been, how many there are
+Note = Callable[[str, int, int], None]  # description, number of requests done, number of requests
 
 
 class Questioner:
-    """Adds to *kept*. At once are *concurrency* requests; *note* hears of each that is answered.
+    """A sender of requests that appends the answers to *kept* and calls *note* for progress.
 
-    OSError and `Refused`, of the first request that fails; what has not begun by then is not asked.
+    The first request that fails raises OSError or `Refused`. Requests not started by then are cancelled.
     """
 
     def __init__(self, kept: list[Asked], writing: Writing, concurrency: int, note: Note) -> None:
@@ -24,7 +24,7 @@ class Questioner:
         self._num_batches = 0
 
     def ask_each(self, what: str, requests: Sequence[Request]) -> list[Asked]:
-        """Ask one after the other; *what* says to whoever waits what is going on."""
+        """Send requests one after the other. *what* describes them in the progress display."""
         asked: list[Asked] = []
         for request in requests:
             self._note(what, len(asked), len(requests))
@@ -32,7 +32,7 @@ class Questioner:
         return asked
 
     def ask_at_once(self, what: str, requests: Sequence[Request]) -> list[Asked]:
-        """Ask all, so many at a time."""
+        """Send all requests, up to *concurrency* at a time."""
         self._note(what, 0, len(requests))
         answers: list[Answer] = []
         pool = ThreadPoolExecutor(self._concurrency)

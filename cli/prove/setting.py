@@ -1,4 +1,4 @@
-"""Setting: what all questions of a run have in common."""
+"""Settings that all questions of a run share."""
 
 import random
 from dataclasses import dataclass
@@ -8,22 +8,24 @@ from kvtier.cli.prove.writing import Words, Writing
 
 
 class Salts:
-    """Makes them; *run* is this run's alone."""
+    """A generator of salts. *run* is unique to this run."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._num_made = 0
 
     def new(self) -> str:
-        """One more, of characters that every connector takes."""
+        """Return a new salt, of characters that every server accepts."""
         self._num_made += 1
         return f"kvtier-prove-{self._run}-{self._num_made}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How prompts are drawn and written, and how they are asked so that they are computed as a whole: *cold*; None if
-    there is no way. *words* write what token ids cannot."""
+    """The ways to draw and write prompts, and to bypass the server's cache.
+
+    *words* writes prompts that cannot be token ids. *cold* is None if no way to bypass the cache is known.
+    """
 
     source: random.Random
     salts: Salts

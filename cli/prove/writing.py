@@ -1,6 +1,6 @@
-"""Writing: how a prompt's pieces are written for a server, as token ids or as text.
+"""Conversion of a prompt's pieces to token ids or to text.
 
-A *piece* is a number below `num_pieces`, which stands for one token, or for one word.
+A *piece* is a number below `num_pieces` that stands for one token or one word.
 """
 
 from collections.abc import Sequence
@@ -12,43 +12,43 @@ WORDS = tuple(
     able acid aged also area army away baby back ball band bank base bath bear beat bell belt best bird blow blue boat
     body bone book born both bowl bulk burn bush busy cake call calm camp card care case cash cast cell chat chip city
     club coal coat code cold come cook cool cope copy core cost crew crop dark data date dawn days dead deal dean dear
-    debt deep deny desk dial diet disc disk endpoint dose down draw drew drop drug dual duke dust duty each earn ease east
+    debt deep deny desk dial diet disc disk door dose down draw drew drop drug dual duke dust duty each earn ease east
     easy edge else even ever evil exit face fact fail fair fall farm fast fate fear feed feel feet fell felt file fill
     film find fine fire firm fish five flat flow food foot ford form fort four free from fuel full fund gain game gate
     gave gear gene gift girl give glad goal goes gold golf gone good gray grew grey grow gulf hair half hall hand hang
     hard harm hate have head hear heat held hell help here hero high hill hire hold hole holy home hope host hour huge
     hung hunt hurt idea inch into iron item join jump jury just keen keep kept kick kill kind king knee knew know lack
     lady laid lake land lane last late lead left less life lift like line link list live load loan lock logo long look
-    """.split()  # noqa: SIM905  # a list of two hundred strings is no page to read
+    """.split()  # noqa: SIM905  # a list of two hundred quoted strings is hard to read
 )
-_FIRST_ID, _NUM_IDS = 3, 250  # bytes or letters in every vocabulary, for a server that does not say how it makes tokens
+_FIRST_ID, _NUM_IDS = 3, 250  # bytes or letters in every vocabulary, for a server without `/tokenize`
 
 
 class Writing(Protocol):
-    """What pieces a prompt may have, and how it is written."""
+    """The set of pieces that prompts may have, and their written form."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether a piece is a token."""
+        """Whether each piece is one token."""
         ...
 
     @property
     def num_pieces(self) -> int:
-        """How many different pieces there are."""
+        """Number of different pieces."""
         ...
 
     def write(self, pieces: Sequence[int]) -> str | list[int]:
-        """The prompt of these pieces, as `/v1/completions` takes it."""
+        """Return the prompt of these pieces, in the form that `/v1/completions` accepts."""
         ...
 
     def pieces_of(self, num_tokens: int) -> int:
-        """How many pieces make about so many tokens."""
+        """Return the number of pieces that make about *num_tokens* tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Each piece is one of *ids*."""
+    """A writing in which each piece is one of the token *ids*."""
 
     ids: tuple[int, ...] = tuple(range(_FIRST_ID, _FIRST_ID + _NUM_IDS))
     is_exact = True
@@ -66,7 +66,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Words:
-    """Each piece is one of *WORDS*; *tokens_per_word* as the server counts."""
+    """A writing in which each piece is one of `WORDS`. The server needs *tokens_per_word* tokens for a word."""
 
     tokens_per_word: float
     is_exact = False

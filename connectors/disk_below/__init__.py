@@ -1,1 +1,1 @@
-"""A disk below an engine that has host memory of its own: its rows in, and out again, verified."""
+"""The disk tier below an engine that has host memory of its own. Adapters for particular engines do not belong here."""

@@ -1,4 +1,4 @@
-"""DiskBelow: the disk tier for an engine that has host memory of its own."""
+"""`DiskBelow`: the disk tier for an engine that has host memory of its own."""
 
 import queue
 import threading
@@ -22,7 +22,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngi
 
 
 class TakenAtOnce(queue.SimpleQueue[Transfer]):
-    """See `Finished`. The thread that puts a transfer in has it taken out, by *take*."""
+    """A `Finished` queue that calls *take* in the thread that puts a transfer, to take the transfer out at once."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         super().__init__()
@@ -38,28 +38,29 @@ MakeLanes = Callable[[TakenAtOnce], Mapping[Route, Lane]]
 
 @dataclass(frozen=True, slots=True)
 class DiskBelowStatistics:
-    """A `DiskBelow` at one moment; rows and refusals since the start."""
+    """A snapshot of a `DiskBelow`. Rows and refusals are counted since the start."""
 
     tier: TierStatistics
     disk: DiskStatistics
     routes: Mapping[Route, RouteStatistics]
     num_stored: int  # rows
-    num_loaded: int  # rows, all of them verified
+    num_loaded: int  # verified rows
     num_failed_loads: int  # rows
     refused: Mapping[Refusal, int]  # rows that were offered and not stored
-    queued_bytes: int  # that wait to be written
+    queued_bytes: int  # waiting to be written
 
 
 class DiskBelow:
-    """Stores an engine's rows on disk and loads them into its memory again, verified. Nothing is ever raised for what
-    a disk can do: a row that cannot be had, in time and right, is a load that has failed.
+    """An engine's rows on disk, which are verified when they are loaded into its memory.
 
-    Whether a row is on disk is known in memory, so `are_held` waits for nothing. Jobs end in any order, each once, in
-    the thread of a reader or the writer, or in that of the caller if nothing of it can be begun; what its future calls
-    then must be short. All methods may be called from any thread. The memory of a job's rows is the caller's, who
-    leaves it alone until the job has ended.
+    Disk faults raise no exceptions: the load of a row that is unreadable, corrupt or late simply fails.
 
-    One lock guards the tiers' objects, which one thread at a time may use; no copy and no wait happens under it.
+    The index of rows is in memory, so `are_held` does not wait. Jobs end in any order, each once. A job ends in the
+    thread of a reader or of the writer, or in the caller's thread if no part of it can be begun. The callbacks of its
+    future run in that thread and must be short. All methods may be called from any thread. The memory of a job's rows
+    belongs to the caller, who must not touch it until the job has ended.
+
+    One lock guards the tiers' objects, which only one thread at a time may use. No copy and no wait happens under it.
     """
 
     def __init__(
@@ -72,8 +73,12 @@ class DiskBelow:
         end_store: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*make_lanes* makes the lanes of `Route.DISK_TO_HOST`, with *num_readers*, and `Route.HOST_TO_DISK`, with one
-        thread, for the queue that it is given. *row_bytes*: of a group. *end_store* closes the store, at once."""
+        """Begin to load the index of *disk*.
+
+        *make_lanes* returns the lanes that put their transfers into a given queue: `Route.DISK_TO_HOST` with
+        *num_readers* threads, and `Route.HOST_TO_DISK` with one. *row_bytes* returns the size of a group's rows.
+        *end_store* closes the store at once.
+        """
         self._lock = threading.RLock()
         finished = TakenAtOnce(self._take_finished)
         self._lanes = make_lanes(finished)
@@ -85,53 +90,53 @@ class DiskBelow:
         self._probe = ReadProbe(ReadableDisk(self._index), row_bytes, self._transfers, clock)
         self._loads = Loads(self._index, self._transfers, num_readers)
         self._writes = Writes(self._index, self._transfers, max_queued_bytes)
-        self._jobs: set[Job] = set()  # that have not ended
+        self._jobs: set[Job] = set()  # jobs that have not ended
         self._is_closing = False
         with self._lock:
             self._index_load.go_on()
 
     def holds(self, name: BlockName, group_id: int = 0) -> bool:
-        """Whether the row is on disk, and not known to be unreadable."""
+        """Return whether the row is on disk and not known to be unreadable."""
         with self._lock:
             self._go_on()
             return self._disk.holds(group_id, name)
 
     def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
-        """For each of the rows whether it is on disk, and not known to be unreadable."""
+        """Return for each of the rows whether it is on disk and not known to be unreadable."""
         with self._lock:
             self._go_on()
             is_held: list[bool] = self._disk.are_held(group_id, names).tolist()
             return is_held
 
     def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
-        """How many of *names* come before the first that is not on disk."""
+        """Return how many of *names* come before the first that is not on disk."""
         with self._lock:
             self._go_on()
             return self._disk.num_held(group_id, names)
 
     def load(self, rows: Sequence[Row]) -> Outcomes:
-        """Fill the rows' memory; for each whether it has the right bytes. What it has otherwise is undefined.
+        """Fill the rows' memory. Return for each whether it has the right bytes, else its contents are undefined.
 
-        A row that has failed is not held from then on, until it is stored again.
+        A row whose load has failed is not held any more until it is stored again.
         """
         return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[Row]) -> Outcomes:
-        """Write the rows, given in the order of their prefix; for each whether it is on disk then.
+        """Write the rows, given in prefix order. Return for each whether it is on disk.
 
-        One that is not may be offered again; `statistics` counts why.
+        A row that is not may be offered again; `statistics` counts the reasons.
         """
         return self._begin(rows, self._writes.begin)
 
     def touch(self, rows: Sequence[Row]) -> None:
-        """Have these rows leave later: they were used above. Their memory is not looked at."""
+        """Mark these rows as just used, so that they are evicted later. Does not access their memory."""
         with self._lock:
             self._writes.touch(rows)
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete every row of this namespace; False if the disk could not, or jobs do not end in time.
+        """Delete every row of this namespace. Return False if the disk cannot, or if jobs do not end in time.
 
-        Waits for the disk. Rows that are stored meanwhile may stay.
+        Waits for the disk. Rows that are stored in the meantime may stay.
         """
         if not self.drain(timeout_s) or not self._disk.clear():
             return False
@@ -140,7 +145,7 @@ class DiskBelow:
         return True
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Wait until the rows that were on disk at the start are all known; whether they are."""
+        """Wait until all rows that were on disk at the start are indexed. Return whether they are."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -152,7 +157,7 @@ class DiskBelow:
             time.sleep(0.002)
 
     def statistics(self) -> DiskBelowStatistics:
-        """Everything that is counted, by value."""
+        """Return a snapshot of all counts."""
         with self._lock:
             return DiskBelowStatistics(
                 self._disk.statistics(),
@@ -166,23 +171,23 @@ class DiskBelow:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all jobs have ended, and no memory of theirs is used; False if that takes longer."""
+        """Wait until all jobs have ended and none of their memory is used. Return False on timeout."""
         with self._lock:
             futures = [job.future for job in self._jobs]
         return not wait(futures, timeout_s).not_done
 
     def close(self) -> None:
-        """End all jobs, those that nothing has begun with as failed, and the store: no row is held then. A second call
-        does nothing.
+        """End all jobs, with those that have not begun as failed, and close the store, which then holds no row.
 
-        It returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`.
+        Returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`. A
+        second call does nothing.
         """
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
         for lane in self._lanes.values():
-            lane.close()  # without the lock: threads that end take it
+            lane.close()  # without the lock, which the ending threads take
         self._end_store()
         with self._lock:
             self._transfers.close()
@@ -205,13 +210,13 @@ class DiskBelow:
         return job.future
 
     def _go_on(self) -> None:
-        """What is due whenever the disk is asked for something: follow the store's opening, try a disk that rested."""
+        """Follow the opening of the store, and probe a disk that rested after failures."""
         if not self._is_closing:
             self._index_load.go_on()
             self._probe.go_on()
 
     def _take_finished(self) -> None:
-        """Take in what lanes have finished; on the thread that has finished it."""
+        """Process the transfers that lanes have finished, on the thread that has finished them."""
         with self._lock:
             self._transfers.poll()
             ended = self._take_ended()

@@ -1,4 +1,4 @@
-"""Job: rows that are stored or loaded together, and what became of each."""
+"""`Job`: rows that are stored or loaded together, with the outcome of each row."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from kvtier.connectors.disk_below.row_index import Row
 
 Outcomes = Future[list[bool]]
-"""For each row of a job whether it went well. It never has an error, and is never cancelled from within."""
+"""A future with a success flag for each row of a job. It never has an error, and kvtier never cancels it."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Rows of one call, whose parts end in any order. When the last has, the caller is told of all of them, once."""
+    """The rows of one call, whose parts end in any order. The caller is notified once, after the last part."""
 
     rows: Sequence[Row]
     future: Outcomes = field(default_factory=Future)
@@ -29,12 +29,12 @@ class Job:
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
-        """Take in what became of the rows at *places*, each of which ends once."""
+        """Record the outcomes of the rows at *places*. Each row ends once."""
         for place, good in zip(places, is_good, strict=True):
             self.outcomes[place] = good
         self.num_left -= len(places)
 
     def tell(self) -> None:
-        """Tell the caller. What it has asked to be called with the outcomes runs in here."""
+        """Set the result of the future, which calls the caller's callbacks with the outcomes."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.outcomes)

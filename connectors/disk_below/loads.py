@@ -1,4 +1,4 @@
-"""Loads: rows on their way from disk into an engine's memory, verified as they come."""
+"""`Loads`: rows on their way from disk into an engine's memory, verified when they arrive."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from kvtier.tiers.lower.breaker import Attempt
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_PART_BYTES = 32 << 20  # the store reads such a part with several threads by itself
+MAX_PART_BYTES = 32 << 20  # the store itself reads such a part with several threads
 MAX_PART_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """Rows of one job that one reader reads."""
+    """The rows of one job that one reader reads together."""
 
     job: Job
     places: Sequence[int]
@@ -25,17 +25,19 @@ class Part:
 
 
 class Loads:
-    """Reads jobs in the order in which they came: each is cut into parts, each of which is one question to the store,
-    and no part of a later one is begun before all of an earlier. What has been begun and not ended is at most two parts
-    for each of *num_readers*, so a long job fills no queue and keeps few bytes under way.
+    """The load jobs, which are read in the order of their submission.
 
-    A job ends within the store's deadline: what hangs longer is ended by it. While reading is out of order all that is
-    queued fails at once. The caller holds the lock of `DiskBelow`.
+    Each job is cut into parts, and each part is one request to the store. All parts of a job are begun before any part
+    of a later job. At most two parts per reader are in flight, so that a long job fills no queue and keeps few bytes in
+    flight.
+
+    A job ends within the store's deadline, which also ends reads that hang. While the disk is not readable, all queued
+    parts fail at once. The caller holds the lock of `DiskBelow`.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, num_readers: int) -> None:
         self.num_loaded = 0  # rows
-        self.num_failed = 0  # rows that were asked for, and were not there, not right or not to be read
+        self.num_failed = 0  # requested rows that were missing, corrupt or unreadable
         self._index = index
         self._transfers = transfers
         self._num_readers = num_readers
@@ -43,7 +45,7 @@ class Loads:
         self._num_under_way = 0  # parts
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are on disk; the others have failed."""
+        """Queue a job's rows that are on disk; its other rows fail at once."""
         held = self._index.are_held(job.rows)
         absent = [place for place, is_held in enumerate(held) if not is_held]
         self._end(job, absent, [False] * len(absent))
@@ -51,7 +53,7 @@ class Loads:
         self.pump()
 
     def pump(self) -> None:
-        """Hand parts to readers that are free."""
+        """Submit queued parts to free readers."""
         disk = self._index.disk
         while self._queued and self._num_under_way < 2 * self._num_readers:
             attempt = disk.reading.begin() if disk.is_readable else None
@@ -72,7 +74,7 @@ class Loads:
 
     @property
     def num_pending(self) -> int:
-        """Parts that are queued or under way."""
+        """Number of parts that are queued or in flight."""
         return len(self._queued) + self._num_under_way
 
     def _submit(self, part: Part, attempt: Attempt, keys: list[bytes], memories: list[memoryview]) -> bool:
@@ -105,7 +107,7 @@ class Loads:
         self.pump()
 
     def _give_up(self) -> None:
-        """Fail all that is queued: the disk is to be left alone."""
+        """Fail all queued parts, because the disk must not be used now."""
         queued, self._queued = self._queued, deque()
         for part in queued:
             self._end(part.job, part.places, [False] * len(part.places))
@@ -116,7 +118,7 @@ class Loads:
         self.num_failed += len(places) - sum(is_good)
 
     def _parts(self, job: Job, places: Sequence[int]) -> list[Part]:
-        """The rows at *places*, cut for the readers."""
+        """Return the rows at *places*, cut into parts for the readers."""
         return [
             Part(job, part, sum(job.rows[place].memory.nbytes for place in part))
             for part in cut(places, job.rows, MAX_PART_BYTES, MAX_PART_ROWS)
@@ -124,7 +126,7 @@ class Loads:
 
 
 def cut(places: Sequence[int], rows: Sequence[Row], max_bytes: int, max_rows: int) -> list[list[int]]:
-    """The places in parts, in order; each has one row, or no more than so many bytes and rows."""
+    """Return *places* in parts, in order. A part has one row, or at most *max_bytes* and *max_rows*."""
     parts: list[list[int]] = []
     num_bytes = 0
     for place in places:

@@ -1,4 +1,4 @@
-"""MappedFile: the file that an engine's memory is mapped from, so that the store's process can map it too."""
+"""The file that an engine's memory is mapped from, so that the store's process can map it too."""
 
 import contextlib
 import os
@@ -21,10 +21,10 @@ class _Mapping(NamedTuple):
 
 
 def open_behind(memory: memoryview) -> SharedMemory | None:
-    """The file that *memory* (contiguous, writable) is mapped from, opened: its descriptor is the caller's.
+    """Open the file that *memory* (contiguous, writable) is mapped from. The caller owns the descriptor.
 
-    None if it is mapped from no file, or privately, or from one that cannot be opened: the bytes of its rows then go
-    over a socket.
+    Returns None if the memory is not mapped from a file, is mapped privately, or if the file cannot be opened. The
+    bytes of its rows then go over a socket.
     """
     address = address_of(memory)
     here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]
@@ -39,8 +39,11 @@ def open_behind(memory: memoryview) -> SharedMemory | None:
 
 
 def _open(mapping: _Mapping) -> int | None:
-    """The mapped file: by its name, by a descriptor of this process, as of a file that never had a name, or by the
-    mapping itself, which only root may."""
+    """Return a descriptor of the mapped file, or None.
+
+    Tries the file's name, then this process's descriptors, which work for a file that never had a name, then the
+    mapping itself, which only root may open.
+    """
     by_descriptor = (f"/proc/self/fd/{number}" for number in _descriptors_of(mapping))
     for path in (mapping.path, *by_descriptor, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
         with contextlib.suppress(OSError):
@@ -54,7 +57,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 def _descriptors_of(mapping: _Mapping) -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor was closed in the meantime
             found = os.fstat(int(number))
             if (found.st_dev, found.st_ino) == (mapping.device, mapping.inode):
                 yield number

@@ -1,4 +1,4 @@
-"""Opening the disk below an engine: its store in a process of its own, its lanes, its memory as files."""
+"""The opening of the disk below an engine, with the store in its own process, the lanes, and memory as files."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from kvtier.transfer.transfer_engine import Route
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
-MAX_QUEUED_BYTES = 256 << 20  # to be written: so much of an engine's host memory is kept in place by writes
+MAX_QUEUED_BYTES = 256 << 20  # max bytes of an engine's host memory that queued writes keep in use
 OPENING_WAIT_S = 5.0  # at the start; a store that takes longer joins later
 
 
@@ -29,12 +29,15 @@ def open_disk_below(
 ) -> DiskBelow:
     """Open the configured store as the disk below an engine; the caller closes it.
 
-    *namespace*: 16 bytes for all that decides the bytes of a row beside its name. *row_bytes*: of a group, for
-    *num_groups* of them, numbered from 0. *memories* are what the engine's rows lie in, as a whole: one that is mapped
-    from a file, shared, is read and written by the store's process itself, other rows are copied on their way.
+    *namespace* is 16 bytes for all facts that decide a row's bytes, other than its name. *row_bytes* returns the size
+    of a group's rows, for *num_groups* groups numbered from 0. *memories* are the whole regions that contain the
+    engine's rows. The store's process itself reads and writes a region that is a shared mapping of a file; rows
+    elsewhere are copied on their way.
 
-    ValueError, with what to do, for a configuration that cannot be used. A folder that cannot be opened is none:
-    nothing is held until it can be, and `statistics` says why.
+    A folder that cannot be opened is not an error. Nothing is held until it can be, and `statistics` gives the reason.
+
+    Raises:
+        ValueError: If the configuration cannot be used. The message says what to do.
     """
     refuse_small(config, sum(row_bytes(group_id) for group_id in range(num_groups)))
     settings = store_settings(config, codec_of_others(config))

@@ -1,4 +1,4 @@
-"""RowIndex: which rows are on disk, where nothing above the disk is ours."""
+"""`RowIndex`: the rows that are on disk, for an engine whose tiers above the disk are its own."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -10,12 +10,12 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 
 class Row(NamedTuple):
-    """One block's bytes where the engine has them, or wants them.
+    """One block, with the engine's memory that its bytes are stored from or loaded into.
 
-    *memory* is contiguous, has the block's bytes and no others, and is left alone by the engine until the job with it
-    has ended. *name* is 32 bytes that decide them, within the namespace and *group_id*; all rows of a group are of one
-    size. *parent* is the name of the block that this one continues, in the same group: of two blocks the parent leaves
-    the disk later.
+    *memory* is contiguous and has exactly the block's bytes. The engine must not touch it until the row's job has
+    ended. *name* is 32 bytes that determine the block's bytes within the namespace and *group_id*. All rows of a group
+    have the same size. *parent* is the name of the block that this one continues, in the same group; a parent leaves
+    the disk after its children.
     """
 
     name: BlockName
@@ -25,20 +25,20 @@ class Row(NamedTuple):
 
 
 class RowIndex:
-    """See `DiskContent`. No row has a copy that we know of, so one that leaves the disk is forgotten."""
+    """The rows on disk, see `DiskContent`. kvtier knows no other copies, so it forgets rows that leave the disk."""
 
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
 
     def are_held(self, rows: Sequence[Row]) -> list[bool]:
-        """For each of the rows whether it is on disk."""
+        """Return for each of the rows whether it is on disk."""
         held: list[bool] = []
         for group_id, run in groupby(rows, lambda row: row.group_id):
             held += self.disk.are_held(group_id, [row.name for row in run]).tolist()
         return held
 
     def on_written(self, blocks: Sequence[tuple[int, BlockName]], evicted: Sequence[bytes]) -> None:
-        """Take in that blocks (group and name) were written, and which keys the store has evicted for them."""
+        """Record that blocks (group and name) were written, and that the store has evicted keys for them."""
         for group_id, name in blocks:
             self.disk.index.add(group_id, [name])
             self.disk.ages.on_written([name])
@@ -48,9 +48,11 @@ class RowIndex:
                 self.disk.ages.on_dropped(block[1])
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Take in that a read of the block gave no bytes, and count it as not on disk, whatever the fault: an engine
-        that finds it would ask for it again, and again. A record that is good is known again at the next opening, or
-        when it is stored again."""
+        """Record that a read of the block failed, and count the block as not on disk, whatever the fault.
+
+        Otherwise an engine would find the block and request it again and again. A good record is found again after the
+        next opening, or when it is stored again.
+        """
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         self.disk.index.remove(group_id, name)
 

@@ -1,4 +1,4 @@
-"""Writes: rows on their way from an engine's memory to disk."""
+"""`Writes`: rows on their way from an engine's memory to disk."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ MAX_UNDER_WAY = 2  # batches: one is written and one waits for the writer
 
 
 class Refusal(StrEnum):
-    """Why a row was not even tried to be stored. It may be offered again."""
+    """The reason why a row was not stored. The row may be offered again."""
 
-    BUSY = "busy"  # as many bytes wait to be written as may
-    DISK = "disk"  # which is not open, or has failed too often to be tried now
-    BUDGET = "budget"  # of bytes that may be written a day
+    BUSY = "busy"  # too many bytes wait to be written
+    DISK = "disk"  # the disk is not open, or has failed too often to be tried now
+    BUDGET = "budget"  # the daily limit on written bytes is reached
     FAILED = "failed"  # the write was tried, and failed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """Rows of one job that are written together."""
+    """The rows of one job that are written together."""
 
     job: Job
     places: Sequence[int]
@@ -40,17 +40,17 @@ class Batch:
 
 
 class Writes:
-    """Writes jobs in the order in which they came, each job's last rows first, so that a prefix leaves from its end.
+    """The store jobs, which are written in the order of their submission.
 
-    At most *max_queued_bytes* wait: a job's rows beyond that are refused, except that one row is always taken when
-    none waits. A row that is on disk is not written again, but counts as used. The caller holds the lock of
-    `DiskBelow`.
+    The last rows of a job are written first, so that a prefix is evicted from its end. At most *max_queued_bytes* wait.
+    Rows beyond that are refused, except that one row is always accepted when none waits. A row that is on disk is not
+    written again, but counts as used. The caller holds the lock of `DiskBelow`.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
         self.num_stored = 0  # rows
         self.refused: Counter[Refusal] = Counter()  # rows
-        self.queued_bytes = 0  # that have not been written yet
+        self.queued_bytes = 0  # not written yet
         self._index = index
         self._transfers = transfers
         self._max_queued_bytes = max_queued_bytes
@@ -58,7 +58,7 @@ class Writes:
         self._num_under_way = 0
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are not on disk yet, as far as they may be; what is refused has failed."""
+        """Queue a job's rows that are not on disk yet; refused rows fail at once."""
         held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])
@@ -77,13 +77,13 @@ class Writes:
         self.pump()
 
     def touch(self, rows: Sequence[Row]) -> None:
-        """Have these rows' records leave later, as they were used; not if the writer is busy."""
+        """Mark these rows as just used, so that they are evicted later. Does nothing if the writer is busy."""
         if rows and self._index.disk.is_open and not self._queued:
             keys = [self._index.disk.key(row.group_id, row.name) for row in rows]
             self._transfers.submit(Route.HOST_TO_DISK, lambda: self._index.disk.touch(keys), 0, lambda transfer: None)
 
     def pump(self) -> None:
-        """Hand batches to the writer."""
+        """Submit queued batches to the writer."""
         while self._queued and self._num_under_way < MAX_UNDER_WAY:
             disk = self._index.disk
             attempt = disk.writing.begin() if disk.is_open else None
@@ -99,11 +99,11 @@ class Writes:
 
     @property
     def num_pending(self) -> int:
-        """Batches that are queued or under way."""
+        """Number of batches that are queued or in flight."""
         return len(self._queued) + self._num_under_way
 
     def _refusal(self, num_bytes: int) -> Refusal | None:
-        """Why a row of so many bytes is not taken now; None if it is."""
+        """Return why a row of *num_bytes* is refused now, or None if it is accepted."""
         disk = self._index.disk
         if not disk.may_write() or num_bytes > disk.latest.capacity_bytes:
             return Refusal.DISK
@@ -121,7 +121,7 @@ class Writes:
         )
 
     def _work(self, rows: Sequence[Row]) -> Callable[[], Written]:
-        """The batch's work for the writer: it has memory and values, and none of our state."""
+        """Return the writer's work for a batch, which uses memory and values but no state of this object."""
         disk = self._index.disk
 
         def key_of(group_id: int, name: BlockName | None) -> bytes:
@@ -161,7 +161,7 @@ class Writes:
         self.pump()
 
     def _give_up(self) -> None:
-        """Refuse all that is queued: the disk is to be left alone."""
+        """Refuse all queued batches, because the disk must not be used now."""
         queued, self._queued = self._queued, deque()
         for batch in queued:
             self.queued_bytes -= batch.num_bytes

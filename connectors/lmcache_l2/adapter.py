@@ -1,4 +1,4 @@
-"""KVTierL2: the class that LMCache makes, with all of its methods for L2 adapters."""
+"""`KVTierL2`: the L2 adapter class that LMCache instantiates."""
 
 import ctypes
 import os
@@ -37,31 +37,34 @@ ALSO_ABSTRACT = {"get_memory_tags"}  # in lmcache 0.5.7
 KEY_FIELDS = {"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"}
 MEMORY_PARTS = ("byte_array", "get_size", "metadata")
 T = TypeVar("T")
-INDEXING_WAIT_S = 5.0  # at the start; what is not known by then is found by later look-ups
+INDEXING_WAIT_S = 5.0  # at the start; later lookups find objects that are indexed later
 
 
 class NotServed(ValueError):
-    """LMCache is one that the adapter does not know, or is configured as the adapter does not serve."""
+    """The error for an LMCache version or configuration that the adapter does not support."""
 
 
 def check_lmcache(adapter: type, key: type, memory: type) -> None:
-    """Raise `NotServed` for an LMCache whose classes are not those that the adapter was made for: *adapter* and
-    *memory* are abstract, *key* is the dataclass that names an object. A field of a key that the adapter does not know
-    would tell objects apart that it takes for one."""
+    """Raise `NotServed` if LMCache's classes differ from those that the adapter was written for.
+
+    *adapter* and *memory* are abstract classes, *key* is the dataclass that names an object. If keys had a field that
+    the adapter does not know, it would take objects that differ only in this field for the same object.
+    """
     unknown = (set(getattr(adapter, "__abstractmethods__", ())) ^ ABSTRACT) - ALSO_ABSTRACT
     unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS
     unknown |= {part for part in MEMORY_PARTS if not hasattr(memory, part)}
     if unknown:
         raise NotServed(
-            f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter rests; "
-            f"install lmcache {' or '.join(TESTED)}, or a kvtier that knows yours"
+            f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter depends; "
+            f"install lmcache {' or '.join(TESTED)}, or a kvtier that supports your version"
         )
 
 
 class Outcomes(Generic[T]):
-    """The outcomes of tasks of one kind. Each is given once; the eventfd is readable while there may be some.
+    """The outcomes of tasks of one kind.
 
-    All methods may be called from any thread. After `close` outcomes are dropped.
+    Each outcome is returned once. The eventfd is readable while there may be outcomes. All methods may be called from
+    any thread. After `close`, outcomes are dropped.
     """
 
     def __init__(self) -> None:
@@ -71,19 +74,19 @@ class Outcomes(Generic[T]):
         self._is_closed = False
 
     def put(self, task_id: int, outcome: T) -> None:
-        """Take in a task's outcome, and make the eventfd readable."""
+        """Add a task's outcome, and make the eventfd readable."""
         with self._lock:
             if not self._is_closed:
                 self._outcomes[task_id] = outcome
                 os.eventfd_write(self.event_fd, 1)
 
     def pop(self, task_id: int) -> T | None:
-        """The task's outcome, None if it has none yet or was asked for before."""
+        """Return the task's outcome, or None if it has none yet or its outcome was returned before."""
         with self._lock:
             return self._outcomes.pop(task_id, None)
 
     def pop_all(self) -> dict[int, T]:
-        """The outcomes of all tasks that have one."""
+        """Return the outcomes of all tasks that have one."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, {}
             return outcomes
@@ -97,45 +100,48 @@ class Outcomes(Generic[T]):
 
 
 class Settings(DiskConfig, frozen=True, kw_only=True):
-    """What `adapter_params` may say: all of `[disk]`, and *weights*, which stands for what LMCache's keys do not have:
-    the revision of the weights, LoRA adapters, how an engine lays its KV out."""
+    """The settings that `adapter_params` may have: the keys of `[disk]`, and *weights*.
+
+    *weights* identifies the facts that LMCache's keys lack: the revision of the weights, LoRA adapters, and how an
+    engine lays out its KV cache.
+    """
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
 def settings_of(adapter_params: Mapping[str, object]) -> Settings:
-    """The settings. ValueError, with the key, for what they may not say."""
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
     return tree_from_dict(Settings, adapter_params, "adapter_params")
 
 
 class KVTierL2Config(L2AdapterConfigBase):
-    """The adapter's configuration, made of `adapter_params`."""
+    """The adapter's configuration, from `adapter_params`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @classmethod
     def from_dict(cls, d: Mapping[str, object]) -> "KVTierL2Config":
-        """The configuration that *d* is. ValueError, with the key, for what it may not say."""
+        """Return the configuration in *d*. Raises like `settings_of`."""
         return cls(settings_of(d))
 
     @classmethod
     def help(cls) -> str:
-        return "adapter_params: path, capacity and what else kvtier's [disk] table may say; weights"
+        return "adapter_params: keys of kvtier's [disk] table, such as path and capacity; weights"
 
 
 class KVTierL2(L2AdapterInterface):
-    """LMCache's objects in kvtier's store: bounded, verified at every load, there again after a restart.
+    """An L2 adapter that keeps LMCache's objects in kvtier's store, which is bounded and survives restarts.
 
-    LMCache's threads call it at any time, and give it memory of their own, which stays theirs. Look-ups are answered
-    from memory, at once. What goes wrong is an object that is not there, or was not stored: no method raises after the
-    adapter has been made. It evicts by itself, so LMCache is told of no capacity to keep.
+    Every load is verified. LMCache's threads call the adapter at any time and pass memory that stays theirs. Lookups
+    are answered at once from an index in memory. After a fault, an object is missing or was not stored; no method
+    raises once the adapter exists. The adapter evicts on its own, so it reports no capacity for LMCache to enforce.
     """
 
     def __new__(cls, *arguments: object, **named: object) -> Self:
-        """Raise `NotServed` for an LMCache that is not known.
+        """Raise `NotServed` for an LMCache that the adapter does not support.
 
-        This comes before Python's own refusal of a class that lacks one of the abstract methods.
+        This happens before Python itself refuses a class that lacks one of the abstract methods.
         """
         check_lmcache(L2AdapterInterface, ObjectKey, MemoryObj)
         made: Self = super().__new__(cls)
@@ -193,17 +199,17 @@ class KVTierL2(L2AdapterInterface):
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Nothing: a look-up has marked what it has found, and eviction passes over that once."""
+        """Do nothing. A lookup marks the objects that it finds, and eviction passes over a marked object once."""
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
-        """Have those of these objects that are here leave later.
+        """Mark the objects that are on disk as just used, so that they are evicted later.
 
-        lmcache 0.5.7 calls it at the end of a request, and for the beginning of a prompt that the engine has itself.
+        lmcache 0.5.7 calls this at the end of a request, and for the beginning of a prompt that the engine already has.
         """
         self._touch(self._guard.run(lambda: self._objects.find(keys, {}), []))
 
     def get_memory_tags(self) -> Any:
-        """Return that the bytes are on a disk of this machine. Only lmcache 0.5.7 asks, and has the words for it."""
+        """Return tags for bytes on a local disk. Only lmcache 0.5.7 calls this, and only it defines the tags."""
         return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
@@ -220,7 +226,7 @@ class KVTierL2(L2AdapterInterface):
         return self._loads.pop(task_id)
 
     def get_usage(self) -> AdapterUsage:
-        """Bytes on disk now, of all salts together: what has been evicted is not among them."""
+        """Return the bytes on disk now, of all salts together, without evicted objects."""
         tier = self._disk.statistics().tier
         return AdapterUsage(tier.num_bytes, tier.capacity_bytes)
 
@@ -243,7 +249,7 @@ class KVTierL2(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End all tasks, those that nothing has begun with as failed, and close the store."""
+        """End all tasks, with those that have not begun as failed, and close the store."""
         self._guard.run_always(self._disk.close, None)
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()
@@ -254,7 +260,7 @@ class KVTierL2(L2AdapterInterface):
     def _begin(
         self, begin: "Callable[[], Future[list[bool]]]", num_keys: int, end: Callable[[Sequence[bool]], None]
     ) -> None:
-        """Begin a task; *end* is called with what became of each of its objects, once."""
+        """Begin a task, and call *end* once with the outcome of each of its objects."""
         future = self._guard.run(begin, None)
         if future is None:
             end([False] * num_keys)
@@ -263,7 +269,7 @@ class KVTierL2(L2AdapterInterface):
 
 
 def _memory(described: L1MemoryDesc) -> memoryview:
-    """LMCache's own memory, as a whole."""
+    """Return a view of the whole of LMCache's own memory."""
     return memoryview((ctypes.c_ubyte * described.size).from_address(described.ptr))
 
 

@@ -1,4 +1,4 @@
-"""What LMCache's objects are called on disk."""
+"""Names of LMCache's objects on disk."""
 
 import hashlib
 import struct
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from kvtier.tiers.naming.block_hash import BlockName
 
-VERSION = 1  # of what a name is made of
-FIELDS = struct.Struct("<QQIII")  # rank, object group; bytes of the model's name, of the salt and of the hash
+VERSION = 1  # of the contents of a name
+FIELDS = struct.Struct("<QQIII")  # rank, object group; lengths of the model's name, the salt and the hash
 
 
 class ObjectKey(Protocol):
-    """LMCache's key of an object: one chunk of tokens, as one rank has it, of one group of layers."""
+    """LMCache's key of an object: one rank's part of one chunk of tokens, for one group of layers."""
 
     @property
     def chunk_hash(self) -> bytes: ...
@@ -30,7 +30,7 @@ class ObjectKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shapes and types of the tensors in an object, in the order in which its bytes have them, as a digest."""
+    """The digest of the shapes and types of the tensors in an object, in the order of its bytes."""
 
     digest: bytes
     num_bytes: int
@@ -38,39 +38,41 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout_of(shapes: tuple[Sequence[int], ...], dtypes: tuple[Any, ...], num_bytes: int) -> Layout:
-    """The layout of tensors of these shapes and torch types, which are *num_bytes* long together."""
+    """Return the layout of tensors with these shapes and torch types, *num_bytes* long together."""
     parts = [f"{dtype} {'x'.join(map(str, shape))}" for shape, dtype in zip(shapes, dtypes, strict=True)]
     return Layout(hashlib.sha256("\n".join([str(num_bytes), *parts]).encode()).digest(), num_bytes)
 
 
 def namespace_of(lmcache: str, weights: str | None) -> bytes:
-    """16 bytes for what decides an object's bytes beside its key and layout: LMCache's version, and what the operator
-    has said of the weights."""
+    """Return 16 bytes for the facts that decide an object's bytes, other than its key and layout.
+
+    These facts are LMCache's version and the operator's *weights* setting.
+    """
     known = "" if weights is None else weights
     return hashlib.sha256(f"kvtier lmcache l2 {VERSION}\0{lmcache}\0{known}".encode()).digest()[:16]
 
 
 def name_of(key: ObjectKey, layout: Layout) -> BlockName:
-    """The name of an object that has this *layout*: of all fields of its key, and of the layout, which keys lack."""
+    """Return the name of an object, made of all fields of its key and of its *layout*, which keys lack."""
     model, salt = key.model_name.encode(), key.cache_salt.encode()
     lengths = FIELDS.pack(key.kv_rank, key.object_group_id, len(model), len(salt), len(key.chunk_hash))
     return BlockName(hashlib.sha256(b"".join((layout.digest, lengths, model, salt, key.chunk_hash))).digest())
 
 
 class KnownLayouts:
-    """The layout that was last stored or loaded of each model, rank and object group.
+    """The layout that was last stored or loaded for each model, rank and object group.
 
-    A look-up says which layout it means, or not: LMCache calls that a hint. What goes through one of LMCache's
-    serializers is stored in another layout than look-ups name. All methods may be called from any thread.
+    A lookup may name the layout of its objects, which LMCache calls a hint. Objects that go through one of LMCache's
+    serializers are stored in a layout that lookups do not name. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[str, int, int], Layout] = {}
 
     def learn(self, key: ObjectKey, layout: Layout) -> None:
-        """Take in that an object has this layout."""
+        """Record that an object has this layout."""
         self._layouts[key.model_name, key.kv_rank, key.object_group_id] = layout
 
     def of(self, key: ObjectKey) -> Layout | None:
-        """The layout last seen of such objects."""
+        """Return the layout last seen for the key's model, rank and object group."""
         return self._layouts.get((key.model_name, key.kv_rank, key.object_group_id))

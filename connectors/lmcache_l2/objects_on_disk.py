@@ -1,4 +1,4 @@
-"""ObjectsOnDisk: LMCache's objects as rows of the disk below it."""
+"""`ObjectsOnDisk`: LMCache's objects as rows of the disk below it."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ NO_MEMORY = memoryview(b"")
 
 
 class Tensors(Protocol):
-    """What LMCache says of the tensors in an object's memory: of several, or of the only one."""
+    """LMCache's description of the tensors in an object's memory: several tensors, or a single one."""
 
     @property
     def shapes(self) -> Sequence[Sequence[int]] | None: ...
@@ -31,7 +31,7 @@ class Tensors(Protocol):
 
 
 class ObjectMemory(Protocol):
-    """LMCache's memory of one object: bytes of this process, with tensors in them."""
+    """LMCache's memory of one object: bytes of this process that contain tensors."""
 
     @property
     def byte_array(self) -> memoryview: ...
@@ -40,7 +40,7 @@ class ObjectMemory(Protocol):
 
 
 class TensorLayouts(Protocol):
-    """What LMCache says of the objects of a group when it looks them up; without shapes it says nothing."""
+    """LMCache's hint about the layout of a group's objects in a lookup; empty if it has no shapes."""
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]: ...
@@ -49,8 +49,10 @@ class TensorLayouts(Protocol):
 
 
 class ObjectsOnDisk:
-    """Stores, finds and loads objects by their keys. All objects of one size are a group of rows, whose number is the
-    size in bytes: so a row is only ever read into memory of its own size. All methods may be called from any thread.
+    """The objects on disk, by their keys.
+
+    All objects of one size are a group of rows, and the group's number is the size in bytes. So a row is only ever read
+    into memory of its own size. All methods may be called from any thread.
     """
 
     def __init__(self, disk: DiskBelow) -> None:
@@ -58,8 +60,11 @@ class ObjectsOnDisk:
         self._layouts = KnownLayouts()
 
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
-        """Write the objects; for each whether it is on disk then. Keys come in the order of their prompts, so each is
-        taken to continue the one before it, if that is the same model's, rank's, group's and tenant's."""
+        """Write the objects. Return for each whether it is on disk.
+
+        Keys come in the order of their prompts. So each object is taken to continue the previous one if both have the
+        same model, rank, group and tenant.
+        """
         rows = self._rows(keys, objects)
         for place in range(1, len(rows)):
             if _family(keys[place]) == _family(keys[place - 1]) and rows[place].group_id == rows[place - 1].group_id:
@@ -67,12 +72,14 @@ class ObjectsOnDisk:
         return self._disk.store(rows)
 
     def load(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
-        """Fill the objects' memory; for each whether it has the right bytes. What it has otherwise is undefined."""
+        """Fill the objects' memory. Return for each whether it has the right bytes, else its contents are undefined."""
         return self._disk.load(self._rows(keys, objects))
 
     def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[Row | None]:
-        """The row of each key that is on disk, without its memory. *layouts*: of each object group, as far as LMCache
-        says them; what it does not say is taken from what was last stored or loaded."""
+        """Return the row of each key that is on disk, without its memory, or None.
+
+        *layouts* has LMCache's layout hints by object group. The layouts last stored or loaded are tried as well.
+        """
         said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
         found: list[Row | None] = [None] * len(keys)
         asked: defaultdict[int, list[tuple[int, BlockName]]] = defaultdict(list)
@@ -80,7 +87,7 @@ class ObjectsOnDisk:
             meant, seen = said.get(key.object_group_id), self._layouts.of(key)
             if meant is not None:
                 asked[meant.num_bytes].append((place, name_of(key, meant)))
-            if seen is not None and seen != meant:  # nothing was said, or it was stored serialized
+            if seen is not None and seen != meant:  # there is no hint, or the object was stored serialized
                 asked[seen.num_bytes].append((place, name_of(key, seen)))
         for num_bytes, of_size in asked.items():
             held = self._disk.are_held([name for _, name in of_size], num_bytes)
@@ -90,14 +97,14 @@ class ObjectsOnDisk:
         return found
 
     def touch(self, rows: Sequence[Row]) -> None:
-        """Have these rows leave later: they were found."""
+        """Mark these rows as just used, so that they are evicted later."""
         self._disk.touch(rows)
 
     def _rows(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> list[Row]:
         return [self._row(key, memory) for key, memory in zip(keys, objects, strict=True)]
 
     def _row(self, key: ObjectKey, memory: ObjectMemory) -> Row:
-        # numpy's view is of bytes; LMCache's is of C's unsigned chars, which cannot be cast
+        # Use numpy's view of bytes, because LMCache's view of C's unsigned chars cannot be cast.
         raw = np.frombuffer(memory.byte_array, np.uint8).data
         if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
             raise ValueError(f"an object of {raw.nbytes} bytes; 1 to {MAX_OBJECT_BYTES - 1} can be stored")

@@ -1,1 +1,1 @@
-"""A disk below SGLang's host memory (HiCache)."""
+"""The disk tier below SGLang's host memory (HiCache). Code that other engines share belongs to `connectors`."""

@@ -1,4 +1,4 @@
-"""KVTierStorage: kvtier's disk as the storage of SGLang's HiCache."""
+"""`KVTierStorage`: kvtier's disk as the storage backend of SGLang's HiCache."""
 
 import ctypes
 import threading
@@ -18,26 +18,26 @@ from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.tiers.naming.block_hash import BlockName
 
-# What SGLang reads in the same table.
+# Keys of the same table that SGLang reads.
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
-INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
+INDEXED_WAIT_S = 10.0  # for the index of the pages on disk; the rest is indexed during the first prompts
 CLEAR_TIMEOUT_S = 60.0
 
 
 class StorageThreads:
     """The threads that call a storage.
 
-    SGLang resets its cache after an update of weights, and tells no storage. But it ends the threads that call the
-    storage, and starts others, for nothing else: a thread that has ended shows the reset.
+    SGLang resets its cache after a weight update, and does not notify the storage. A reset is the only event that makes
+    SGLang end the threads that call the storage and start new ones. So a thread that has ended reveals the reset.
     """
 
     def __init__(self) -> None:
-        """Know of no thread."""
+        """Create an empty record of threads."""
         self._lock = threading.Lock()
         self._seen: set[threading.Thread] = set()
 
     def any_ended(self) -> bool:
-        """Note the calling thread. Return whether a thread that called before has ended since the last call."""
+        """Record the calling thread. Return whether an earlier caller's thread has ended since the last call."""
         with self._lock:
             ended = {thread for thread in self._seen if not thread.is_alive()}
             self._seen = (self._seen - ended) | {threading.current_thread()}
@@ -45,20 +45,23 @@ class StorageThreads:
 
 
 class StorageSettings(DiskConfig, frozen=True, kw_only=True):
-    """The keys of `[disk]`, and *weights*: what stands for the model's weights, whose digest is taken otherwise."""
+    """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
 def settings_of(extra_config: Mapping[str, object]) -> StorageSettings:
-    """The settings. ValueError, with the key, for what they may not say."""
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
     own = {key: value for key, value in extra_config.items() if key not in _OF_SGLANG}
     return tree_from_dict(StorageSettings, own, "hicache-storage-backend-extra-config")
 
 
 class PageRuns:
-    """A page is a few runs of the pool's memory: keys and values of all layers, or of each, as the pool's layout has
-    it. A row has them one after the other. The memory is the pool's; who copies sees to it that the page is leased."""
+    """The runs of the pool's memory that make up each page.
+
+    A run has keys or values of all layers, or of one layer, depending on the pool's layout. A row has the runs of a
+    page one after the other. The memory is the pool's, and the caller must keep a page leased while it is copied.
+    """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -66,17 +69,17 @@ class PageRuns:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a page."""
+        """Number of bytes of a page."""
         return sum(self.sizes)
 
     def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
-        """Of the runs of each page. *host_indices*: of all tokens of whole pages, as SGLang has them."""
+        """Return the addresses of each page's runs. *host_indices* are SGLang's, of all tokens of whole pages."""
         pointers, _ = self._runs(host_indices)
         step = len(self.sizes)
         return [list(pointers[start : start + step]) for start in range(0, len(pointers), step)]
 
     def write(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy the pages at these addresses into rows."""
+        """Copy the pages at these addresses into *rows*."""
         for row, page in zip(rows, pages, strict=True):
             place = row.ctypes.data
             for address, size in zip(page, self.sizes, strict=True):
@@ -84,7 +87,7 @@ class PageRuns:
                 place += size
 
     def read(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy rows into the pages at these addresses."""
+        """Copy *rows* into the pages at these addresses."""
         for row, page in zip(rows, pages, strict=True):
             place = row.ctypes.data
             for address, size in zip(page, self.sizes, strict=True):
@@ -98,15 +101,15 @@ class PageRuns:
 
 
 class KVTierStorage(HiCacheStorage):
-    """Pages of one rank's host pool on disk, verified when they come back. SGLang makes it, tells it of the pool, and
-    calls it from its prefetch and backup threads, which may wait.
+    """The pages of one rank's host pool on disk, which are verified when they are loaded.
 
-    What a disk can do is a page that is not there, or was not stored: never an exception. `NotServed`, at the attach,
-    for engines whose pages cannot be kept.
+    SGLang creates the storage, registers the pool with it, and calls it from its prefetch and backup threads, which may
+    wait. After a disk fault, a page is missing or was not stored; no exception is raised. Registering a pool raises
+    `NotServed` for an engine whose pages cannot be kept.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
-        """As SGLang's factory calls it: *storage_config*, and a dict that is empty."""
+        """Check *storage_config*. SGLang's factory passes an empty dict as *kwargs*."""
         check_config(storage_config)
         self._config = storage_config
         extra_config = storage_config.extra_config or {}
@@ -114,10 +117,10 @@ class KVTierStorage(HiCacheStorage):
         self._is_in_place = bool(extra_config.get("interface_v1", 0))
         self._disk: StagedDisk | None = None
         self._runs: PageRuns | None = None
-        self._naming = threading.Lock()  # SGLang calls from several threads
+        self._naming = threading.Lock()  # because SGLang calls from several threads
         self._threads = StorageThreads()
         self._lineage = WeightsLineage()
-        self._version: str | None = None  # of the weights, as SGLang labels them
+        self._version: str | None = None  # SGLang's label of the weights
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the disk for the pages of this pool."""
@@ -140,20 +143,20 @@ class KVTierStorage(HiCacheStorage):
         self._disk.wait_indexed(INDEXED_WAIT_S)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse pools beside the one of keys and values."""
+        """Refuse pools other than the pool of keys and values."""
         check_pool_name(str(host_pool_name))
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def exists(self, key: str) -> bool:
-        """Whether the page is on disk; waits for nothing."""
+        """Return whether the page is on disk, without waiting."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many of the pages come before the first that is not on disk; waits for nothing."""
+        """Return how many of the pages come before the first that is not on disk, without waiting."""
         return 0 if self._disk is None else self._disk.num_held(self._names(keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the pool; those before the first that cannot be had are there."""
+        """Read the pages before the first that cannot be read into the pool. Return for each whether it was read."""
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -165,7 +168,7 @@ class KVTierStorage(HiCacheStorage):
         return [place < num_read for place in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Write pages of the pool; for each whether it is on disk."""
+        """Write pages of the pool. Return for each whether it is on disk."""
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -176,11 +179,11 @@ class KVTierStorage(HiCacheStorage):
         return self._disk.store(self._names(keys), self._parent(extra_info), fill)
 
     def get(self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None) -> Any:
-        """Read a page into a flat tensor of its size, and give that; None if it is not there."""
+        """Read a page into a flat tensor of its size, and return the tensor, or None if the page cannot be read."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into flat tensors of their size; None for one that is not there, and all after it."""
+        """Read pages into flat tensors of their size, and return these; None from the first unreadable page on."""
         found: list[Any] = [None] * len(keys)
         if self._disk is None or target_locations is None:
             return found
@@ -199,13 +202,13 @@ class KVTierStorage(HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write a page, a flat tensor; whether it is on disk."""
+        """Write a page from a flat tensor. Return whether the page is on disk."""
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write pages, flat tensors; whether all of them are on disk."""
+        """Write pages from flat tensors. Return whether all of them are on disk."""
         if self._disk is None or self._runs is None or values is None:
             return False
         pages = [None if value is None else _bytes_of(value) for value in values]
@@ -219,18 +222,18 @@ class KVTierStorage(HiCacheStorage):
         return all(self._disk.store(self._names(keys), None, fill))
 
     def clear(self) -> bool:
-        """Delete all pages of this rank, model and layout; False if the disk could not."""
+        """Delete all pages of this rank, model and layout. Return False if the disk could not delete them."""
         return self._disk is not None and self._disk.clear(CLEAR_TIMEOUT_S)
 
     def get_stats(self) -> None:
-        """Nothing: SGLang counts pages and their speed itself; see `statistics` for ours."""
+        """Return nothing, because SGLang counts pages and their speed itself; `statistics` has kvtier's counts."""
 
     def statistics(self) -> dict[str, Any]:
-        """Everything that is counted, by name; empty without a pool."""
+        """Return all counts by name; empty before a pool is registered."""
         return {} if self._disk is None else asdict(self._disk.statistics())
 
     def _names(self, keys: Sequence[str]) -> list[BlockName]:
-        """Return the names of pages, of another lineage once SGLang's weights may have been updated."""
+        """Return the names of pages, in a new lineage once SGLang's weights may have been updated."""
         with self._naming:
             version = weights_version()
             if self._threads.any_ended() or version not in (None, self._version):
@@ -239,7 +242,7 @@ class KVTierStorage(HiCacheStorage):
             return [self._lineage.name(name) for name in names_of(keys)]
 
     def _parent(self, extra_info: Any) -> BlockName | None:
-        """Return the page before the first of a call, where SGLang says so."""
+        """Return the page before the first page of a call, if SGLang provides it."""
         prefix = getattr(extra_info, "prefix_keys", None)
         return self._names(prefix[-1:])[0] if prefix else None
 

@@ -1,4 +1,4 @@
-"""Whose a page is: the namespace of a rank's pages, their names, and the folder that is the rank's own."""
+"""The identity of pages: the namespace of a rank's pages, their names, and the rank's own folder."""
 
 import hashlib
 import json
@@ -12,19 +12,21 @@ from kvtier.connectors.sglang_storage.server_facts import folder_of_model
 from kvtier.engine.attached.model_files import weights_digest
 from kvtier.tiers.naming.block_hash import BlockName
 
-SCHEME = 2  # of names and rows; with another one nothing is found
+SCHEME = 2  # version of names and rows; pages of another scheme are not found
 
 
 def namespace_of(
     config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool, server: Mapping[str, object]
 ) -> bytes:
-    """Return 16 bytes for all that decides a page's bytes beside SGLang's hash of its tokens.
+    """Return 16 bytes for all facts that decide a page's bytes, other than SGLang's hash of its tokens.
 
     Args:
         config: SGLang's `HiCacheStorageConfig`.
-        runs: Bytes of the runs that a page consists of.
+        pool: SGLang's host pool.
+        runs: Number of bytes of each run of a page.
+        weights: A digest or name of the model's weights.
         is_in_place: Whether rows are runs; otherwise they are pages as the pool flattens them.
-        server: See `server_facts`.
+        server: The facts that `server_facts` returns.
     """
     facts = {
         "server": server,
@@ -52,12 +54,12 @@ def namespace_of(
 
 
 def names_of(keys: Sequence[str]) -> list[BlockName]:
-    """Names of pages: SGLang's keys are chained hashes of tokens, with salt and adapter in them."""
+    """Return the names of pages, from SGLang's keys: chained hashes of tokens that include salt and adapter."""
     return [BlockName(hashlib.sha256(b"kvtier sglang page\0" + key.encode()).digest()) for key in keys]
 
 
 def folder_of(path: str, config: Any) -> Path:
-    """The folder of this rank, which is a process of its own and shares its store with no other."""
+    """Return the folder of this rank, which is a process of its own and shares its store with no other rank."""
     ranks = {"dp": (getattr(config, "dp_rank", 0), None), "tp": (config.tp_rank, config.tp_size)}
     ranks |= {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
     parts = [f"{name}{rank}" if size is None else f"{name}{rank}of{size}" for name, (rank, size) in ranks.items()]
@@ -65,13 +67,13 @@ def folder_of(path: str, config: Any) -> Path:
 
 
 def weights_of(model: str, revision: str | None) -> str:
-    """Return the digest of the files of the *model* that SGLang serves, a path or an id. `NotServed` without them."""
+    """Return the digest of the model's files, given a path or hub id. Raise `NotServed` if there are no files."""
     try:
         return weights_digest(folder_of_model(model, revision))
     except (OSError, ValueError, ImportError) as error:
         raise NotServed(
-            f"nothing says which weights {model} has ({error}); "
-            'say it with "weights" in hicache-storage-backend-extra-config, such as a revision'
+            f"cannot determine which weights {model} has ({error}); "
+            'set "weights" in hicache-storage-backend-extra-config, for example to a revision'
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Which SGLang the backend knows: the one place where that is said."""
+"""The SGLang versions and configurations that the backend supports."""
 
 from typing import Any
 
@@ -9,30 +9,30 @@ KV_POOL = "kv"
 
 
 class NotServed(ValueError):
-    """The backend cannot keep this engine's pages; the message says why, and what to do."""
+    """The error for an engine whose pages the backend cannot keep, with the reason and the remedy."""
 
 
 def check_config(config: Any) -> None:
-    """Raise `NotServed` for a SGLang that does not say whose a page is, and for engines that are not served."""
+    """Raise `NotServed` if SGLang does not provide the facts that identify a page, or the engine is not supported."""
     _check(config, _FACTS)
     if config.is_mla_model and config.tp_size > 1:
         raise NotServed(
-            "latent attention (MLA) with tensor parallelism: one rank writes what all read, and kvtier's disk is one "
-            "process's; use --tp 1"
+            "latent attention (MLA) with tensor parallelism is not supported, because one rank writes pages that all "
+            "ranks read, and kvtier's disk belongs to one process; use --tp 1"
         )
 
 
 def check_pool(pool: Any) -> None:
-    """Raise `NotServed` for a host pool whose pages cannot be found."""
+    """Raise `NotServed` for a host pool that does not reveal where its pages are."""
     _check(pool, _OF_POOLS)
 
 
 def check_pool_name(name: str) -> None:
-    """Raise `NotServed` for pools beside the one of keys and values: of states, windows, indexers, drafts."""
+    """Raise `NotServed` for a pool of states, windows, indexers or drafts instead of keys and values."""
     if name != KV_POOL:
         raise NotServed(
-            f'the pool "{name}": kvtier keeps keys and values of full attention alone; run this model without '
-            "--hicache-storage-backend"
+            f'the pool "{name}" is not supported, because kvtier keeps only keys and values of full attention; run '
+            "this model without --hicache-storage-backend"
         )
 
 
@@ -40,5 +40,5 @@ def _check(what: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(what, name)]
     if missing:
         raise NotServed(
-            f"this SGLang's {type(what).__name__} has no {', '.join(missing)}; tested is {', '.join(TESTED)}"
+            f"this SGLang's {type(what).__name__} has no {', '.join(missing)}; tested version: {', '.join(TESTED)}"
         )

@@ -1,4 +1,4 @@
-"""Which of SGLang's options decide the bytes of its KV cache: verdicts on every field of 0.5.23's `ServerArgs`."""
+"""The SGLang options that decide the bytes of its KV cache: verdicts on every field of 0.5.23's `ServerArgs`."""
 
 from kvtier.connectors.judged_options import JudgedOptions
 
@@ -110,12 +110,12 @@ JUDGED = JudgedOptions(
         "the digest of the weights, and the model's name": _options("model_path"),
         "the digest of the file": _options("quantization_param_path"),
         "the digests of the adapters": _options("lora_paths"),
-        "the ranks, sizes and pool that SGLang tells the backend": _options(
+        "the ranks, sizes and pool that SGLang passes to the backend": _options(
             "tp_size pp_size attn_cp_size dcp_size hicache_mem_layout"
         ),
     },
     harmless={
-        "what a prompt is, and so its name": _options(
+        "the prompt's tokens, which are part of its pages' names": _options(
             """tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
             skip_tokenizer_init enable_multimodal chat_template trust_request_chat_template hf_chat_template_name
             completion_template default_chat_template_kwargs allow_auto_truncate enable_dynamic_batch_tokenizer
@@ -125,7 +125,7 @@ JUDGED = JudgedOptions(
             mm_preprocess_cache_size_mb limit_mm_data_per_request enable_mm_global_cache mm_global_cache_backend
             mm_feature_transport asr_max_buffer_seconds asr_max_concurrent_sessions enable_mis"""
         ),
-        "what is drawn and told after the last layer": _options(
+        "sampling and output after the last layer": _options(
             """enable_fp32_lm_head random_seed mlx_enable_sampling sampling_backend grammar_backend sampling_defaults
             preferred_sampling_params reasoning_parser strip_thinking_cache enable_strict_thinking tool_call_parser
             tool_server constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
@@ -137,7 +137,7 @@ JUDGED = JudgedOptions(
             watermark_context_window watermark_mixing_probability watermark_max_probability
             watermark_default_enabled watermark_enforce_all"""
         ),
-        "who may ask, and how": _options(
+        "the HTTP and gRPC interface, and access to it": _options(
             """host port fastapi_root_path smg_grpc_mode grpc_mode grpc_port grpc_worker_threads
             grpc_response_timeout_secs sidecar sidecar_args skip_server_warmup warmups enable_http2
             http2_max_concurrent_streams http2_initial_connection_window_size ssl_keyfile ssl_certfile ssl_ca_certs
@@ -147,7 +147,7 @@ JUDGED = JudgedOptions(
             enable_streaming_session enable_session_radix_cache enable_http_worker_reuseport
             enable_response_store"""
         ),
-        "what is told of the engine, and how it ends": _options(
+        "observability, events and shutdown": _options(
             """log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
             uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics
             smg_http_sidecar_port enable_mfu_metrics enable_metrics_for_all_schedulers
@@ -163,7 +163,7 @@ JUDGED = JudgedOptions(
             expert_balancedness_report_mode watchdog_timeout soft_watchdog_timeout sleep_on_idle
             custom_sigquit_handler kv_canary kv_canary_real_data kv_canary_sweep_interval"""
         ),
-        "which tokens a step computes": _options(
+        "the tokens that each step computes": _options(
             """context_length max_running_requests max_queued_requests chunked_prefill_size prefill_decode_interval
             prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens prefill_max_requests
             schedule_policy enable_priority_scheduling disable_priority_preemption default_priority_value
@@ -177,7 +177,7 @@ JUDGED = JudgedOptions(
             prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms min_free_slots_delay
             load_balance_method lora_drain_wait_threshold dllm_fdfo"""
         ),
-        "where memory is, and how much": _options(
+        "the place and the size of memory": _options(
             """mem_fraction_static max_total_tokens swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set
             disable_hybrid_swa_memory max_mamba_cache_size mamba_max_states_per_path mamba_full_memory_ratio
             int8_mamba_ckpt_size cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step
@@ -197,7 +197,7 @@ JUDGED = JudgedOptions(
             unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache lmcache_config_file
             enable_flexkv flexkv_config_file"""
         ),
-        "which processes compute which part, of the same whole": _options(
+        "the distribution of the same computation over processes": _options(
             """dp_size nnodes node_rank
             nccl_port dist_timeout dist_init_addr gated_launch_port moe_dp_size dwdp_size dcp_comm_backend
             dcp_replicate_q_proj enable_dp_attention_local_control_broadcast enable_attn_tp_input_scattered
@@ -235,7 +235,7 @@ JUDGED = JudgedOptions(
             modelopt_checkpoint_save_path modelopt_export_path weight_cache_mode weight_cache_socket
             weight_cache_timeout"""
         ),
-        "drafts: their pools are refused, and the model's own pages are the same": _options(
+        "draft models, whose pools are refused while the model's own pages stay the same": _options(
             """speculative_algorithm uno_lora_path speculative_draft_model_path speculative_draft_model_revision
             speculative_draft_load_format speculative_num_steps speculative_eagle_topk
             speculative_num_draft_tokens speculative_dflash_block_size speculative_dspark_block_size
@@ -255,7 +255,7 @@ JUDGED = JudgedOptions(
             speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
             enable_linear_replayssm_spec decrypted_draft_config_file"""
         ),
-        "which server computes and which decodes": _options(
+        "the split of prefill and decode between servers": _options(
             """disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
             disaggregation_ib_device disaggregation_decode_enable_radix_cache
             disaggregation_decode_enable_offload_kvcache disaggregation_decode_retraction_backup

@@ -1,4 +1,4 @@
-"""What the SGLang server that this process belongs to says of itself: options, adapters, scales, version of weights."""
+"""The facts of the SGLang server that this process belongs to: options, adapters, scales, version of the weights."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvtier.engine.attached.model_files import digest_of_file, weights_digest
 
 
 def server_facts(read: Callable[[str], object]) -> dict[str, object]:
-    """Return what decides the bytes of pages and is no fact of a rank or pool, by name.
+    """Return the facts that decide the bytes of pages and do not belong to a rank or a pool, by name.
 
     Args:
         read: Returns the value of one of the server's options, as SGLang has resolved it.
@@ -30,10 +30,10 @@ def server_facts(read: Callable[[str], object]) -> dict[str, object]:
 
 
 def option_reader() -> Callable[[str], object]:
-    """Return a function that gives the value of each option of this process's server, None for one that there is not.
+    """Return a function that returns the value of an option of this process's server, or None if it does not exist.
 
     Raises:
-        NotServed: If this SGLang does not say its options.
+        NotServed: If this SGLang does not reveal its options.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -42,13 +42,13 @@ def option_reader() -> Callable[[str], object]:
         return dict(arguments.resolved_dict()).get
     except (ImportError, AttributeError, ValueError) as error:
         raise NotServed(
-            f"this SGLang does not say with which options it runs ({error}), and they decide what its pages contain; "
-            f"install a tested version (tested is {', '.join(TESTED)})"
+            f"this SGLang does not reveal its options ({error}), which decide what its pages contain; "
+            f"install a tested version: {', '.join(TESTED)}"
         ) from None
 
 
 def weights_version() -> str | None:
-    """Return the label of the weights that the server has now; whoever updates them may give another one."""
+    """Return the label of the server's current weights, which an update of the weights may change."""
     try:
         from sglang.srt.runtime_context import get_serving
 
@@ -58,7 +58,7 @@ def weights_version() -> str | None:
 
 
 def folder_of_model(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model or adapter: a path, or the id of a snapshot that was downloaded before."""
+    """Return the folder of a model or adapter, given a path or the hub id of a downloaded snapshot."""
     if name and Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -67,7 +67,7 @@ def folder_of_model(name: str, revision: str | None = None) -> Path:
 
 
 def _adapters(paths: object) -> Iterable[tuple[str, str]]:
-    """Yield name and path of each adapter of `--lora-paths`, in any of the forms that SGLang knows."""
+    """Yield the name and the path of each adapter of `--lora-paths`, in any of the forms that SGLang accepts."""
     if isinstance(paths, dict):
         yield from ((str(name), _path_of(value)) for name, value in paths.items())
         return

@@ -1,1 +1,1 @@
-"""A disk below `generate` of transformers."""
+"""The disk cache for transformers' `generate`. Models for kvtier's own engine do not belong here."""

@@ -1,4 +1,4 @@
-"""KVTierCache: what `generate` of transformers has computed, kept on disk and used again."""
+"""`KVTierCache`: a disk cache for the keys and values that transformers' `generate` computes."""
 
 import logging
 import threading
@@ -28,20 +28,20 @@ from kvtier.tiers.naming.namespace import Namespace
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
-INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first prompts
+INDEXED_WAIT_S = 10.0  # for the index of the blocks on disk; the rest is indexed during the first prompts
 LAYOUT = "kvtier.transformers:1"  # of rows
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A `KVTierCache` at one moment; totals since it was opened."""
+    """A snapshot of a `KVTierCache`, with totals since it was opened."""
 
     num_prompts: int
     prompt_tokens: int
-    loaded_tokens: int  # of these; the others were computed
+    loaded_tokens: int  # prompt tokens that were loaded; the remaining ones were computed
     stored_blocks: int
-    unstored_blocks: int  # computed, and not stored: the disk is full of newer ones, slow, or not open
-    corrupt_blocks: int  # read, found damaged, deleted, and computed again
+    unstored_blocks: int  # computed but not stored, because the disk is full of newer blocks, slow, or not open
+    corrupt_blocks: int  # found corrupt when read, deleted, and computed again
     disk_bytes: int
     capacity_bytes: int
 
@@ -49,13 +49,14 @@ class CacheStatistics:
 class KVTierCache:
     """A model's blocks on disk, for `model.generate` in the caller's own process.
 
-    A prompt's longest prefix that is there is loaded, verified, before `generate` computes the rest; new full blocks,
-    the answer's too, are stored after it. What a disk can do, a flipped byte included, is a shorter prefix, counted and
-    never raised. One sequence at a time goes through each `prompt`; several threads may have one each.
+    The longest prefix of a prompt that is on disk is loaded and verified before `generate` computes the rest. New full
+    blocks, including those of the answer, are stored afterwards. A disk fault, even a flipped byte, only shortens the
+    prefix; it is counted and never raised. One sequence at a time goes through each `prompt`. Several threads may have
+    a `prompt` each.
     """
 
     def __init__(self, model: PreTrainedModel, layout: RowLayout, disk: StagedDisk) -> None:
-        """See `open`. The cache closes *disk*."""
+        """Create the cache, see `open`. The cache closes *disk*."""
         self._model = model
         self._watch = WeightsWatch(model)
         self._calls = OneCaller("KVTierCache")
@@ -69,11 +70,15 @@ class KVTierCache:
     def open(
         cls, path: str | PathLike[str], model: PreTrainedModel, *, block_size: int = BLOCK_SIZE, **disk: object
     ) -> Self:
-        """Open the cache of *model* in the folder *path*, which caches of other models may share, one open at a time.
+        """Open the cache of *model* in the folder *path*.
 
-        *disk*: further keys of the configuration's `[disk]`, such as capacity="64GiB". `UnsupportedModel` for a model
-        whose prefixes cannot be kept, `ConfigError` for settings that cannot be. It reads all weights once, for their
-        digest. Once the model was changed, `prompt` raises `ChangedModel`: open the cache anew then.
+        Caches of other models may share the folder, but only one cache may be open at a time. Opening reads all weights
+        once, to compute their digest. After a change of the model, `prompt` raises `ChangedModel`; open the cache anew
+        then. *disk* has further keys of the configuration's `[disk]`, such as capacity="64GiB".
+
+        Raises:
+            UnsupportedModel: If prefixes of this model cannot be reused.
+            ConfigError: If a setting is invalid.
         """
         config = tree_from_dict(DiskConfig, {**disk, "path": fspath(path)}, "KVTierCache")
         if block_size < 1:
@@ -101,12 +106,12 @@ class KVTierCache:
 
     @contextmanager
     def prompt(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Iterator[PromptCache]:
-        """A cache for `generate(input_ids, past_key_values=...)`, with what is on disk of the prompt.
+        """Yield a cache for `generate(input_ids, past_key_values=...)` that has the prompt's prefix from disk.
 
-        *input_ids*: [1, num_tokens], those that `generate` is given. Prompts of different *salt* share nothing. What
-        was computed is stored when the block ends without an exception, up to the first pass that the tokens' names do
-        not describe: one with another mask, other positions, `torch.autocast`, or one that went by the model's forward
-        hooks. A warning says so.
+        *input_ids* is [1, num_tokens] and the same as for `generate`. Prompts with different *salt* share nothing.
+        Computed blocks are stored when the `with` block ends without an exception, up to the first pass that token ids
+        do not describe: a pass with another mask, other positions or `torch.autocast`, or one that bypassed the model's
+        forward hooks. A warning then gives the reason.
 
         Raises:
             ChangedModel: If the model was changed since the cache was opened, or is in training mode.
@@ -121,7 +126,7 @@ class KVTierCache:
         chain.extend(prompt_ids)
         past = PromptCache(self._model.config)
         if not torch.is_autocast_enabled(self._model.device.type):
-            self._load(past, chain, max_tokens=len(prompt_ids) - 1)  # what computes nothing has no logits
+            self._load(past, chain, max_tokens=len(prompt_ids) - 1)  # one token must be computed to get logits
         with WatchedPasses(self._model, past, prompt_ids, self._layout.shapes) as passes:
             yield past
         num_stored, num_unstored = self._store_named(past, chain, passes.token_ids())
@@ -133,7 +138,7 @@ class KVTierCache:
             self._unstored_blocks += num_unstored
 
     def statistics(self) -> CacheStatistics:
-        """Everything that is counted, by value."""
+        """Return a snapshot of all counts."""
         self._calls.check()
         tier = self._disk.statistics().tier
         return CacheStatistics(
@@ -148,12 +153,12 @@ class KVTierCache:
         )
 
     def clear(self, timeout_s: float = 60.0) -> bool:
-        """Delete what is stored of this model; False if the disk could not."""
+        """Delete all stored blocks of this model. Return False if the disk could not delete them."""
         self._calls.check()
         return self._disk.clear(timeout_s)
 
     def close(self) -> None:
-        """Close the disk. Prompts under way are not stored, and later calls raise. A second call does nothing."""
+        """Close the disk. Prompts in progress are not stored, and later calls raise. A second call does nothing."""
         self._calls.close(self._disk.close)
 
     def __reduce__(self) -> NoReturn:
@@ -203,7 +208,7 @@ class KVTierCache:
         return self._store(past, chain)
 
     def _store(self, past: PromptCache, chain: BlockChain) -> tuple[int, int]:
-        """Store the full blocks that were computed and are not on disk yet: how many are there now, how many not."""
+        """Store the computed full blocks that are not on disk yet. Return how many are stored, and how many are not."""
         size = self._layout.block_size
         num_loaded = past.num_loaded_tokens // size
         held = self._disk.are_held(chain.names[num_loaded:])
@@ -220,7 +225,7 @@ class KVTierCache:
         return sum(new), len(new) - sum(new)
 
     def _empty(self, num_tokens: int) -> list[KeysAndValues]:
-        """Room for the keys and values of so many tokens."""
+        """Return uninitialized keys and values for *num_tokens* tokens."""
         return [
             KeysAndValues(
                 *(

@@ -1,4 +1,4 @@
-"""Looks whether a model's prefixes can be kept, and used again, before any is: once, when a cache is opened."""
+"""The check, when a cache is opened, that prefixes of the model can be stored and reused."""
 
 import random
 from collections.abc import Sequence
@@ -14,16 +14,19 @@ from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
 SMALL_BLOCK = 16
-NUM_TOKENS = 20 * LIMIT + 10  # of a miniature, in which every limit is `LIMIT`: what begins later begins within
+NUM_TOKENS = 20 * LIMIT + 10  # for a miniature, in which every limit is `LIMIT`, so effects beyond a limit show
 SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
 
 
 def checked_layout(model: PreTrainedModel, block_size: int) -> RowLayout:
-    """The layout of a model's blocks. `UnsupportedModel`, with the reason, if a prefix that was computed in another
-    prompt would not do.
+    """Return the layout of a model's blocks.
 
-    A miniature of the model, in which every limit of its configuration is small, computes prefixes of many lengths by
-    themselves and in a long prompt: rotary embeddings that depend on a prompt's length show, whatever their name is.
+    A miniature of the model, in which every limit of its configuration is small, computes prefixes of several lengths
+    both alone and in a long prompt. The comparison detects rotary embeddings that depend on a prompt's length, whatever
+    their name is.
+
+    Raises:
+        UnsupportedModel: If a prefix that was computed in another prompt cannot be reused. The message has the reason.
     """
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{type(model).__name__}: has an encoder; KVTierCache keeps what decoders compute")
@@ -51,7 +54,7 @@ def _check_miniature(model: PreTrainedModel) -> None:
     rng = random.Random(7)
     token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _max_tokens(small)))]
     splits = [split for split in SPLITS if split < len(token_ids)]
-    # Before the long one: some rotary embeddings stay as the longest prompt so far has left them.
+    # Before the long prompt, because some rotary embeddings keep the state of the longest prompt so far.
     prefixes = [_computed(small, token_ids[:split])[0] for split in splits]
     cache, logits = _computed(small, token_ids)
     layout = RowLayout(_shapes(cache), SMALL_BLOCK)
@@ -65,7 +68,7 @@ def _check_miniature(model: PreTrainedModel) -> None:
 
 
 def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache, torch.Tensor]:
-    """The model's cache and logits, [num_tokens, vocab]."""
+    """Return the model's cache and logits, [num_tokens, vocab]."""
     cache = PromptCache(model.config)
     return cache, _logits(model, cache, token_ids)
 
@@ -73,7 +76,7 @@ def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache
 def _resumed(
     model: PreTrainedModel, layout: RowLayout, computed: PromptCache, token_ids: list[int], split: int
 ) -> torch.Tensor:
-    """The logits after the first *split* tokens, whose keys and values go through rows."""
+    """Return the logits after the first *split* tokens, whose keys and values go through rows."""
     num_blocks = split // layout.block_size
     rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
     layout.write(rows, computed.kept(0, split))
@@ -101,12 +104,12 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
     error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
     if not error <= tolerance:
         raise UnsupportedModel(
-            f"{type(model).__name__}: {what} differ by {error:.1e} when the prompt goes on; "
-            "what it computes for a prefix is of use in that prompt only"
+            f"{type(model).__name__}: {what} differ by {error:.1e} when the prompt continues, so a prefix can be "
+            "reused only in the prompt that it was computed in"
         )
 
 
 def _max_tokens(model: PreTrainedModel) -> int:
-    """How many positions the model has: learned ones end somewhere, and are not cut to `LIMIT` in a miniature."""
+    """Return the max prompt length of the check. Learned positions limit it, as a miniature keeps all of them."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

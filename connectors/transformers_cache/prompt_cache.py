@@ -1,4 +1,4 @@
-"""PromptCache: the keys and values of one prompt and its answer, kept until they are stored."""
+"""`PromptCache`: the keys and values of one prompt and its answer, kept until they are stored."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """A layer that sees a window, and keeps beside it all that it was given since *first_token*."""
+    """A sliding-window layer that also keeps all keys and values since *first_token*, outside the window too."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
@@ -41,12 +41,12 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
             self._pieces = [self._joined(0, max(0, self.get_seq_length() - self.first_token))]
 
     def kept(self, start: int, end: int) -> KeysAndValues:
-        """Those of the tokens from *start* to *end*, none before `first_token`."""
+        """Return the keys and values of tokens *start* to *end*, which must not be before `first_token`."""
         self._pieces = [self._joined(0, None)]
         return self._joined(start - self.first_token, end - self.first_token)
 
     def begin_with(self, prefix: KeysAndValues) -> None:
-        """Take in a prefix that need not be kept."""
+        """Add the keys and values of a prefix, which need not be kept."""
         self.update(prefix.keys[None], prefix.values[None])
         self.first_token = self.get_seq_length()
         self._pieces = []
@@ -57,12 +57,18 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
 
 
 class PromptCache(DynamicCache):
-    """What `KVTierCache.prompt` gives, for `generate(past_key_values=...)`: one sequence, of which `num_loaded_tokens`
-    were found on disk when it was made. Nothing is kept of it beyond its `with` block but what is stored."""
+    """The cache of one sequence that `KVTierCache.prompt` yields, for `generate(past_key_values=...)`.
+
+    `num_loaded_tokens` tokens of the sequence were found on disk when the cache was created. Only stored blocks outlive
+    the `with` block.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """*config*: of the model, or of its text part. `UnsupportedModel` for layers that keep something else than keys
-        and values."""
+        """Create an empty cache from the *config* of the model, or of its text part.
+
+        Raises:
+            UnsupportedModel: If a layer keeps anything other than keys and values.
+        """
         super().__init__(config=config)
         self.num_loaded_tokens = 0
         self.on_update: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None  # called before each update
@@ -78,16 +84,15 @@ class PromptCache(DynamicCache):
 
     @property
     def keeping_layers(self) -> list[DynamicLayer]:
-        """The layers that keep keys and values, in order."""
+        """Layers that keep keys and values, in order."""
         return [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
 
     def kept(self, start: int, end: int) -> list[KeysAndValues]:
-        """The keys and values of the tokens from *start* to *end*, of each layer that keeps some; none that were
-        loaded."""
+        """Return the keys and values of tokens *start* to *end*, which were not loaded, for each layer that has any."""
         return [_kept(layer, start, end) for layer in self.keeping_layers]
 
     def begin_with(self, prefix: Sequence[KeysAndValues]) -> None:
-        """Take in the keys and values of a prefix, before anything else."""
+        """Add the keys and values of a prefix to the empty cache."""
         for layer, loaded in zip(self.keeping_layers, prefix, strict=True):
             if isinstance(layer, KeptSlidingLayer):
                 layer.begin_with(loaded)
@@ -97,13 +102,13 @@ class PromptCache(DynamicCache):
 
 
 def _keeping(layer: Layer) -> Layer:
-    """The layer, or one that keeps what it would let go."""
+    """Return the layer, or in place of a sliding-window layer one that keeps all tokens."""
     if type(layer) is DynamicSlidingWindowLayer:
         return KeptSlidingLayer(layer.sliding_window)
     if type(layer) in (DynamicLayer, DummyLayer):
         return layer
     raise UnsupportedModel(
-        f"{type(layer).__name__}: keeps more than keys and values of tokens, so a prompt cannot go on in the middle; "
+        f"{type(layer).__name__}: keeps more than keys and values of tokens, so a prompt cannot continue a prefix; "
         "use a model with full or sliding attention"
     )
 

@@ -1,4 +1,4 @@
-"""RowLayout: where the keys and values of each layer lie in a block's row."""
+"""`RowLayout`: the places of each layer's keys and values in a block's row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.tiers.naming.namespace import GroupGeometry
 
 
 class KeysAndValues(NamedTuple):
-    """One layer's, for some tokens, of one sequence."""
+    """The keys and values of one layer, for some tokens of one sequence."""
 
     keys: torch.Tensor  # [num_heads, num_tokens, key_dim]
     values: torch.Tensor  # [num_heads, num_tokens, value_dim]
@@ -20,7 +20,10 @@ class KeysAndValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer keeps of a token. *window*: the tokens that it sees, 0 for all; equal windows are equal masks."""
+    """The shape of a layer's keys and values for a token.
+
+    *window* is the number of tokens that the layer sees, 0 for all. Layers with equal windows have equal masks.
+    """
 
     num_heads: int
     key_dim: int
@@ -30,17 +33,17 @@ class LayerShape:
 
     @classmethod
     def of(cls, layer: CacheLayerMixin, kept: KeysAndValues) -> "LayerShape":
-        """The shape of a layer that has kept some tokens."""
+        """Return the shape of a layer that has kept some tokens."""
         num_heads, _, key_dim = kept.keys.shape
         window = getattr(layer, "sliding_window", 0)
         return cls(num_heads, key_dim, kept.values.shape[-1], kept.keys.dtype, window)
 
 
 class RowLayout:
-    """A row has a block's bytes of one layer after the other, keys before values: [num_heads, block_size, dim] each."""
+    """The layout of rows: a block's layers in order, keys before values, each [num_heads, block_size, dim]."""
 
     def __init__(self, shapes: Sequence[LayerShape | None], block_size: int) -> None:
-        """*shapes* of all layers in order; None for one that keeps nothing."""
+        """Compute the layout from the *shapes* of all layers in order, None for a layer that keeps nothing."""
         self.shapes = list(shapes)
         self.block_size = block_size
         self._spans: list[tuple[int, torch.dtype, tuple[int, int, int]]] = []
@@ -55,7 +58,7 @@ class RowLayout:
 
     @property
     def geometry(self) -> tuple[GroupGeometry, ...]:
-        """Layers of one shape together, for the namespace."""
+        """Layers grouped by shape, for the namespace."""
         shapes = dict.fromkeys(filter(None, self.shapes))
         return tuple(
             GroupGeometry(
@@ -73,12 +76,12 @@ class RowLayout:
             view.copy_(self._by_block(tensor))
 
     def read(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
-        """Copy *rows* into whole blocks of all layers that keep something, on whatever device."""
+        """Copy *rows* into whole blocks of all layers that keep something, on any device."""
         for view, tensor in self._views(rows, layers):
             self._by_block(tensor).copy_(view)
 
     def _by_block(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[num_heads, num_tokens, dim] as [num_blocks, num_heads, block_size, dim]."""
+        """Return [num_heads, num_tokens, dim] as [num_blocks, num_heads, block_size, dim]."""
         num_heads, num_tokens, dim = tensor.shape
         return tensor.view(num_heads, num_tokens // self.block_size, self.block_size, dim).transpose(0, 1)
 

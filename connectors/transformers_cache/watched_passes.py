@@ -1,4 +1,4 @@
-"""WatchedPasses: which tokens a model was really given, so that a block's name never says something else."""
+"""`WatchedPasses`: the tokens that a model was really given, so that a block's name always describes its bytes."""
 
 import inspect
 import logging
@@ -15,44 +15,43 @@ from kvtier.connectors.transformers_cache.row_layout import LayerShape
 
 log = logging.getLogger(__name__)
 
-# What a forward pass may be given that a block's name need not say.
+# Arguments of a forward pass that the names of blocks need not cover.
 _HARMLESS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels"})
 
-_CACHES = ("cache", "past_key_values")  # what forward passes call it: from transformers 5.24 on, and before
+_CACHES = ("cache", "past_key_values")  # the cache's argument: from transformers 5.24 on, and before
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One forward pass with the cache."""
 
-    start: int  # tokens that the cache had before
+    start: int  # tokens in the cache before the pass
     token_ids: torch.Tensor  # [num_tokens]
-    positions: torch.Tensor | None  # of a generated token; on a GPU a look at them waits for all work before
+    positions: torch.Tensor | None  # of a generated token, read later: reading them on a GPU waits for all earlier work
     thread: int
 
     @property
     def end(self) -> int:
-        """Tokens that the cache has after the pass."""
+        """Number of tokens in the cache after the pass."""
         return self.start + len(self.token_ids)
 
 
 class WatchedPasses:
-    """A model's forward passes with one cache, while entered.
+    """The forward passes of a model with one cache, watched while this object is entered.
 
-    Each pass is looked at before it runs, and the cache's length after it. A pass whose keys and values a name made of
-    tokens does not describe, such as one with another mask, other positions or another dtype, *closes* the sequence:
-    nothing from there on is stored, and one warning says why. ValueError, and with it the end of `generate`, for a pass
-    that is not the rest of the prompt, that has something else than tokens in it, or that would have computed other
-    keys and values for the prefix that was loaded.
+    Each pass is checked before it runs, and the cache's length after it. A pass *closes* the sequence if token ids do
+    not describe its keys and values, for example because of another mask, other positions or another dtype. Nothing
+    from there on is stored, and one warning gives the reason. A pass raises ValueError, which ends `generate`, if it is
+    not the rest of the prompt, if it has inputs other than tokens, or if it would have computed different keys and
+    values for the loaded prefix.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], shapes: list[LayerShape | None]
     ) -> None:
-        """Create a watch; *prompt_ids* are the tokens that the cache was made for, whose beginning it has already.
+        """Create a watch of *cache*, which was created for *prompt_ids* and already has their beginning.
 
-        Args:
-            shapes: What each layer keeps of a token, None for a layer that keeps nothing.
+        *shapes* has the shape that each layer keeps of a token, None for a layer that keeps nothing.
         """
         self._model = model
         self._cache = cache
@@ -62,7 +61,7 @@ class WatchedPasses:
         self._passes: list[_Pass] = []
         self._num_known = cache.num_loaded_tokens
         self._running: _Pass | None = None
-        self._closed_at: int | None = None  # tokens before what a name does not describe
+        self._closed_at: int | None = None  # number of tokens before the sequence was closed
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def token_ids(self) -> list[int]:
@@ -91,7 +90,7 @@ class WatchedPasses:
             handle.remove()
 
     def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is None:  # another thread's pass, between torch's entering a hook and noting that it wants keywords
+        if kwargs is None:  # another thread's pass, before torch has recorded that the new hook takes keywords
             return
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -134,7 +133,7 @@ class WatchedPasses:
             )
 
     def _entering(self, keys: torch.Tensor, values: torch.Tensor, layer_id: int) -> None:
-        """Look at keys and values that are about to enter the cache."""
+        """Check keys and values that are about to enter the cache."""
         length, running = self._cache.get_seq_length(), self._running
         if running is None or running.thread != threading.get_ident():
             self._close(min(length, self._num_known), "tokens entered by a pass that KVTierCache did not see")
@@ -143,10 +142,10 @@ class WatchedPasses:
         if shape is None or {keys.dtype, values.dtype} != {shape.dtype} or keys.device != self._model.device:
             self._close_or_refuse(running.start, f"its keys are {keys.dtype} on {keys.device}")
         elif keys.shape[-2] != len(running.token_ids):
-            self._close(running.start, "a layer kept another number of tokens than the pass has")
+            self._close(running.start, "a layer kept a different number of tokens than the pass has")
 
     def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
-        """Return what a pass has that its tokens' names do not say, in words, or None."""
+        """Return what a pass has that its token ids do not describe, in words, or None."""
         if torch.is_autocast_enabled(self._model.device.type):
             return "torch.autocast computes it in another dtype"
         mask = given.get("attention_mask")
@@ -162,11 +161,11 @@ class WatchedPasses:
         return None
 
     def _is_looked_at_later(self, start: int, num_tokens: int) -> bool:
-        """Return whether a pass is a generated token's, whose position is compared at the end of the sequence."""
+        """Return whether a pass computes one generated token, whose position is checked at the end of the sequence."""
         return num_tokens == 1 and start >= len(self._prompt_ids)
 
     def _close_or_refuse(self, start: int, why: str) -> None:
-        """Close the sequence at *start*; ValueError if the prefix that was loaded would have been computed so too."""
+        """Close the sequence at *start*. Raise ValueError if the pass is part of the prompt and a prefix was loaded."""
         if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
             raise ValueError(
                 f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, but this "
@@ -175,7 +174,7 @@ class WatchedPasses:
         self._close(start, why)
 
     def _close(self, num_tokens: int, why: str) -> None:
-        """Store nothing of the sequence after the first *num_tokens*."""
+        """Store nothing of the sequence after the first *num_tokens* tokens."""
         if self._closed_at is None:
             log.warning("KVTierCache stores %d tokens of this sequence at most: %s", num_tokens, why)
         self._closed_at = num_tokens if self._closed_at is None else min(num_tokens, self._closed_at)
@@ -190,16 +189,16 @@ class WatchedPasses:
         expected = self._prompt_ids[start : start + len(token_ids)]
         if expected and token_ids[: len(expected)].tolist() != expected:
             raise ValueError(
-                f"the model is given other tokens, from number {start} on, than KVTierCache.prompt was: give both the "
+                f"the model gets other tokens than KVTierCache.prompt did, from token {start} on: give both the "
                 "same input_ids"
             )
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
-    """Raise ValueError for a tensor that is none of those that every prompt may have, and for padding."""
+    """Raise ValueError for padding, and for a tensor other than those that every prompt may have."""
     for name, value in given.items():
         if name not in _HARMLESS and name not in _CACHES and _has_tensor(value):
-            raise ValueError(f"{name}: KVTierCache knows prompts by their token ids alone; call the model without")
+            raise ValueError(f"{name}: KVTierCache identifies prompts by token ids alone; call the model without it")
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
         raise ValueError("attention_mask: it hides tokens; give KVTierCache prompts without padding")
@@ -214,13 +213,13 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
-    """Return whether the mask, which hides no padding, is what the model would make by itself, in each element."""
+    """Return whether the mask, which hides no padding, equals the mask that the model itself would make."""
     if not isinstance(mask, torch.Tensor):
         return False
     if mask.dim() == 2:
         return True
     if mask.dim() != 4 or mask.shape[-2:] != (num_tokens, start + num_tokens) or has_windows:
-        return False  # such a mask stands for all layers, those with windows too
+        return False  # such a mask applies to all layers, including those with windows
     causal = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=mask.device).tril(start)
     if mask.dtype == torch.bool:
         return bool((mask == causal).all())

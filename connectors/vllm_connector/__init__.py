@@ -1,1 +1,1 @@
-"""vLLM's own way to attach to a sidecar: a KV connector, a half of it in the scheduler, a half in each worker."""
+"""The KV connector for vLLM: one half in its scheduler, one in each worker. Offloading is in `vllm_offloading`."""

@@ -1,4 +1,4 @@
-"""Digests of LoRA adapters' weights, for the names of blocks: vLLM's hashes have an adapter's name and path only."""
+"""Digests of LoRA adapters' weights for block names, because vLLM's hashes cover only an adapter's name and path."""
 
 import hashlib
 import logging
@@ -23,9 +23,12 @@ class _Known:
 
 
 class Adapters:
-    """Each adapter's digest is taken once, when it is first asked for, about when vLLM loads it. If its files are
-    others later nobody can tell which ones vLLM computes with, so nothing of it is named any more. Owned by the
-    scheduler's thread; the digests are taken by *threads*."""
+    """The digests of the adapters in use.
+
+    An adapter's digest is computed once, at its first use, which is about when vLLM loads the adapter. If its files
+    change later, it is unknown which version vLLM computes with, so its blocks get no names any more. Owned by the
+    scheduler's thread; the digests are computed on *threads*.
+    """
 
     def __init__(self, threads: Executor, digest: Callable[[Path], str] = weights_digest) -> None:
         self._threads = threads
@@ -33,19 +36,19 @@ class Adapters:
         self._known: dict[tuple[int, str], _Known] = {}
 
     def is_pending(self, adapter: VllmAdapter) -> bool:
-        """Whether its digest is still being taken; that begins with the first question."""
+        """Return whether the adapter's digest is being computed, which starts with the first call."""
         known = self._of(adapter)
         return known.is_usable and not known.digest.done()
 
     def digest(self, adapter: VllmAdapter) -> bytes | None:
-        """32 bytes that stand for its weights; None if they cannot be known, or not yet."""
+        """Return the 32-byte digest of the adapter's weights, or None if it is not known, or not yet."""
         known = self._of(adapter)
         if not known.is_usable or not known.digest.done():
             return None
         if known.digest.exception() is not None or _stamp(adapter) != known.stamp:
             known.is_usable = False
             log.warning(
-                "adapter %r: its blocks are not kept (%s); give it under a new number once its files are in place",
+                "adapter %r: its blocks are not stored (%s); load it with a new lora_int_id once its files are right",
                 adapter.lora_name,
                 known.digest.exception() or "its files have changed since it was loaded",
             )
@@ -62,7 +65,7 @@ class Adapters:
 
 
 def _stamp(adapter: VllmAdapter) -> Stamp:
-    """What changes when an adapter's files do; empty where there are none, as for the id of a hub."""
+    """Return a value that changes when the adapter's files do; empty if there are no files, as for a hub id."""
     try:
         return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _files(adapter))
     except OSError:

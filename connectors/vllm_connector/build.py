@@ -1,4 +1,4 @@
-"""Puts the scheduler's half of the connector together, from vLLM's configuration."""
+"""Construction of the scheduler's half of the connector from vLLM's configuration."""
 
 import logging
 from collections.abc import Sequence
@@ -27,16 +27,19 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 log = logging.getLogger(__name__)
 
-ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once
-TOLD_WAIT_S = 10.0  # it tells of a million blocks in about eight seconds; the rest is told beside the first requests
+ATTACH_WAIT_S = 10.0  # a running sidecar answers at once
+TOLD_WAIT_S = 10.0  # a sidecar announces a million blocks in about 8 s; the rest arrive during the first requests
 MAX_NAME_CHARACTERS = 256
 
 
 def build_scheduler_half(
     vllm_config: Any, kv_cache_config: Any, layouts: Sequence[GroupLayout], settings: Settings
 ) -> SchedulerHalf:
-    """Attached to the sidecar if it is there, else it will be. `NotServed` if the sidecar refuses this engine, or
-    nothing says which weights it has."""
+    """Return the scheduler's half, attached to the sidecar if one is running; otherwise it attaches later.
+
+    Raises:
+        NotServed: If the sidecar refuses this engine, or if the engine's weights cannot be determined.
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     weights_key = '"weights" in kv_connector_extra_config'
     facts = engine_facts(vllm_config, kv_cache_config, settings.weights, weights_key)
@@ -61,8 +64,8 @@ def build_scheduler_half(
     groups = [layout.attention for layout in layouts]
     answers = ThreadLane(heard, "answers")
     num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of a step: its blocks are offered once
-    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps': the next comes soon
-    max_stored = num_kept  # so a step copies what lay ready, also after a sidecar has come late
+    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps, as the next one follows soon
+    max_stored = num_kept  # so a step can use all reserved slots, also after a sidecar has come late
     tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
     side = SchedulerSide(
         tiers,
@@ -83,12 +86,12 @@ def build_scheduler_half(
 
     half.attach(side, tiers, transfers, end_threads)
     if not half.wait_told(TOLD_WAIT_S) and tiers.is_attached:
-        log.warning("kvtier: the sidecar has not told of all blocks yet; some are not found at first")
+        log.warning("kvtier: the sidecar has not announced all of its blocks yet; the first lookups may miss some")
     return half
 
 
 def host_slots(block_bytes: int) -> AttachedMemory:
-    """A group's host slots, which digests are taken of; workers have the pages."""
+    """Return the host slots of a group, without pages. Only digests are computed from them; workers copy the pages."""
 
     def make(num_host_slots: int, file: int | None) -> BlockMemory:
         return CpuMemory(np.empty((0, block_bytes), np.uint8), num_host_slots, file=file)
@@ -99,10 +102,10 @@ def host_slots(block_bytes: int) -> AttachedMemory:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a folder
-        return "of a folder"
+    except PackageNotFoundError:  # run from a source folder
+        return "from source"
 
 
 def _printable(name: str) -> str:
-    """What people read in the sidecar's list of those that are attached."""
+    """Return *name* as the sidecar's list of attached engines shows it."""
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]

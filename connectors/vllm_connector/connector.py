@@ -1,4 +1,4 @@
-"""KVTierConnector: the class that vLLM makes twice, in its scheduler and in each worker; every hook of it is here."""
+"""`KVTierConnector`: the KV connector class that vLLM instantiates in its scheduler and in each worker."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -33,7 +33,7 @@ KVConnectorMetadata.register(StepWork)
 KVConnectorWorkerMetadata.register(WorkerReport)
 
 NOTHING_TO_DO = StepWork(0)
-SOURCES = {  # vLLM has no name for a tier that machines share
+SOURCES = {  # vLLM has no name for a remote tier
     Tier.HOST: CacheHitSource.HOST,
     Tier.DISK: CacheHitSource.DISK,
     Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
@@ -41,8 +41,11 @@ SOURCES = {  # vLLM has no name for a tier that machines share
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's blocks in a sidecar's host memory and disk. Raises ValueError at the start, for what cannot be served;
-    after that no hook raises, see `Guard`. What hooks are for and when they are called vLLM's base class says."""
+    """A vLLM KV connector that keeps blocks in a sidecar's host memory and disk.
+
+    Construction raises ValueError for an engine that cannot be served. After that no hook raises, see `Guard`.
+    vLLM's base class documents the hooks and when vLLM calls them.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -62,18 +65,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a store that is lost is a miss later."""
+        """False, because a lost store is only a later cache miss."""
         return False
 
     # In the scheduler.
 
     def standing(self) -> SidecarStanding:
-        """Whether a sidecar is there, by value."""
+        """Return a snapshot of the connection to the sidecar."""
         return self._half.standing()
 
     @property
     def _half(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "a hook of the scheduler's was called in a worker"
+        assert self._scheduler is not None, "a scheduler hook was called in a worker"
         return self._scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -123,23 +126,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _rank(self) -> WorkerSide:
-        assert self._worker is not None, "a worker's hook was called in the scheduler"
+        assert self._worker is not None, "a worker hook was called in the scheduler"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # at the start: it may refuse
+        self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # without the guard, so that it can raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Store what the step before has computed: the first hook of a step, before vLLM writes to any page."""
+        """Store the blocks of the previous step. vLLM calls this hook first in a step, before it writes to any page."""
         rank, work = self._rank, kv_connector_metadata
-        assert isinstance(work, StepWork), "vLLM hands on what build_connector_meta gave it"
+        assert isinstance(work, StepWork), "vLLM passes on the metadata that build_connector_meta returned"
         if work.stores:
             self._guard.run_always(lambda: rank.store(work), None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         rank, work = self._rank, connector_metadata
-        assert isinstance(work, StepWork), "vLLM hands on what build_connector_meta gave it"
+        assert isinstance(work, StepWork), "vLLM passes on the metadata that build_connector_meta returned"
         self._work = work
         self._guard.run_always(lambda: rank.begin(work), None)
 
@@ -149,13 +152,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.run_always(lambda: rank.load(work), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads have ended before the first layer."""
+        """Do nothing, because all loads end before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what this step computes is stored at the start of the next."""
+        """Do nothing, because the blocks of this step are stored at the start of the next one."""
 
     def wait_for_save(self) -> None:
-        """Nothing: see `handle_preemptions`."""
+        """Do nothing, see `handle_preemptions`."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank.take_unloaded()

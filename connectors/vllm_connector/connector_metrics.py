@@ -1,4 +1,4 @@
-"""What vLLM's logs and its `/metrics` say of the connector."""
+"""The connector's statistics in vLLM's logs and in its `/metrics`."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ from kvtier.connectors.vllm_connector.counts import (
     unstored_name,
 )
 
-REASON = "reason"  # the label of blocks that were not stored
+REASON = "reason"  # label of the blocks that were not stored
 DOCUMENTATION = {
-    "host_tokens": "prompt tokens loaded from host memory",
-    "disk_tokens": "prompt tokens loaded from disk",
-    "remote_tokens": "prompt tokens loaded from the tier that machines share",
-    "late_loads": "prompts that went on with less than was found, at their deadline",
-    "stored_blocks": "blocks stored",
-    UNSTORED: "blocks that were computed and not stored before their request had ended, by reason",
-    "corrupt_blocks": "blocks whose bytes were not what they were, computed again",
-    "errors": "errors of the connector itself; it rests for a minute after each",
+    "host_tokens": "Prompt tokens loaded from host memory.",
+    "disk_tokens": "Prompt tokens loaded from disk.",
+    "remote_tokens": "Prompt tokens loaded from the remote tier.",
+    "late_loads": "Prompts that reached their deadline and continued with fewer blocks than were found.",
+    "stored_blocks": "Blocks stored.",
+    UNSTORED: "Computed blocks that were not stored before their request ended, by reason.",
+    "corrupt_blocks": "Blocks whose bytes did not match their digest and were computed again.",
+    "errors": "Internal errors of the connector; it finds and stores nothing for a minute after each.",
 }
 
 
 class ConnectorStats(KVConnectorStats):
-    """`Counts` of one interval, by name."""
+    """The `Counts` of one interval, by name."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()
@@ -46,7 +46,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """Counters `kvtier_vllm_…` in vLLM's registry, with its labels."""
+    """The counters `kvtier_vllm_*` in vLLM's registry, with vLLM's labels."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

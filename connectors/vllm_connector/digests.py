@@ -1,4 +1,4 @@
-"""Digests: those of blocks in host slots, taken beside vLLM's scheduler."""
+"""`Digests`: digests of blocks in host slots, computed on threads other than vLLM's scheduler."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -7,16 +7,19 @@ from kvtier.store.record import digest_among
 from kvtier.transfer.host_memory import HostMemory
 
 NUM_THREADS = 2
-BATCH_BYTES = 8 << 20  # for one thread at a time: a prompt's blocks are shared between them
+BATCH_BYTES = 8 << 20  # per task, so that the threads share the blocks of one prompt
 BATCH_BLOCKS = 32
 
 OnTaken = Callable[[range, Sequence[bytes] | None], None]
-"""Told of a part of the slots, by place, and of their digests; None if they could not be taken."""
+"""Callback with the indices of a part of the slots and their digests, or None if the digests could not be computed."""
 
 
 class Digests:
-    """Takes digests on *threads*. The caller keeps its leases on the slots until it is told; it is told on one of the
-    threads, by way of *run*, which decides when that may be."""
+    """Computation of digests on *threads*.
+
+    The caller keeps its leases on the slots until its callback is called. The callback runs on one of the threads, in a
+    call of *run*, which decides when.
+    """
 
     def __init__(self, threads: Executor, run: Callable[[Callable[[], None]], None]) -> None:
         self.num_pending = 0
@@ -24,7 +27,7 @@ class Digests:
         self._run = run
 
     def take(self, memory: HostMemory, slots: Sequence[int], on_taken: OnTaken) -> None:
-        """Have the digests of these slots taken; *on_taken* is called once for each part of them."""
+        """Compute the digests of *slots* in parts, and call *on_taken* once for each part."""
         limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))

@@ -1,4 +1,4 @@
-"""What decides the bytes of an engine's blocks beside its prompts and the shapes of its groups."""
+"""The facts that decide the bytes of an engine's blocks, in addition to its prompts and the shapes of its groups."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,13 @@ from kvtier.engine.attached.model_files import weights_digest
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
-    """Return the facts of this engine that decide its blocks' bytes, by name, those options among them that `JUDGED`
-    says decide them.
+    """Return the facts of this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
 
-    Args:
-        weights: Stands for the model's weights; without it their digest is taken.
-        weights_key: The setting that `NotServed` tells people to use.
+    *weights* identifies the model's weights; without it their digest is computed. *weights_key* is the setting that the
+    message of `NotServed` recommends.
 
     Raises:
-        NotServed: If nothing says which weights the engine has.
+        NotServed: If the engine's weights cannot be determined.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
@@ -39,13 +37,13 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, we
 
 
 def _instructions() -> str:
-    """Kernels for processors choose the order of a block's bytes by what the processor can do."""
+    """Return the CPU's instruction sets, by which CPU kernels choose the order of a block's bytes."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     return f"{torch.backends.cpu.get_cpu_capability()} {'amx' if has_amx else ''}"
 
 
 def _weights(model: Any, weights_key: str) -> str:
-    """The digest of the model's files, wherever vLLM loads them from."""
+    """Return the digest of the model's files, in a folder or in the hub's cache."""
     path = Path(model.model)
     try:
         if not path.exists():
@@ -55,5 +53,5 @@ def _weights(model: Any, weights_key: str) -> str:
         return weights_digest(path)
     except (OSError, ValueError) as error:
         raise NotServed(
-            f"nothing says which weights {model.model} has ({error}); say it with {weights_key}, such as a revision"
+            f"cannot determine which weights {model.model} has ({error}); set {weights_key}, for example to a revision"
         ) from None

@@ -1,4 +1,4 @@
-"""What decides the bytes of vLLM's blocks: its KV cache groups, and the namespace of all beside the prompt."""
+"""The layout of vLLM's KV cache groups, and the namespace of its blocks."""
 
 import hashlib
 import json
@@ -9,18 +9,21 @@ from typing import Any
 
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
-VERSION = 1  # of what a namespace is made of, and of how pages lie in a slot
+VERSION = 1  # of the contents of a namespace, and of the order of pages in a slot
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class NotServed(ValueError):
-    """This engine cannot be served; the message says why, and what to do. Raised at the start only."""
+    """The error for an engine that cannot be served, with the reason and the remedy. Raised only at startup."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group. A block of it, in one slot, is the pages of its layers in their order, *page_bytes* each, of
-    rank 0, then those of rank 1 …"""
+    """The layout of one KV cache group.
+
+    A slot holds one block: the pages of all layers on rank 0, in the order of *layer_names* and of *page_bytes* bytes,
+    then those on rank 1, and so on.
+    """
 
     attention: AttentionGroup
     layer_names: tuple[str, ...]
@@ -29,12 +32,12 @@ class GroupLayout:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of a block on one rank."""
+        """Number of bytes of a block on one rank."""
         return sum(self.page_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on all ranks."""
+        """Number of bytes of a block on all ranks."""
         return self.rank_bytes * self.num_ranks
 
 
@@ -50,14 +53,18 @@ ATTENTION: Mapping[str, Callable[[Any], AttentionGroup]] = {
     "SlidingWindowSpec": _sliding,
     "ChunkedLocalAttentionSpec": lambda spec: ChunkedLocal(spec.block_size, spec.attention_chunk_size),
 }
-"""By the name of vLLM's class of a group's specification, and no subclass of it: another class forgets otherwise."""
+"""Attention groups by the exact name of vLLM's class for a group; subclasses may forget tokens differently."""
 
 
 def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
-    """vLLM's groups, in its order. `NotServed` for one whose blocks are not found by a prompt's hashes alone."""
+    """Return the layouts of vLLM's groups, in vLLM's order.
+
+    Raises:
+        NotServed: If the blocks of a group cannot be found by a prompt's hashes alone.
+    """
     layouts = []
     for group in kv_cache_config.kv_cache_groups:
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # of layers of one kind and several sizes
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # for layers of one kind but several sizes
         specs = [by_layer[name] if by_layer else group.kv_cache_spec for name in group.layer_names]
         for kind in sorted({type(spec).__name__ for spec in specs}):
             if kind not in ATTENTION:
@@ -75,7 +82,7 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
 
 
 def namespace_of(facts: Mapping[str, object], groups: Sequence[GroupLayout], specs: Sequence[object]) -> bytes:
-    """16 bytes that are equal only for equal *facts*, groups and vLLM's own specifications of them."""
+    """Return 16 bytes that are equal only for equal *facts*, *groups* and vLLM's own *specs* of the groups."""
     shapes = [
         [type(group.attention).__name__, repr(group.attention), group.layer_names, group.page_bytes, group.num_ranks]
         for group in groups

@@ -1,4 +1,4 @@
-"""Which vLLM the connector knows: the one place where that is said."""
+"""The vLLM versions and configurations that the connector supports."""
 
 from typing import Any
 
@@ -15,13 +15,15 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
 def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `NotServed` for a vLLM that lacks what the connector rests on, and for configurations that it does not
-    serve. *base*: vLLM's class of connectors."""
+    """Raise `NotServed` if this vLLM lacks what the connector needs, or has a configuration it does not support.
+
+    *base* is vLLM's base class of connectors.
+    """
     missing = [hook for hook in HOOKS if not hasattr(base, hook)]
     missing += [name for name in ("hash_block_size", "kv_cache_groups") if not hasattr(kv_cache_config, name)]
     if missing:
         raise NotServed(
-            f"this vLLM has no {', '.join(missing)}, on which the connector rests; tested are {', '.join(TESTED)}"
+            f"this vLLM has no {', '.join(missing)}, which the connector needs; tested versions: {', '.join(TESTED)}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -36,6 +38,6 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise NotServed(
-            f"--prefix-caching-hash-algo {algorithm}: two prompts of equal hashes would have each other's blocks; "
+            f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
             f"use {' or '.join(CRYPTOGRAPHIC)}"
         )

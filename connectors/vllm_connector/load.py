@@ -1,4 +1,4 @@
-"""Load: the part of one prompt's prefix that is below, on its way into host slots that are leased and verified."""
+"""`Load`: the blocks of one prompt's prefix on their way from lower tiers into leased and verified host slots."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +19,24 @@ from kvtier.transfer.host_memory import HostMemory
 
 
 class _State(IntEnum):
-    """What is known of a block."""
+    """The state of one block of a load."""
 
     COMING = 0
     UNVERIFIED = 1  # leased
-    GOOD = 2  # leased, and its bytes are what they were
+    GOOD = 2  # leased, and its bytes match its digest
     LOST = 3  # failed, corrupt or released
 
 
 @dataclass(slots=True)
 class _Part:
-    """The blocks of one group, from *first* on."""
+    """The blocks of one group, starting with the request's block number *first*."""
 
     first: int
     fetch: Fetch
     names: Sequence[BlockName]
-    places: Places  # where they were when they were asked for
+    places: Places  # where each block was when the load began
     states: npt.NDArray[np.uint8] = field(init=False)  # of `_State`
-    come: list[int] = field(default_factory=list)  # places that are leased and not given to be verified
+    come: list[int] = field(default_factory=list)  # indices of blocks that are leased but not submitted to `Digests`
 
     def __post_init__(self) -> None:
         self.states = np.full(len(self.names), _State.COMING, np.uint8)
@@ -44,8 +44,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What loads need of the connector: the tiers below, groups and their host slots, digests, and who counts
-    damage."""
+    """The parts of the connector that a load uses. *on_corrupt* is called for each corrupt block."""
 
     tiers: LowerTiers
     groups: Sequence[AttentionGroup]
@@ -55,10 +54,12 @@ class Where:
 
 
 class Load:
-    """Asks for the blocks between *start* and *end* tokens that a request needs to go on at *end*, and has each
-    verified against its digest in its slot. What is good stays so, whatever becomes of the sidecar: slots are leased,
-    and their memory stays mapped. `release` ends all leases. Owned by the scheduler's thread, under the connector's
-    lock."""
+    """A load of the blocks from token *start* to *end* that a request needs to continue at *end*.
+
+    Each block is verified against its digest in its slot. A verified block stays valid even if the sidecar ends,
+    because its slot is leased and the memory stays mapped. `release` ends all leases. Owned by the scheduler's thread,
+    under the connector's lock.
+    """
 
     def __init__(self, where: Where, names: RequestNames, tenant: bytes, start: int, end: int) -> None:
         self.start = start
@@ -70,16 +71,16 @@ class Load:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether every block is verified or lost."""
         return not any((part.states <= _State.UNVERIFIED).any() for part in self._parts)
 
     @property
     def num_tokens(self) -> int:
-        """For how many tokens all that a request needs to go on after them is good here, or before *start*."""
+        """Number of tokens after which the request can continue with verified blocks; *start* at least."""
         return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
 
     def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:
-        """The host slots of these blocks; None for one that is not good."""
+        """Return the host slot of each of *blocks*, or None for a block that is not verified."""
         part = self._parts[group_id]
         found: list[int | None] = []
         for block in blocks:
@@ -89,8 +90,10 @@ class Load:
         return found
 
     def tokens_by_tier(self, start: int, end: int) -> dict[Tier, int]:
-        """How many of the tokens *start* to before *end* were where when they were asked for. The first group that
-        forgets nothing tells, as it has all of them."""
+        """Return how many of the tokens *start* to before *end* were in each tier when the load began.
+
+        Counts the blocks of the first group that forgets nothing, because that group has all of them.
+        """
         groups = self._where.groups
         group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
         part, size = self._parts[group_id], groups[group_id].block_size
@@ -100,12 +103,12 @@ class Load:
         return {Tier.HOST: end - start - from_disk - from_remote, Tier.DISK: from_disk, Tier.REMOTE: from_remote}
 
     def poll(self) -> None:
-        """Have what has come verified."""
+        """Submit the blocks that have arrived for verification."""
         for part in self._parts:
             self._verify(part)
 
     def release(self) -> None:
-        """End all leases, and wait for nothing more."""
+        """End all leases and stop waiting for blocks."""
         for part in self._parts:
             part.states[:] = _State.LOST
             part.come.clear()
@@ -164,7 +167,7 @@ class Load:
             self._where.tiers.forget(part.fetch.group_id, [part.names[place]])
 
     def _first_hole(self, group_id: int, start: int, end: int) -> int:
-        """See `FirstHole`. What is before this load's start the device has."""
+        """See `FirstHole`. The device has the blocks before the load's start."""
         part, size = self._parts[group_id], self._where.groups[group_id].block_size
         for block in range(max(start, self.start // size), end):
             place = block - part.first

@@ -1,4 +1,4 @@
-"""MappedSegment: a worker's mapping of a sidecar's memory."""
+"""`MappedSegment`: a worker's mapping of a sidecar's memory."""
 
 import logging
 import threading
@@ -15,12 +15,12 @@ from kvtier.transfer.host_slab import HostSlab
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 0.25  # between two tries to map a segment
-LOOK_S = 1.0  # between two looks whether a mapping that is waited at is given up
+PAUSE_S = 0.25  # between two attempts to map a segment
+LOOK_S = 1.0  # max wait of `wait_ended`, after which the thread checks whether the mapping is closing
 
 
 def wait_ended(session: Session) -> bool:
-    """Wait until the session of a worker has ended, to which nothing is said, for `LOOK_S` at most; whether it has."""
+    """Wait for `LOOK_S` at most until a worker's session has ended. Return whether it has."""
     session.wait_readable(LOOK_S)
     session.receive()
     return not session.is_open
@@ -28,31 +28,34 @@ def wait_ended(session: Session) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """A segment that is mapped: the slots of each group."""
+    """A mapped segment, with the slots of each group."""
 
     session: Session
     slabs: Sequence[HostSlab]
 
     @property
     def boot(self) -> bytes:
-        """Which process of a sidecar it is of."""
+        """Boot id of the sidecar process that owns the segment."""
         return self.session.welcome.boot
 
     def close(self) -> None:
-        """Give the mapping up, and say so to the sidecar by ending the session."""
+        """Unmap the segment, and end the session to tell the sidecar so."""
         for slab in self.slabs:
             slab.close()
         self.session.close()
 
 
 class MappedSegment:
-    """The slots of each group in the segment that is wanted. A worker attaches at the sidecar's socket for the
-    segment's descriptor, on a thread, and keeps that connection for as long as it maps the segment: the sidecar knows
-    by it whether the worker may still copy. The mapping outlives the sidecar.
+    """The slots of each group in the sidecar segment that the scheduler's half wants.
 
-    The thread goes on to wait for the sidecar's end, and maps the memory of the next one as soon as that is there. So
-    it is ready when the scheduler's half, which attaches by itself too, wants it in a step. Owned by the worker's
-    thread."""
+    A thread attaches to the sidecar's socket to get the segment's descriptor. The worker keeps this connection while it
+    maps the segment, because an open connection tells the sidecar that the worker may still copy. The mapping outlives
+    the sidecar.
+
+    The thread then waits for the sidecar to end, and maps the memory of the next sidecar as soon as it is up. So the
+    mapping is ready when the scheduler's half, which attaches on its own, wants it in a step. Owned by the worker's
+    thread.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,11 @@ class MappedSegment:
         attach: Callable[[str, Map], Session] = open_session,
         wait_ended: Callable[[Session], bool] | None = wait_ended,
     ) -> None:
-        """*block_bytes* by group. *wait_ended* waits until a session has ended, or for a while, and says whether it
-        has; None: nothing is mapped that no step wants."""
+        """Map nothing yet; *block_bytes* is by group.
+
+        *wait_ended* waits for a limited time until a session has ended, and returns whether it has. Without it, only
+        segments that a step wants are mapped.
+        """
         self._block_bytes = block_bytes
         self._clock = clock
         self._attach = attach
@@ -72,27 +78,29 @@ class MappedSegment:
         self._is_mapping = threading.Event()
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
-        self._come: _Mapped | None = None  # what the thread has mapped, under the lock
+        self._come: _Mapped | None = None  # segment that the thread has mapped, under the lock
         self._tried_at = float("-inf")
 
     @property
     def boot(self) -> bytes | None:
-        """The sidecar's process whose segment is mapped and used; None while none is."""
+        """Boot id of the sidecar process whose segment is mapped and used, None if there is none."""
         return None if self._mapped is None else self._mapped.boot
 
     @property
     def is_mapping(self) -> bool:
-        """Whether a segment that is wanted is being mapped."""
+        """Whether a wanted segment is being mapped."""
         return self._is_mapping.is_set()
 
     def is_ready(self, boot: bytes) -> bool:
-        """Return whether the segment of that process of a sidecar is mapped, used or not."""
+        """Return whether the segment of the sidecar process with this boot id is mapped, used or not."""
         with self._lock:
             return self.boot == boot or (self._come is not None and self._come.boot == boot)
 
     def want(self, segment: Segment) -> None:
-        """Use this segment in place of another if it is mapped; else begin to map it, unless that is under way. Returns
-        at once. No slot of the segment before is copied any more."""
+        """Switch to *segment* if it is mapped, else start to map it unless a mapping is in progress.
+
+        Returns at once. The caller must not copy slots of the previous segment any more.
+        """
         self._take(segment.boot)
         if self.boot == segment.boot or self._is_running() or self._clock() - self._tried_at < PAUSE_S:
             return
@@ -102,14 +110,14 @@ class MappedSegment:
         self._thread.start()
 
     def slots(self, group_id: int) -> Slots:
-        """The slots of a group. IndexError while nothing is mapped."""
+        """Return the slots of a group. Raise IndexError while nothing is mapped."""
         slabs = () if self._mapped is None else self._mapped.slabs
         return slabs[group_id].blocks
 
     def close(self) -> None:
-        """Give the mappings up."""
+        """End the thread and unmap all segments."""
         self._is_closing.set()
-        self._give_up()  # which ends the thread's wait, too
+        self._give_up()  # also ends the thread's wait
         if self._thread is not None:
             self._thread.join()
         self._give_up()
@@ -125,8 +133,11 @@ class MappedSegment:
         return self._thread is not None and self._thread.is_alive()
 
     def _take(self, boot: bytes) -> None:
-        """Use what the thread has mapped, if it is of that process. The scheduler's half wants the memory of another
-        sidecar only once all that it leased of the one before has been copied."""
+        """Use the segment that the thread has mapped, if it belongs to the sidecar process *boot*.
+
+        The scheduler's half wants another sidecar's memory only once all slots that it leased from the previous sidecar
+        have been copied.
+        """
         with self._lock:
             if self._come is None or self._come.boot != boot:
                 return
@@ -135,7 +146,7 @@ class MappedSegment:
             before.close()
 
     def _run(self, segment: Segment) -> None:
-        """Map the segment, then that of each sidecar that comes after it."""
+        """Map the segment, then the segment of each later sidecar process."""
         try:
             session = self._map(segment)
         finally:
@@ -149,14 +160,14 @@ class MappedSegment:
                 session = self._map(segment, is_any=True)
 
     def _map(self, segment: Segment, *, is_any: bool = False) -> Session | None:
-        """Map the segment, or with *is_any* that of whichever sidecar is there; its session, None if that failed."""
+        """Map the segment, or with *is_any* that of any running sidecar. Return its session, or None on failure."""
         try:
             with ExitStack() as undo:
                 hello = segment.hello
                 session = self._attach(segment.path, Map(hello.version, hello.program, hello.engine))
                 undo.callback(session.close)
                 if session.welcome.boot != segment.boot and not is_any:
-                    return None  # it was restarted: the scheduler's half will say so
+                    return None  # the sidecar has restarted, and the scheduler's half will want its new segment
                 slabs: list[HostSlab] = []
                 for block_bytes in self._block_bytes:
                     num_slots = session.welcome.num_bytes // block_bytes
@@ -167,14 +178,14 @@ class MappedSegment:
         except (OSError, AttachRefused) as error:
             if not is_any:  # else the next sidecar is not there yet
                 log.warning(
-                    "kvtier: the sidecar's memory at %s cannot be mapped (%s); until it can be, nothing is loaded or "
-                    "stored, and the worker keeps trying",
+                    "kvtier: cannot map the sidecar's memory at %s (%s); the worker retries, and nothing is loaded or "
+                    "stored until it succeeds",
                     segment.path,
                     error,
                 )
             return None
         except Exception:  # a thread's top
-            log.exception("kvtier: the sidecar's memory at %s cannot be mapped", segment.path)
+            log.exception("kvtier: cannot map the sidecar's memory at %s", segment.path)
             return None
         with self._lock:
             unused, self._come = self._come, _Mapped(session, slabs)

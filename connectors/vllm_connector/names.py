@@ -10,16 +10,16 @@ NO_ADAPTER = bytes(32)
 
 
 class RequestNames:
-    """The names of one request's blocks, as far as vLLM has hashed them: each is made of vLLM's hash and of the digest
-    of the adapter's weights, whose name alone vLLM hashes. A block of a group is named by the last of the hashes in
-    it."""
+    """The names of those blocks of one request that vLLM has hashed.
+
+    A name combines vLLM's hash with the digest of the adapter's weights, because vLLM hashes only the adapter's name. A
+    block that covers several hashes is named by the last one.
+    """
 
     def __init__(self, request: VllmRequest, adapter_digest: bytes, hash_tokens: int, lineage: bytes = b"") -> None:
-        """Name the blocks of *request*.
+        """Create the names of *request*.
 
-        Args:
-            hash_tokens: Number of tokens for which vLLM has a hash each.
-            lineage: The secret of the engine's `WeightsLineage`.
+        vLLM has one hash for every *hash_tokens* tokens. *lineage* is the secret of the engine's `WeightsLineage`.
         """
         self._request = request
         self._hash_tokens = hash_tokens
@@ -27,11 +27,11 @@ class RequestNames:
         self._names: list[BlockName] = []
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of that size that have a name."""
+        """Return how many blocks of *block_size* tokens have a name."""
         return len(self._request.block_hashes) * self._hash_tokens // block_size
 
     def of(self, block_size: int, start: int, end: int) -> Sequence[BlockName]:
-        """The names of blocks *start* to before *end* of that size, all of which have one."""
+        """Return the names of blocks *start* to before *end* of *block_size* tokens. All of them must have a name."""
         step = block_size // self._hash_tokens
         for block_hash in self._request.block_hashes[len(self._names) : end * step]:
             running = self._start.copy()

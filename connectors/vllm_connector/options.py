@@ -1,4 +1,4 @@
-"""Which of vLLM's options decide the bytes of its KV cache: verdicts on every field of vLLM 0.32's `VllmConfig`."""
+"""The vLLM options that decide the bytes of its KV cache: verdicts on every field of vLLM 0.32's `VllmConfig`."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ JUDGED = JudgedOptions(
             "model_config.allow_deprecated_quantization",
             "quant_config",
         ],
-        "the length, where a model computes otherwise for another one: see `engine_facts`": [
+        "the maximum length, for models whose results depend on it: see `length_facts`": [
             "model_config.max_model_len",
             "model_config.generation_config",
             "model_config.override_generation_config",
@@ -107,15 +107,15 @@ JUDGED = JudgedOptions(
             "cache_config.skip_page_size_padded",
             "scheduler_config.disable_hybrid_kv_cache_manager",
         ],
-        "the tokens for which there is a hash": [
+        "the number of tokens of each hash": [
             "cache_config.hash_block_size",
             "cache_config.prefix_match_unit",
         ],
         "the platform, its device and instructions": ["device_config.*"],
-        "blocks' names, which have a digest of the adapter": ["lora_config.default_mm_loras"],
+        "blocks' names, which include a digest of the adapter": ["lora_config.default_mm_loras"],
     },
     harmless={
-        "what a prompt is, and so its name": [
+        "the prompt's tokens, which are part of its blocks' names": [
             "model_config.tokenizer",
             "model_config.tokenizer_mode",
             "model_config.tokenizer_revision",
@@ -129,7 +129,7 @@ JUDGED = JudgedOptions(
             "model_config.multimodal_config.interleave_mm_strings",
             "model_config.multimodal_config.allow_missing_mm_embeddings",
         ],
-        "what is drawn and told after the last layer": [
+        "sampling and output after the last layer": [
             "model_config.seed",
             "model_config.return_sampling_mask",
             "model_config.max_logprobs",
@@ -144,7 +144,7 @@ JUDGED = JudgedOptions(
             "structured_outputs_config.*",
             "reasoning_config.*",
         ],
-        "who may ask, and how it is called": [
+        "access to files and models, and the model's served name": [
             "model_config.served_model_name",
             "model_config.hf_token",
             "model_config.allowed_local_media_path",
@@ -180,7 +180,7 @@ JUDGED = JudgedOptions(
             "lora_config.fully_sharded_loras",
             "lora_config.specialize_active_lora",
         ],
-        "where memory is, and how much": [
+        "the place and the size of memory": [
             "model_config.enable_sleep_mode",
             "model_config.sleep_preserve_parameter_names",
             "model_config.sleep_mode_backend",
@@ -217,7 +217,7 @@ JUDGED = JudgedOptions(
             "cache_config.prefix_cache_retention_interval",
             "cache_config.cache_hit_alignment_tokens",
         ],
-        "which processes compute which part, of the same whole": [
+        "the distribution of the same computation over processes": [
             "parallel_config.data_parallel_size",
             "parallel_config.data_parallel_size_local",
             "parallel_config.data_parallel_rank",
@@ -274,7 +274,7 @@ JUDGED = JudgedOptions(
             "parallel_config.enable_fault_tolerance",
             "parallel_config.fault_tolerance_config.*",
         ],
-        "which tokens a step computes": ["scheduler_config.*"],
+        "the tokens that each step computes": ["scheduler_config.*"],
         "how the same files are read": [
             "load_config.download_dir",
             "load_config.safetensors_load_strategy",
@@ -284,31 +284,34 @@ JUDGED = JudgedOptions(
             "load_config.use_tqdm_on_load",
             "load_config.pt_load_map_location",
         ],
-        "refused with a connector": ["speculative_config.*", "model_config.spec_target_max_model_len"],
-        "how weights come that are updated later: a reset follows them": ["weight_transfer_config.*"],
-        "what the connector itself is told": ["kv_transfer_config.*"],
-        "what is told of the engine, and how it ends": [
+        "speculative decoding, which the connector refuses": [
+            "speculative_config.*",
+            "model_config.spec_target_max_model_len",
+        ],
+        "the transfer of updated weights, which is followed by a reset": ["weight_transfer_config.*"],
+        "the connector's own options": ["kv_transfer_config.*"],
+        "observability, events and shutdown": [
             "observability_config.*",
             "logging_config.*",
             "profiler_config.*",
             "kv_events_config.*",
             "shutdown_timeout",
         ],
-        "where encoders' outputs are kept": ["ec_transfer_config.*", "ec_manager_config.*"],
+        "the place of encoders' outputs": ["ec_transfer_config.*", "ec_manager_config.*"],
     },
 )
 
-# Rotary embeddings that are the same whatever the longest prompt may be. "longrope" has other factors beyond a length.
+# Rotary embeddings that do not depend on `max_model_len`. "longrope" uses other factors beyond a certain length.
 ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "mrope", "proportional", "deepseek_yarn"}
-# Llama 4's attention has a temperature from a length on, or if the settings of sampling say so. Nemotron Nano VL makes
-# as many tiles of an image as the longest prompt has room for.
+# Llama 4 scales attention by a temperature beyond a certain length, or if the sampling settings say so. Nemotron Nano
+# VL splits an image into as many tiles as fit into the longest prompt.
 MODELS_BY_LENGTH = ("llama4", "NemotronH_Nano", "nemotron_h_nano")
 
 
 def length_facts(model_config: Any) -> dict[str, object]:
-    """Return the longest prompt, and the settings of sampling, if the model computes otherwise with others.
+    """Return `max_model_len` and the sampling settings if the model's results depend on them, else nothing.
 
-    Most models do not, and their blocks are found whatever `max_model_len` is.
+    Most models do not depend on them, so their blocks are found with any `max_model_len`.
     """
     config = model_config.hf_config.to_dict()
     of_model = [each["model_type"] for each in _tables(config) if isinstance(each.get("model_type"), str)]

@@ -1,4 +1,4 @@
-"""Pages: vLLM's KV cache on one rank as whole blocks of opaque bytes, copied to host slots and back."""
+"""`Pages`: vLLM's KV cache on one rank as whole blocks of opaque bytes, which are copied to host slots and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the hos
 
 
 class Pages(Protocol):
-    """The pages of one group on one rank. Copies have ended when they return. IndexError for a page or slot that there
-    is not."""
+    """The pages of one group on one rank.
+
+    Copies are complete when the methods return. They raise IndexError for a page or slot that does not exist.
+    """
 
     def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
         """Copy this rank's part of each slot to its page."""
@@ -27,7 +29,7 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's pages, [num_pages, page_bytes] uint8, and which bytes of a slot are its."""
+    """One layer's pages, [num_pages, page_bytes] uint8, and the bytes of a slot that belong to the layer."""
 
     pages: torch.Tensor
     part: slice
@@ -49,7 +51,7 @@ class CpuPages:
     def _pairs(
         self, pages: Sequence[int], slots: Sequence[int], host: Slots
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The pages of each layer, and their places in the slots."""
+        """Return each layer's pages, and the matching parts of the slots."""
         rows = torch.from_numpy(host)
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []
@@ -62,8 +64,10 @@ class CpuPages:
 
 
 class DevicePages:
-    """Pages in a device's memory: a layer's are gathered and cross in one copy, in order with what the device does on
-    the stream of the calling thread."""
+    """Pages in a device's memory.
+
+    The pages of a layer are gathered and cross in one copy, on the current stream of the calling thread.
+    """
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
         self._layers = layers
@@ -83,8 +87,10 @@ class DevicePages:
 
 
 def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: int, rank: int) -> Pages:
-    """The pages of one group. *kv_caches*: vLLM's tensors by layer, the first index of each a page or an equal part of
-    one. `NotServed` if a page is not one run of bytes."""
+    """Return the pages of one group. Raise `NotServed` if a page is not one run of bytes.
+
+    *kv_caches* has vLLM's tensors by layer. The first index of each tensor is a page or an equal part of a page.
+    """
     layers, end = [], rank * layout.rank_bytes
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
         start, end = end, end + page_bytes
@@ -96,7 +102,7 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
 
 
 def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -> torch.Tensor:
-    """A layer's tensor as [num_pages, page_bytes] uint8, over the same memory."""
+    """Return a view of a layer's tensor as [num_pages, page_bytes] uint8."""
     if cache.shape[0] % num_pages:
         raise NotServed(f"layer {name} has {cache.shape[0]} parts for {num_pages} blocks of KV cache")
     parts, item = cache.shape[0] // num_pages, cache.element_size()
@@ -107,7 +113,7 @@ def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -
             raise NotServed(f"a block of layer {name} is not one run of bytes in this KV cache layout")
         run *= size
     if not run * item <= page_bytes <= parts * cache.stride(0) * item:
-        raise NotServed(f"a block of layer {name} has {run * item} bytes in memory, and {page_bytes} by vLLM's account")
+        raise NotServed(f"a block of layer {name} has {run * item} bytes in memory, but vLLM reports {page_bytes}")
     flat = torch.tensor([], dtype=torch.uint8, device=cache.device)
     strides = (parts * cache.stride(0) * item, 1)
     return flat.set_(cache.untyped_storage(), cache.storage_offset() * item, (num_pages, page_bytes), strides)

@@ -1,4 +1,4 @@
-"""SchedulerHalf: the scheduler's half of the connector, with the threads that go on while vLLM computes."""
+"""`SchedulerHalf`: the scheduler's half of the connector, with the threads that run while vLLM computes."""
 
 import queue
 import threading
@@ -14,16 +14,14 @@ from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import TransferEngine
 
-LISTEN_S = 0.25  # between two looks at what the sidecar says to an engine that asks nothing
+LISTEN_S = 0.25  # between two polls of the sidecar while the engine is idle
 TOLD_LOOK_S = 0.002
-EMPTY_STEP_S = (
-    0.001  # that a step waits in which vLLM computes nothing, while blocks are on their way: it asks at once again
-)
-SETTLE_S = 5.0  # for copies that have been made to be published, when all is forgotten or ends
+EMPTY_STEP_S = 0.001  # wait in a step that computes nothing while blocks are in flight, as vLLM starts the next at once
+SETTLE_S = 5.0  # max wait for finished copies to be published, before a reset or the end
 
 
 class Heard(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue that says so when something has been put: the sidecar has answered."""
+    """A `Finished` queue that calls *on_put* after each put, which means that the sidecar has answered."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         super().__init__()
@@ -35,13 +33,17 @@ class Heard(queue.SimpleQueue[Transfer]):
 
 
 class SchedulerHalf:
-    """vLLM calls hooks only in its steps. Between them the sidecar's answers are taken in as they come, and what is
-    told of blocks a few times a second, so that an idle engine stays attached. All of it under the guard's lock."""
+    """The scheduler's half of the connector, which is kept up to date between vLLM's steps.
+
+    vLLM calls hooks only in its steps. Between steps, the sidecar's answers are processed as they arrive. Its messages
+    about blocks are processed a few times a second, so that an idle engine stays attached. All of this runs under the
+    guard's lock.
+    """
 
     side: SchedulerSide
 
     def __init__(self) -> None:
-        """Without a `side`, see `attach`."""
+        """Create the half without its `side`, which `attach` sets."""
         self.guard = Guard(self._give_up)
         self._has_news = threading.Condition(self.guard.lock)
         self._is_closing = threading.Event()
@@ -51,7 +53,10 @@ class SchedulerHalf:
     def attach(
         self, side: SchedulerSide, tiers: SidecarTiers, transfers: TransferEngine, end_threads: Callable[[], None]
     ) -> None:
-        """Begin. *end_threads* ends those that take digests and hear the sidecar; `close` calls it."""
+        """Set the scheduler side and start the listener.
+
+        *end_threads* ends the threads that compute digests and wait for the sidecar; `close` calls it.
+        """
         self.side = side
         self._tiers = tiers
         self._transfers = transfers
@@ -59,12 +64,12 @@ class SchedulerHalf:
         self._listener.start()
 
     def standing(self) -> SidecarStanding:
-        """Whether a sidecar is there, by value."""
+        """Return a snapshot of the connection to the sidecar."""
         with self.guard.lock:
             return self._tiers.standing()
 
     def wait_told(self, timeout_s: float) -> bool:
-        """Wait until the sidecar has told of all blocks that it has, if there is one; whether it has."""
+        """Wait until the sidecar, if attached, has announced all of its blocks. Return whether it has."""
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at:
             self.guard.run_always(self._poll, None)
@@ -74,12 +79,12 @@ class SchedulerHalf:
         return self._tiers.is_told
 
     def on_heard(self) -> None:
-        """Take in what the sidecar has answered; called by a thread that waits for it."""
+        """Process the sidecar's answers; called by the thread that waits for them."""
         if not self._is_closing.is_set():
             self.guard.run_always(self._poll, None)
 
     def on_digests(self, tell: Callable[[], None]) -> None:
-        """Take in digests; called by a thread that took them."""
+        """Process digests under the lock by calling *tell*; called by the thread that computed them."""
 
         def take_in() -> None:
             tell()
@@ -103,31 +108,31 @@ class SchedulerHalf:
         """See `SchedulerSide.step`."""
         self._has_polled = False
         if not num_scheduled and self.side.is_waiting:
-            self._has_news.wait(EMPTY_STEP_S)  # gives the lock up, to the threads that bring what is waited for
+            self._has_news.wait(EMPTY_STEP_S)  # releases the lock, so that other threads can process answers
         self._poll()
         return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
 
     def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
-        """Take in what a step's workers have said, if they did, and the pages that vLLM was told were not loaded."""
+        """Process the workers' report on a step, if any, and the pages reported to vLLM as not loaded."""
         if unloaded:
             self.side.on_unloaded(unloaded)
         if report is not None:
             self.side.on_report(report)
 
     def reset(self) -> bool:
-        """Begin anew, and evict what was stored until now: see `SchedulerSide.begin_anew` and `SchedulerSide.clear`.
+        """Begin a new lineage and evict all stored blocks: see `SchedulerSide.begin_anew` and `SchedulerSide.clear`.
 
-        Waits some seconds at most for copies that are under way.
+        Waits a few seconds at most for copies in flight.
         """
         self.side.begin_anew()
         self._settle()
         return self.side.clear()
 
     def close(self) -> None:
-        """End the session and all threads, once what was copied is published."""
+        """End the session and all threads, once the copied blocks are published."""
         self.guard.run_always(self._settle, None)
         self._is_closing.set()
-        self._end_threads()  # without the lock, which they may wait for
+        self._end_threads()  # without the lock, because the threads may wait for it
         self.guard.run_always(self._tiers.close, None)
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""SchedulerSide: the connector's half in vLLM's scheduler: what is loaded, what is stored, and when."""
+"""`SchedulerSide`: the connector's decisions in vLLM's scheduler about which blocks to load and store, and when."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,32 +21,34 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.host_memory import HostMemory
 
-MAX_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
-OFFER_PAUSE_S = 0.02  # before a request that found too few slots is offered again
+MAX_LOADS = 32  # in flight; the deadline of a further request starts once it may load
+OFFER_PAUSE_S = 0.02  # before the blocks of a request that found too few slots are offered again
 
 
 @dataclass(slots=True)
 class Tracked:
-    """One of vLLM's requests, from its first question to its end."""
+    """A vLLM request, from its first lookup until it ends."""
 
     request: VllmRequest
-    asked_at: float | None = None  # when vLLM asked first, since it was last given pages
-    names: RequestNames | None = None  # None: its adapter's weights are not known
+    asked_at: float | None = None  # time of the first lookup since the last allocation of pages
+    names: RequestNames | None = None  # None while the digest of its adapter is unknown
     offer: Offer | None = None
-    placement: Placement | None = None  # since it was last given pages
+    placement: Placement | None = None  # since the last allocation
     load: Load | None = None
-    num_local: int = 0  # tokens that vLLM had when it asked last
-    inquiry: Inquiry | None = None  # to a remote tier, since it was last given pages
-    is_settled: bool = False  # it was told what it gets
+    num_local: int = 0  # tokens in vLLM's own cache at the last lookup
+    inquiry: Inquiry | None = None  # query to the remote tier, since the last allocation
+    is_settled: bool = False  # vLLM has been told the length of the hit
     offered_at: float = float("-inf")
-    is_over: bool = False  # it has ended, and its blocks are offered for the last time
-    why_unstored: Unstored = Unstored.LATE  # of those of its blocks that found no slot in its last step
+    is_over: bool = False  # the request has ended, and its blocks are offered for the last time
+    why_unstored: Unstored = Unstored.LATE  # reason for its blocks that found no slot in its last step
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What is in a request's pages when a step has ended: the blocks of its first *num_tokens* tokens. *placement* has
-    the pages as they were in that step."""
+    """The blocks of a request's first *num_tokens* tokens, which its pages hold once a step has ended.
+
+    *placement* has the pages as they were in that step.
+    """
 
     tracked: Tracked
     offer: Offer
@@ -56,7 +58,7 @@ class _Computed:
 
 @dataclass(slots=True)
 class _Next:
-    """What is gathered for the next step."""
+    """The loads gathered for the next step."""
 
     loads: list[PageCopies] = field(default_factory=list)
     loaded: list[Load] = field(default_factory=list)
@@ -64,15 +66,18 @@ class _Next:
 
 
 class SchedulerSide:
-    """vLLM's scheduler asks of each waiting request how much of it is below, once in each step until it is told. What
-    is there is known without asking the sidecar; its blocks are leased and verified while vLLM goes on with others, and
-    only then is it told. So what it was told of is in mapped memory and right, and no load that is known of fails
-    later. If one does, what is computed from its pages is not stored.
+    """The connector's decisions in vLLM's scheduler.
 
-    What a step computed is stored at the start of the next one, when its tokens have gone to their users. Pages that
-    vLLM takes from a request in between still have their bytes there: a worker copies before anything is written.
+    vLLM looks up each waiting request once per step until the connector answers. A lookup is local and does not ask
+    the sidecar. The matching blocks are leased and verified while vLLM runs other requests, and only then is the hit
+    reported. So the blocks of a reported hit are in mapped memory and correct, and their load should not fail. If it
+    fails nevertheless, blocks computed from its pages are not stored.
 
-    Owned by the scheduler's thread; calls of others hold the connector's lock.
+    The blocks of a step are stored at the start of the next one, after the step's tokens have gone to their users.
+    Pages that vLLM takes from a request in between still hold their bytes, because a worker copies before anything is
+    written.
+
+    Owned by the scheduler's thread. Calls from other threads hold the connector's lock.
     """
 
     def __init__(
@@ -90,8 +95,11 @@ class SchedulerSide:
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*segment*: how workers map the memory of a sidecar's process. *hash_tokens*: for how many tokens vLLM has a
-        hash. *max_stored*: blocks of each group that are stored in one step at most."""
+        """Create the scheduler side without requests.
+
+        *segment* returns how workers map the memory of the sidecar process with a given boot id. *hash_tokens* is the
+        number of tokens per vLLM block hash. *max_stored* is the maximum number of blocks stored per step, by group.
+        """
         self.counts = Counts()
         self._tiers = tiers
         self._segment = segment
@@ -105,41 +113,41 @@ class SchedulerSide:
         self._clock = clock
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
         self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
-        self._mapped: bytes | None = None  # the segment that all workers have said they map
-        self._waited_for: bytes | None = None  # one that they did not map within a deadline
+        self._mapped: bytes | None = None  # boot id of the segment that all workers have reported as mapped
+        self._waited_for: bytes | None = None  # boot id of a segment that they did not map within a deadline
         self._requests: dict[str, Tracked] = {}
         self._computed: list[_Computed] = []  # by the last step
         self._lineage = WeightsLineage()
         self._next = _Next()
-        self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
+        self._loading: dict[int, list[Load]] = {}  # by number of the step that copies the blocks
         self._taint = Taint(groups)
-        self._past: list[Placement] = []  # of requests that ended or were preempted while steps were not reported
-        self._unreported: set[int] = set()  # steps
+        self._past: list[Placement] = []  # of requests that ended or were preempted while steps were unreported
+        self._unreported: set[int] = set()  # numbers of the steps on which the workers have not reported
         self._num_steps = 0
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all workers map the memory that slots are in now."""
+        """Whether all workers map the memory of the current sidecar process."""
         return self._mapped is not None and self._mapped == self._tiers.boot
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is under way that only later steps take in."""
+        """Whether any request waits for the result of its lookup, which only a later step can return."""
         return any(each.asked_at is not None and not each.is_settled for each in self._requests.values())
 
     @property
     def is_digesting(self) -> bool:
-        """Whether blocks have been copied whose digests are being taken."""
+        """Whether digests of copied blocks are being computed."""
         return self._stores.is_digesting
 
     def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
-        """How many tokens after the *num_computed* that vLLM has will be loaded; None: that is not known yet."""
+        """Return how many tokens after the first *num_computed* will be loaded, or None while this is unknown."""
         tracked = self._tracked(request)
         tracked.num_local = num_computed
         if tracked.asked_at is None:
             tracked.asked_at = self._clock()
         if tracked.load is not None and num_computed < tracked.load.start:
-            self._drop(tracked)  # what vLLM had it has lost since
+            self._drop(tracked)  # vLLM has evicted blocks of the request since its last lookup
         if tracked.load is None:
             return self._begin(tracked, num_computed)
         if not tracked.is_settled:
@@ -153,7 +161,7 @@ class SchedulerSide:
         return max(0, num_matched)
 
     def on_allocated(self, request: VllmRequest, pages: Pages, num_loaded: int) -> None:
-        """vLLM has given the request pages, and goes on after *num_loaded* tokens more than it had."""
+        """Record the pages that vLLM has allocated, and plan the load of *num_loaded* tokens into them."""
         tracked = self._tracked(request)
         end = tracked.num_local + num_loaded
         self._end_placement(tracked)
@@ -165,11 +173,11 @@ class SchedulerSide:
         self._refresh(tracked, end)
 
     def on_not_planned(self, pages: Pages) -> None:
-        """`on_allocated` has failed: none of the request's pages has what vLLM was told of."""
+        """Report all of the request's pages as not loaded, because `on_allocated` has failed."""
         self._next.unloadable += [page for ids in pages for page in ids if page != NULL_PAGE]
 
     def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
-        """Where the tokens were that were loaded for the request just now."""
+        """Return the number of tokens just loaded for the request, by the tier that held them."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self._next.loaded:
             return {Tier.HOST: num_loaded}
@@ -182,8 +190,10 @@ class SchedulerSide:
         is_storing: bool = True,
         overwritten: Collection[int] = (),
     ) -> StepWork:
-        """The workers' part of the step in which vLLM computes so many tokens of each request. *overwritten*: pages
-        that vLLM may change before the workers can copy them."""
+        """Return the workers' copies for the step in which vLLM computes *num_scheduled* tokens of each request.
+
+        *overwritten* has the pages that vLLM may change before the workers can copy them.
+        """
         self._num_steps += 1
         number = self._num_steps
         stores = self._store_computed(number, is_storing, overwritten)
@@ -195,7 +205,7 @@ class SchedulerSide:
             self._note_computed(request_id, num_tokens, pages_of)
         boot = self._tiers.boot
         wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
-        gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
+        gathered, self._next = self._next, _Next()  # last, so that `salvaged` has the loads if an earlier line fails
         if gathered.loaded:
             self._loading[number] = gathered.loaded
         work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
@@ -204,7 +214,7 @@ class SchedulerSide:
         return work
 
     def salvaged(self) -> StepWork:
-        """`step` has failed: the workers are to tell vLLM that nothing is loaded that it was told of."""
+        """Return the work for a step for which `step` failed: report all of its planned loads as failed."""
         gathered, self._next = self._next, _Next()
         for load in gathered.loaded:
             load.release()
@@ -216,14 +226,14 @@ class SchedulerSide:
         return StepWork(self._num_steps, unloadable=unloadable)
 
     def poll(self) -> None:
-        """Take in what the sidecar has said."""
+        """Process the messages of the sidecar."""
         self._tiers.poll()
         for tracked in self._requests.values():
             if tracked.load is not None and not tracked.is_settled:
                 tracked.load.poll()
 
     def on_report(self, report: WorkerReport) -> None:
-        """Take in what the workers have done."""
+        """Process the workers' report on a step."""
         if report.num_workers != self._num_workers:
             report = replace(report, boot=None, has_stored=False)
         if report.boot is not None:
@@ -238,14 +248,17 @@ class SchedulerSide:
             self._past.clear()
 
     def on_unloaded(self, pages: Collection[int]) -> None:
-        """Pages do not have what vLLM was told of: store nothing that was or will be computed from them."""
+        """Store no block that was or will be computed from *pages*, because their load failed."""
         placements = [each.placement for each in self._requests.values() if each.placement is not None]
         for placement in self._taint.spread(pages, [*self._past, *placements]):
             self._stores.discard(placement)
 
     def on_finished(self, request: VllmRequest) -> None:
-        """The request has ended, by itself or aborted. What the last step computed of it is stored with the next one;
-        what finds no slot then is lost, as vLLM has its pages back."""
+        """Stop tracking a request that has ended or was aborted.
+
+        The blocks of its last step are stored with the next step. A block that finds no slot then is lost, because vLLM
+        has taken the page back.
+        """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._drop(tracked)
@@ -257,10 +270,10 @@ class SchedulerSide:
                 self._end_placement(tracked)
 
     def begin_anew(self) -> None:
-        """Name all blocks that vLLM computes from now on apart from those until now, because its weights may be others.
+        """Give blocks computed from now on names that no earlier block has, because the weights may have changed.
 
-        vLLM resets its connector after an update of weights, and says nothing else of it: see `WeightsLineage`. Copies
-        that are under way are not published.
+        vLLM resets its connector after a weight update and gives no other notice, see `WeightsLineage`. Blocks in
+        flight are not published.
         """
         self._lineage.begin_anew()
         self._computed.clear()
@@ -281,16 +294,16 @@ class SchedulerSide:
         return not self._tiers.is_attached or self._tiers.clear()
 
     def give_up(self) -> None:
-        """Let go of all that no worker copies."""
+        """Release all loads that no worker is copying, and count an error."""
         for tracked in self._requests.values():
             self._drop(tracked)
         self.counts.errors += 1
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if internal records contradict each other."""
         self._tiers.check()
-        assert all(number <= self._num_steps for number in self._loading), "a step that was not made copies blocks"
-        assert self._unreported or not self._past, "placements are kept that no step can taint any more"
+        assert all(number <= self._num_steps for number in self._loading), "a step that does not exist copies blocks"
+        assert self._unreported or not self._past, "placements are kept although no step can taint them any more"
 
     def _tracked(self, request: VllmRequest) -> Tracked:
         tracked = self._requests.get(request.request_id)
@@ -305,7 +318,7 @@ class SchedulerSide:
         return tracked
 
     def _begin(self, tracked: Tracked, num_computed: int) -> int | None:
-        """Begin to load what is below; None if vLLM is to ask again, 0 if there is nothing."""
+        """Start to load a hit, if there is one. Return None if vLLM must look up again, or 0 without a hit."""
         if tracked.is_settled:
             return 0
         is_late = self._is_late(tracked)
@@ -323,14 +336,17 @@ class SchedulerSide:
             self.counts.late_loads += end > num_computed
             return 0
         if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MAX_LOADS:
-            tracked.asked_at = self._clock()  # others' deadlines end this wait
+            tracked.asked_at = self._clock()  # this wait ends with another load, at that load's deadline at the latest
         elif self.is_mapped:
             tracked.load = Load(self._where, tracked.names, tracked.offer.tenant, num_computed, end)
         return None
 
     def _waits_for_mapping(self, is_late: bool) -> bool:
-        """Return whether the request waits until the workers map the sidecar's memory, so that its blocks can be stored
-        once they are computed. One request at most waits in vain, as the workers may not be able to."""
+        """Return whether the request must wait until the workers map the sidecar's memory.
+
+        Without the mapping, its blocks could not be stored once they are computed. After one request has waited until
+        its deadline, later ones do not wait, because the workers may be unable to map the memory.
+        """
         boot = self._tiers.boot
         if self.is_mapped or not self._tiers.is_attached or boot == self._waited_for:
             return False
@@ -339,7 +355,7 @@ class SchedulerSide:
         return not is_late
 
     def _has_asked(self, tracked: Tracked, names: RequestNames, num_computed: int) -> bool:
-        """Whether a remote tier has been asked about what nothing nearer has of the request, and has answered."""
+        """Query the remote tier for the blocks that no nearer tier holds. Return whether it has answered."""
         if tracked.inquiry is None:
             inquiries = []
             for group_id, group in enumerate(self._groups if self._tiers.can_ask else ()):
@@ -352,11 +368,11 @@ class SchedulerSide:
         return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
-        """After how many tokens the request could go on with what is known to be below."""
+        """Return after how many tokens the request could continue with the blocks that lower tiers hold, or 0."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             size = self._groups[group_id].block_size
-            start = max(start, num_computed // size)  # what is before vLLM has
+            start = max(start, num_computed // size)  # vLLM has the blocks before
             if start >= end:
                 return end
             return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
@@ -365,7 +381,7 @@ class SchedulerSide:
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: Tracked, pages: Pages, start: int, end: int) -> None:
-        """Have the workers copy tokens *start* to before *end*, which were promised, into these pages."""
+        """Add copies of tokens *start* to before *end*, which were reported as a hit, into *pages* to the next step."""
         load, gathered = tracked.load, self._next
         for group_id, group in enumerate(self._groups):
             size, ids = group.block_size, pages[group_id]
@@ -384,7 +400,7 @@ class SchedulerSide:
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: Tracked, end: int) -> None:
-        """The blocks that the request goes on from after *end* tokens were used just now, the first one last."""
+        """Mark the blocks from which the request continues after *end* tokens as just used, the first block last."""
         if tracked.names is None:
             return
         for group_id, group in enumerate(self._groups):
@@ -396,7 +412,7 @@ class SchedulerSide:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
-        """Copies of what the step before has completed, and of what found no slot before."""
+        """Return copies of the blocks that the previous step completed, and of earlier blocks that found no slot."""
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
         why_unstored = self._why_unstored(is_storing)
@@ -416,7 +432,7 @@ class SchedulerSide:
         return copies
 
     def _note_computed(self, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]) -> None:
-        """Keep in mind what the request's pages have once this step has ended, if some of it is not stored yet."""
+        """Record which blocks the request's pages hold once this step has ended, if any of them is not stored yet."""
         tracked = self._requests.get(request_id)
         if tracked is None or (offer := tracked.offer) is None or (placement := tracked.placement) is None:
             return
@@ -439,7 +455,7 @@ class SchedulerSide:
         return None if self.is_mapped else Unstored.UNMAPPED
 
     def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
-        """Take in what this step computes, and from which pages."""
+        """Update the tainted pages with the tokens that this step computes and the pages it computes them from."""
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is None or (placement := tracked.placement) is None:
@@ -448,13 +464,13 @@ class SchedulerSide:
             end = start + num_tokens
             if end // self._hash_tokens > start // self._hash_tokens:  # vLLM shares full blocks only
                 pages = pages_of(request_id) or placement.pages
-                if not any(placement.pages):  # another connector loads for it
+                if not any(placement.pages):  # another connector loads for this request
                     placement = tracked.placement = self._taint.place(pages, start)
                 placement.pages = pages
             self._taint.on_computed(placement, start, end)
 
     def _end_placement(self, tracked: Tracked) -> None:
-        """The request has no pages any more, although steps may still compute in them."""
+        """End the request's placement in its pages, although unreported steps may still compute in them."""
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)
         tracked.placement = None

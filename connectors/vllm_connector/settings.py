@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config` of the connector."""
+"""The connector's settings in `kv_connector_extra_config`."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,9 +9,11 @@ SOCKET_SCHEME = "unix://"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `kv_connector_extra_config` may say. *sidecar* is the path of the sidecar's own socket. *deadline_ms*: how
-    long a request waits for its prefix at most. *weights* stands for the model's weights, whose digest is taken
-    otherwise."""
+    """The settings that `kv_connector_extra_config` may have.
+
+    *sidecar* is the path of the sidecar's own socket. *deadline_ms* limits how long a request waits for its prefix.
+    *weights* identifies the model's weights; without it their digest is computed.
+    """
 
     sidecar: Annotated[str, msgspec.Meta(min_length=1)]
     deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=60_000)] = 300.0
@@ -19,7 +21,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def settings_of(extra_config: Mapping[str, object]) -> Settings:
-    """The settings. ValueError, with the key, for what they may not say."""
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
     try:
         settings = msgspec.convert(extra_config, Settings)
     except msgspec.ValidationError as error:

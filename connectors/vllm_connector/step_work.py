@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other with each of vLLM's steps. Both are pickled."""
+"""Messages between the two halves of the connector in each of vLLM's steps. vLLM pickles them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from kvtier.engine.attached.wire import Hello
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """Copies between pages of one group on the device and host slots, pair by pair."""
+    """The copies between pages and host slots of one group, pair by pair."""
 
     group_id: int
     pages: Sequence[int]  # vLLM's block ids
@@ -17,8 +17,10 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The memory that slots are in: that of one process of a sidecar (*boot*), which gives it at the Unix socket *path*
-    to whoever says *hello*."""
+    """The memory of one sidecar process, which contains the slots.
+
+    *boot* identifies the process. The process serves the memory at the Unix socket *path* to clients that send *hello*.
+    """
 
     boot: bytes
     path: str
@@ -27,36 +29,36 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What the workers do in one step, beside computing. Slots are in the segment that all of them have said they map.
+    """The copies that workers make in one step. Slots are in the segment that all workers have reported as mapped.
 
-    *stores* are of what the step before has computed, and come before anything is written to a page; then come *loads*,
-    before the step's forward pass. Pages of *unloadable* were to be loaded and cannot be: vLLM has to be told.
+    *stores* are blocks of the previous step, and are copied before any page is written. *loads* follow, before the
+    step's forward pass. The pages in *unloadable* cannot be loaded, which the workers report to vLLM.
     """
 
     number: int
-    wanted: Segment | None = None  # to be mapped, and told of
+    wanted: Segment | None = None  # segment to map and to report on
     loads: Sequence[PageCopies] = ()
     stores: Sequence[PageCopies] = ()
     unloadable: Sequence[int] = ()
 
     @property
     def is_reported(self) -> bool:
-        """Whether the workers say something of it."""
+        """Whether the workers report on the step."""
         return self.wanted is not None or bool(self.loads) or bool(self.stores)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What became of one step's work, of one worker or of several (vLLM joins them with `aggregate`)."""
+    """The outcome of one step's work, from one worker or from several (vLLM joins reports with `aggregate`)."""
 
     number: int
-    boot: bytes | None  # the segment that each of them maps
+    boot: bytes | None  # boot id of the segment that each worker maps
     has_stored: bool = True  # the slots have the pages' bytes
-    unloaded: frozenset[int] = frozenset()  # pages that do not have what vLLM was told of
+    unloaded: frozenset[int] = frozenset()  # pages whose load failed
     num_workers: int = field(default=1)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
-        """Both reports as one, of the same step."""
+        """Return both reports, which must be about the same step, as one."""
         return WorkerReport(
             self.number,
             self.boot if self.boot == other.boot else None,

@@ -1,4 +1,4 @@
-"""Stores: blocks that vLLM has computed, on their way into host slots and from there to whoever asks."""
+"""`Stores`: blocks that vLLM has computed, on their way into published host slots."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,10 @@ from kvtier.transfer.host_memory import HostMemory
 
 @dataclass(slots=True)
 class Offer:
-    """What is to be kept of one request, and how far that has come. *num_offered*: blocks of each group that are below,
-    on their way there, or cannot be had any more."""
+    """The blocks of one request that should be stored, and how many are done.
+
+    *num_offered* is the number of blocks per group that are in lower tiers, in flight, or lost.
+    """
 
     names: RequestNames
     tenant: bytes
@@ -31,7 +33,7 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """Blocks of one chain and group in a row, the last one first, and the slots that are to have their bytes."""
+    """A row of consecutive blocks of one chain and group, the last block first, and the slots they are copied to."""
 
     offer: Offer
     placement: Placement  # whose pages the workers copy
@@ -46,7 +48,7 @@ class _Copied:
 
 @dataclass(slots=True)
 class _Digested:
-    """Rows of one group and step, whose digests are being taken."""
+    """The rows of one group and step whose digests are being computed."""
 
     rows: Sequence[_Copied]
     slots: list[int]  # of all rows
@@ -55,9 +57,12 @@ class _Digested:
 
 
 class Stores:
-    """A block's way down: a slot is reserved, the workers copy the block's pages into it at the start of the step after
-    the one that computed it, its digest is taken, and it is published. No slot is waited for: a block without one is
-    offered again with the next step. Owned by the scheduler's thread, under the connector's lock."""
+    """The stores of all requests of the connector.
+
+    A store reserves a slot, has the workers copy the block's page into it at the start of the step after the one that
+    computed it, computes its digest, and publishes it. No store waits for a slot: a block without one is offered again
+    with the next step. Owned by the scheduler's thread, under the connector's lock.
+    """
 
     def __init__(
         self,
@@ -68,20 +73,20 @@ class Stores:
         on_stored: Callable[[int], None],
         on_failed: Callable[[int], None],
     ) -> None:
-        """*on_stored* is told how many blocks have been published, *on_failed* how many could not be copied."""
+        """Call *on_stored* with the number of published blocks, *on_failed* with the number of lost blocks."""
         self._tiers = tiers
         self._groups = groups
         self._memories = memories
         self._digests = digests
         self._on_stored = on_stored
         self._on_failed = on_failed
-        self._copying: dict[int, list[_Copied]] = {}  # by the number of the step
+        self._copying: dict[int, list[_Copied]] = {}  # by number of the step
         self._under_way: set[tuple[int, BlockName]] = set()
         self._digesting: list[Sequence[_Copied]] = []
 
     @property
     def is_digesting(self) -> bool:
-        """Whether digests are being taken of blocks that will be published then."""
+        """Whether digests of copied blocks are being computed, after which the blocks are published."""
         return bool(self._digesting)
 
     def copies(
@@ -93,12 +98,10 @@ class Stores:
         left: list[int],
         overwritten: Collection[int] = (),
     ) -> list[PageCopies]:
-        """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed, as
-        far as there are slots.
+        """Return the copies to make in this step of a request's first *num_tokens* tokens, while slots are free.
 
-        Args:
-            left: How many blocks of each group may still be copied in this step; made less by those that are.
-            overwritten: Pages that no longer have their block's bytes. Their blocks are lost.
+        *left* is the number of blocks per group that may still be copied in this step; it is reduced in place.
+        *overwritten* has the pages that no longer hold their block's bytes; these blocks are lost.
         """
         copies = []
         for group_id, group in enumerate(self._groups):
@@ -109,15 +112,17 @@ class Stores:
         return copies
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
-        """Blocks of the request's first *num_tokens* tokens that have still to be offered."""
+        """Return how many blocks of the request's first *num_tokens* tokens have not been offered yet."""
         return sum(
             max(0, min(num_tokens // group.block_size, offer.names.num_blocks(group.block_size)) - num_offered)
             for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
         )
 
     def discard(self, placement: Placement) -> None:
-        """Publish none of the placement's blocks on their way down that are behind its good tokens. Their slots are
-        given back once the workers have done the step. Blocks of these rows are offered again when they are good."""
+        """Discard the placement's copies in flight that reach beyond its good tokens.
+
+        Their slots are given back once the workers have done the step. The blocks are offered again when they are good.
+        """
         for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
             end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
             if placement.limit(end) < end:
@@ -125,7 +130,7 @@ class Stores:
                 row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
 
     def on_step_done(self, step: int, has_stored: bool) -> None:
-        """Take in that the workers have done a step, and whether its slots have the bytes."""
+        """Compute the digests of a step that the workers have done, or fail its stores unless *has_stored*."""
         done = self._copying.pop(step, [])
         self._give_back([row for row in done if row.is_discarded])
         rows = [row for row in done if not row.is_discarded]
@@ -137,7 +142,7 @@ class Stores:
                 self._take_digests(group_id, of_group)
 
     def discard_all(self) -> None:
-        """Publish none of the blocks that are being copied or digested now."""
+        """Discard all blocks that are being copied or digested, so that none of them is published."""
         for rows in (*self._copying.values(), *self._digesting):
             for row in rows:
                 row.is_discarded = True
@@ -180,8 +185,11 @@ class Stores:
         return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
 
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
-        """One step's rows are digested and published together: each message wakes the sidecar, and each thread that
-        wakes takes the interpreter's lock from the step that vLLM is in."""
+        """Compute the digests of one step's rows, then publish all rows together.
+
+        A message for each row would wake the sidecar each time, and each thread that wakes takes the interpreter's lock
+        from the step that vLLM is in.
+        """
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))
         self._digesting.append(rows)
@@ -227,6 +235,6 @@ class Stores:
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of numbers that follow each other begin and end."""
+    """Return the start and the end index of each run of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1), len(places)]
     return list(pairwise(cuts))

@@ -1,4 +1,4 @@
-"""Taint: which of vLLM's pages hold wrong bytes because a load failed, and which requests have computed from them."""
+"""`Taint`: vLLM's pages that hold wrong bytes because a load failed, and the requests that computed from them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,10 @@ class Taint:
         return not self._pages
 
     def place(self, pages: Pages, num_cached: int) -> Placement:
-        """Return the placement of a request of which vLLM's own cache has *num_cached* tokens. The others will be
-        loaded or computed in these pages."""
+        """Return the placement of a request of which vLLM's own cache has *num_cached* tokens.
+
+        The remaining tokens will be loaded into these pages or computed in them.
+        """
         placement = Placement(pages)
         if self._pages:
             for size, ids in zip(self._sizes, pages, strict=True):
@@ -46,20 +48,20 @@ class Taint:
         return placement
 
     def on_computed(self, placement: Placement, start: int, end: int) -> None:
-        """Take in that the tokens *start* to before *end* are computed in a step, from all tokens before them."""
+        """Update the tainted pages for a step that computes tokens *start* to before *end* from all earlier ones."""
         if placement.num_good is not None and placement.num_good < start:
             self._taint_rest(placement)
             return
-        placement.num_good = None  # vLLM has gone back to its last good token
+        placement.num_good = None  # vLLM has gone back to the last good token
         if self._pages:
             for size, ids in zip(self._sizes, placement.pages, strict=True):
                 self._pages.difference_update(ids[: end // size])
 
     def spread(self, unloaded: Iterable[int], placements: Sequence[Placement]) -> list[Placement]:
-        """Taint pages that were not loaded, and what was computed from them.
+        """Taint pages that were not loaded, and pages that were computed from them.
 
         Returns:
-            The placements of which fewer tokens are good than before.
+            The placements that have fewer good tokens than before.
         """
         self._pages.update(unloaded)
         affected: dict[Placement, None] = {}

@@ -1,14 +1,14 @@
-"""What the connector reads of vLLM's requests and steps."""
+"""The attributes of vLLM's requests and steps that the connector reads."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-Pages = Sequence[Sequence[int]]  # [group] vLLM's ids of the blocks of a request
-NULL_PAGE = 0  # vLLM's, in the place of a block that a window has passed
+Pages = Sequence[Sequence[int]]  # [group] vLLM's ids of a request's blocks
+NULL_PAGE = 0  # vLLM's placeholder for a block that the sliding window has passed
 
 
 class VllmAdapter(Protocol):
-    """vLLM's `LoRARequest`. *lora_int_id* is its number in this engine, *lora_path* a folder or the id of a hub."""
+    """vLLM's `LoRARequest`. *lora_int_id* is its number in this engine, *lora_path* a folder or a hub id."""
 
     @property
     def lora_name(self) -> str: ...
@@ -19,8 +19,11 @@ class VllmAdapter(Protocol):
 
 
 class VllmRequest(Protocol):
-    """vLLM's `Request` in its scheduler. *block_hashes* has one for each full block of the finest size; it only grows.
-    Salts, images and the adapter's name are in them, its weights are not."""
+    """vLLM's `Request` in its scheduler.
+
+    *block_hashes* has a hash for each full block of the smallest block size, and only grows. The hashes cover salts,
+    images and the adapter's name, but not the adapter's weights.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -37,15 +40,14 @@ class VllmRequest(Protocol):
 
 
 class VllmBlockCopy(Protocol):
-    """vLLM's `KVCacheBlockCopy`: a page that a worker copies to another one, of a block that two requests share in
-    part."""
+    """vLLM's `KVCacheBlockCopy`: a worker's copy of one page to another, for a block that two requests share partly."""
 
     @property
     def dst_block_id(self) -> int: ...
 
 
 class VllmStep(Protocol):
-    """vLLM's `SchedulerOutput`: what workers do to pages at the beginning of a step."""
+    """vLLM's `SchedulerOutput`: the changes that workers make to pages at the start of a step."""
 
     @property
     def new_block_ids_to_zero(self) -> Sequence[int] | None: ...
@@ -54,7 +56,9 @@ class VllmStep(Protocol):
 
 
 def overwritten_pages(step: VllmStep) -> set[int]:
-    """Return the pages whose bytes of before may be gone when a worker's first hook of the step is called: vLLM's newer
-    model runner changes pages before it, its older one after it."""
+    """Return the pages whose old bytes may be lost before a worker's first hook of the step is called.
+
+    vLLM's newer model runner changes pages before this hook, its older one after it.
+    """
     copies = step.kv_cache_block_copies or ()
     return {*(step.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)}

@@ -1,4 +1,4 @@
-"""WorkerSide: the connector's half in each of vLLM's workers. It copies, and decides nothing."""
+"""`WorkerSide`: the connector's half in each of vLLM's workers, which copies pages and decides nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,30 +10,33 @@ from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 
 
 class WorkerSide:
-    """Copies pages from and to the sidecar's memory before vLLM computes a step: first what the step before computed,
-    then what this one goes on from. Owned by the worker's thread."""
+    """The copies of one worker's pages to and from the sidecar's memory.
+
+    Before vLLM computes a step, the worker first stores the blocks of the previous step, then loads the blocks that
+    this step needs. Owned by the worker's thread.
+    """
 
     def __init__(self, layouts: Sequence[GroupLayout], rank: int, segment: MappedSegment) -> None:
         self._layouts = layouts
         self._rank = rank
         self._segment = segment
         self._pages: list[Pages] = []
-        self._unloaded: set[int] = set()  # not taken yet
+        self._unloaded: set[int] = set()  # pages not yet returned by `take_unloaded`
         self._unloaded_in_step: set[int] = set()
-        self._stored_step: int | None = None  # the last one all of whose stores are copied
+        self._stored_step: int | None = None  # the last step whose stores have all been copied
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
-        """Use these tensors from now on. `NotServed` for a layout that cannot be copied as whole blocks."""
+        """Use *kv_caches* from now on. Raise `NotServed` if their layout cannot be copied as whole blocks."""
         self._pages = [group_pages(layout, kv_caches, num_pages, self._rank) for layout in self._layouts]
 
     def begin(self, work: StepWork) -> None:
-        """Take the step's work up."""
+        """Begin the step's work."""
         self._unloaded_in_step.clear()
         if work.wanted is not None:
             self._segment.want(work.wanted)
 
     def load(self, work: StepWork) -> None:
-        """Copy what the step's requests go on from into their pages."""
+        """Copy the blocks that the step's requests need into their pages."""
         missing = self._unloaded_in_step
         missing.update(work.unloadable, *(copies.pages for copies in work.loads))
         try:
@@ -44,25 +47,25 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy what the step before has completed into its slots: before `begin`, and before any page is written."""
+        """Copy the previous step's blocks into their slots. Call before `begin`, and before any page is written."""
         for copies in work.stores:
             self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
         self._stored_step = work.number
 
     def take_unloaded(self) -> set[int]:
-        """Pages that do not have what vLLM was told of: none, unless something has failed that nothing foresaw."""
+        """Return the pages whose load failed since the last call; none, unless an unexpected error occurred."""
         taken, self._unloaded = self._unloaded, set()
         return taken
 
     def report(self, work: StepWork) -> WorkerReport | None:
-        """What became of the step's work; None if nobody asks."""
+        """Return the outcome of the step's work, or None if the step needs no report."""
         if not work.is_reported:
             return None
         if work.wanted is not None:
-            self._segment.want(work.wanted)  # takes over what has been mapped meanwhile
+            self._segment.want(work.wanted)  # switches to the segment if it has been mapped in the meantime
         has_stored = not work.stores or self._stored_step == work.number
         return WorkerReport(work.number, self._segment.boot, has_stored, frozenset(self._unloaded_in_step))
 
     def close(self) -> None:
-        """Give up the sidecar's memory."""
+        """Unmap the sidecar's memory."""
         self._segment.close()

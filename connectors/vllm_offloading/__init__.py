@@ -1,1 +1,1 @@
-"""vLLM's own offloading, made to work on CPUs, and with kvtier's store as its disk."""
+"""Extensions of vLLM's own offloading: copies on CPUs, and kvtier's store as its disk tier."""

@@ -1,4 +1,4 @@
-"""CopyThread: jobs of copies, one after the other, beside the thread that computes."""
+"""`CopyThread`: a thread that runs copy jobs one after the other while another thread computes."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended, and the bytes that it copied; None if it failed, perhaps half copied."""
+    """A job that has ended. *num_bytes* is None if it failed, in which case a part may have been copied."""
 
     job_id: int
     num_bytes: int | None
@@ -21,8 +21,10 @@ class EndedJob:
 
 
 class CopyThread:
-    """Runs jobs in the order in which they came. Owned by one thread, vLLM's worker; the jobs run on another one, and
-    what they copy must stay until they have ended. `close` ends it."""
+    """A thread that runs jobs in the order of submission, until `close`.
+
+    Owned by vLLM's worker thread. The memory of a job must stay valid until the job has ended.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[int, Callable[[], int], Event] | None] = SimpleQueue()
@@ -32,25 +34,25 @@ class CopyThread:
         self._thread.start()
 
     def submit(self, job_id: int, copy: Callable[[], int]) -> None:
-        """Have *copy* run after those before it; returns at once. It gives the bytes that it copied."""
+        """Queue *copy*, which returns the number of bytes that it copied. Returns at once."""
         self._pending[job_id] = Event()
         self._jobs.put((job_id, copy, self._pending[job_id]))
 
     def take_ended(self) -> list[EndedJob]:
-        """The jobs that have ended since the last call, in their order."""
+        """Return the jobs that have ended since the last call, in order."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         for job in ended:
             del self._pending[job.job_id]
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once these jobs have ended. One that was taken, or never submitted, has."""
+        """Wait until these jobs have ended. Jobs that were taken or never submitted count as ended."""
         for job_id in job_ids:
             if job_id in self._pending:
                 self._pending[job_id].wait()
 
     def close(self) -> None:
-        """Run what was submitted, and end."""
+        """Run all submitted jobs, then end the thread."""
         self._jobs.put(None)
         self._thread.join()
 

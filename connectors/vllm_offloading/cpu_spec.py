@@ -1,4 +1,4 @@
-"""CpuTieringOffloadingSpec: vLLM's tiered offloading on a CPU, where vLLM itself has none."""
+"""`CpuTieringOffloadingSpec`: vLLM's tiered offloading on a CPU, which vLLM itself does not support."""
 
 from typing import Any
 
@@ -11,8 +11,10 @@ from kvtier.connectors.vllm_offloading.known_vllm import check_cpu_spec
 
 
 class CpuTieringOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's own specification of a host pool and the tiers below it, but for the worker that copies: that is
-    `CpuOffloadingWorker`. `NotServed` at the start, for what it cannot copy."""
+    """vLLM's own specification of a host pool and the tiers below it, with `CpuOffloadingWorker` for the copies.
+
+    Construction raises `NotServed` for a configuration that the worker cannot copy.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""CpuOffloadingWorker: vLLM's copies between its KV cache and its host pool where both are in a CPU's memory."""
+"""`CpuOffloadingWorker`: vLLM's copies between its KV cache and its host pool if both are in a CPU's memory."""
 
 from functools import partial
 from typing import Any
@@ -12,13 +12,17 @@ from kvtier.connectors.vllm_offloading.page_copies import Ids, Layer, PageCopies
 
 
 class CpuOffloadingWorker(OffloadingWorker):
-    """Stores and loads have a thread each, so that a load does not wait for stores. Owned by vLLM's worker; it owns the
-    *region* once its constructor has returned. A job that fails is told as failed, upon which vLLM ends: which bytes
-    its blocks have is not known. None can, unless vLLM gives ids that there are not."""
+    """A worker with one thread for stores and one for loads, so that a load does not wait for stores.
+
+    Owned by vLLM's worker. It owns *region* once its constructor has returned. If a job is reported as failed, vLLM
+    ends, because the bytes of the job's blocks are unknown. A job fails only if vLLM passes ids that do not exist.
+    """
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:
-        """*kv_caches*: vLLM's `CanonicalKVCaches`. *region*: its `SharedOffloadRegion`, mapped for this rank.
-        `NotServed` for a KV cache that is not in a CPU's memory."""
+        """Start the threads. Raise `NotServed` if the KV cache is not in a CPU's memory.
+
+        *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is its `SharedOffloadRegion`, mapped for this rank.
+        """
         self._region = region
         tensors = [_tensor(each, pages_per_chunk, region) for each in kv_caches.tensors]
         groups = [[Layer(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs]
@@ -27,13 +31,13 @@ class CpuOffloadingWorker(OffloadingWorker):
         self._loads = CopyThread("kvtier-offload-load")
 
     def submit_store(self, job_id: int, src_spec: PageIds, dst_spec: Ids) -> bool:
-        assert self._copies is not None, "vLLM stores after its shutdown"
+        assert self._copies is not None, "a store was submitted after shutdown"
         self._stores.submit(job_id, partial(self._copies.store, src_spec, dst_spec))
         return True
 
     def submit_load(self, job_id: int, src_spec: Ids, dst_spec: PageIds, expedited: bool = False) -> bool:
-        """Begin a load. vLLM 0.33 asks for some loads to be *expedited*; all of them are done in order."""
-        assert self._copies is not None, "vLLM loads after its shutdown"
+        """Begin a load. Ignore *expedited*, which vLLM 0.33 passes for some loads: all loads run in order."""
+        assert self._copies is not None, "a load was submitted after shutdown"
         self._loads.submit(job_id, partial(self._copies.load, dst_spec, src_spec))
         return True
 
@@ -50,15 +54,15 @@ class CpuOffloadingWorker(OffloadingWorker):
             return
         self._stores.close()
         self._loads.close()
-        self._copies = None  # the region cannot be unmapped while an array is over it
+        self._copies = None  # the region cannot be unmapped while a tensor uses its memory
         self._region.cleanup()
 
 
 def _tensor(cache: Any, pages_per_chunk: int, region: Any) -> Tensor:
-    """*cache*: vLLM's `CanonicalKVCacheTensor`."""
+    """Return vLLM's `CanonicalKVCacheTensor` *cache* with its part of the host pool."""
     if cache.tensor.device.type != "cpu" or cache.tensor.dtype != torch.int8:
         raise NotServed(
-            f"a KV cache of {cache.tensor.dtype} on {cache.tensor.device} is not in a CPU's memory, byte by byte; "
+            f"a KV cache of {cache.tensor.dtype} on {cache.tensor.device} is not int8 in a CPU's memory; "
             'vLLM copies it itself: use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
     chunks = region.create_next_worker_view(cache.page_size_bytes * pages_per_chunk)

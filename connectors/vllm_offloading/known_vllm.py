@@ -1,4 +1,4 @@
-"""Which vLLM its offloading on kvtier knows: the one place where that is said."""
+"""The vLLM versions and configurations that kvtier's offloading supports."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,15 +13,17 @@ TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_offloadin
 OF_REGION = ("engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size")
 OF_SPEC = ("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "replicated_layout", "blocks_per_chunk")
 OF_TIER = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
-OF_ONE_PROCESS = {  # of vLLM's `OffloadingConfig` and its parts: what differs where the bytes are the same
+OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that may differ while the bytes are the same
     *("engine_id", "extra_config", "enable_kv_cache_events", "rank", "data_parallel_index", "data_parallel_size"),
     "data_parallel_rank_local",
 }
 
 
 def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
-    """Raise `NotServed` for a vLLM that lacks what copies on CPUs rest on, and for what they do not serve. *spec*:
-    vLLM's `TieringOffloadingSpec`; *region*: its class of the host pool's memory."""
+    """Raise `NotServed` if this vLLM lacks what copies on CPUs need, or has a configuration they do not support.
+
+    *spec* is vLLM's `TieringOffloadingSpec`, *region* its class of the host pool's memory.
+    """
     if platform != "cpu":
         raise NotServed(
             f"vLLM copies its KV cache on {platform} itself; "
@@ -31,8 +33,8 @@ def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
     missing += [name for name in OF_SPEC if not hasattr(spec, name)]
     if missing:
         raise NotServed(
-            f"the offloading of this vLLM has no {', '.join(missing)}, on which kvtier's copies rest; "
-            f"tested are {', '.join(TESTED)}"
+            f"the offloading of this vLLM has no {', '.join(missing)}, which kvtier's copies need; "
+            f"tested versions: {', '.join(TESTED)}"
         )
     if spec.config.canonical_layout:
         raise NotServed("copies on CPUs do not serve canonical_layout; leave it out of kv_connector_extra_config")
@@ -41,35 +43,40 @@ def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
 
 
 def check_tier(base: type, vllm_config: Any) -> None:
-    """Raise `NotServed` for a vLLM that lacks what the tier rests on, and for configurations in which a block's key
-    does not stand for its bytes. *base*: vLLM's class of secondary tiers."""
+    """Raise `NotServed` if this vLLM lacks what the tier needs, or if a block's key does not determine its bytes.
+
+    *base* is vLLM's class of secondary tiers.
+    """
     missing = [name for name in OF_TIER if name not in signature(base).parameters]
     if missing:
         raise NotServed(
-            f"the secondary tiers of this vLLM have no {', '.join(missing)}, on which KVTier rests; "
-            f"tested are {', '.join(TESTED)}"
+            f"the secondary tiers of this vLLM have no {', '.join(missing)}, which KVTier needs; "
+            f"tested versions: {', '.join(TESTED)}"
         )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise NotServed(
-            f"--prefix-caching-hash-algo {algorithm}: two prompts of equal hashes would have each other's blocks; "
+            f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
             f"use {' or '.join(CRYPTOGRAPHIC)}"
         )
     if vllm_config.lora_config is not None:
         raise NotServed(
-            "vLLM tells a tier nothing of adapters' weights, so two of one name would have each other's blocks; "
-            "use KVTierConnector, which knows them, or leave --enable-lora out"
+            "vLLM does not pass LoRA adapters' weights to a tier, so two adapters with one name would get each other's "
+            "blocks; use KVTierConnector, which knows the weights, or leave --enable-lora out"
         )
     if vllm_config.speculative_config is not None:
-        raise NotServed("KVTier does not serve speculative decoding, whose draft has weights of its own")
+        raise NotServed("KVTier does not serve speculative decoding, because a draft model has weights of its own")
 
 
 def connector_configs() -> tuple[Any, Any]:
-    """vLLM's configuration and its `KVCacheConfig`, of the connector that is making a tier on this thread.
+    """Return vLLM's configuration and `KVCacheConfig` of the connector that is creating a tier on this thread.
 
-    A tier is told less than what decides the bytes of its blocks: neither quantization nor overrides of the model's
-    configuration, nor whether there are adapters. They are known where the tier is made, some calls above, and given
-    to it by no call; so they are taken from there. `NotServed` if they are not there.
+    vLLM does not pass a tier everything that decides the bytes of its blocks, such as quantization, overrides of the
+    model's configuration, and whether there are adapters. A function some calls above the tier has these objects, so
+    they are read from its local variables.
+
+    Raises:
+        NotServed: If no function on the call stack has them.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -78,20 +85,25 @@ def connector_configs() -> tuple[Any, Any]:
             return found[0], found[1]
         frame = frame.f_back
     raise NotServed(
-        "this vLLM makes secondary tiers where its configuration is not known, on which KVTier rests; "
-        f"tested are {', '.join(TESTED)}"
+        "this vLLM creates secondary tiers in a place where KVTier cannot read vLLM's configuration; "
+        f"tested versions: {', '.join(TESTED)}"
     )
 
 
 def pool_facts(config: Any) -> dict[str, object]:
-    """What decides the bytes of a row of the host pool beside the engine: how ranks and groups share it. *config*:
-    vLLM's `OffloadingConfig`."""
+    """Return how ranks and groups share a row of the host pool, which decides its bytes in addition to the engine.
+
+    *config* is vLLM's `OffloadingConfig`.
+    """
     return _kept(asdict(config))
 
 
 def end_tokens(req_context: Any) -> Mapping[bytes, int]:
-    """The keys that vLLM has made for the request, and at which token each one's block ends; none if it does not
-    say. Without them blocks have no parent, and leave the disk in the order in which they came."""
+    """Return the token at which each of the request's blocks ends, by vLLM's key of the block.
+
+    The result is empty if vLLM does not provide it. Blocks then have no parent, and leave the disk in the order in
+    which they came.
+    """
     known = getattr(req_context, "_offload_key_positions", {})
     return known if isinstance(known, Mapping) else {}
 

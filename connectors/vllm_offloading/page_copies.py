@@ -1,4 +1,4 @@
-"""PageCopies: the jobs of vLLM's offloading on CPUs, as copies of pages between its KV cache and its host pool."""
+"""`PageCopies`: the jobs of vLLM's offloading on CPUs, as copies of pages between its KV cache and its host pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,29 +12,31 @@ from kvtier.connectors.page_moves import copy_pages
 
 
 class Ids(Protocol):
-    """Ids of a job, group by group: of chunks in the host pool (vLLM's `CPULoadStoreSpec`), or of pages in the KV
-    cache."""
+    """The ids of a job by group: chunks of the host pool (vLLM's `CPULoadStoreSpec`) or pages of the KV cache."""
 
     @property
     def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
 
 
 class PageIds(Ids, Protocol):
-    """Ids of the pages of a job, group by group: vLLM's `GPULoadStoreSpec`."""
+    """The ids of a job's pages by group: vLLM's `GPULoadStoreSpec`."""
 
     @property
     def group_sizes(self) -> Sequence[int]:
-        """[group]: how many pages are a group's."""
+        """Number of pages of each group."""
 
     @property
     def block_indices(self) -> Sequence[int]:
-        """[group]: which page of its request a group's first one is."""
+        """Index in its request of the first page of each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One of vLLM's KV cache tensors and its part of the host pool: *pages* is int8 [num_pages, page_bytes], *chunks*
-    is int8 [num_chunks, pages_per_chunk, page_bytes]. Layers that share memory share a tensor."""
+    """One of vLLM's KV cache tensors and its part of the host pool.
+
+    *pages* is int8 [num_pages, page_bytes], *chunks* is int8 [num_chunks, pages_per_chunk, page_bytes]. Layers that
+    share memory share a tensor.
+    """
 
     pages: torch.Tensor
     chunks: torch.Tensor
@@ -42,37 +44,41 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where the pages of a layer are: at a place among the tensors, the first *num_bytes* of each page."""
+    """The pages of a layer: the first *num_bytes* of each page of the tensor with index *tensor*."""
 
     tensor: int
     num_bytes: int
 
 
 class PageCopies:
-    """Copies whole jobs. It has no state but the memory that it copies from and to, which is vLLM's."""
+    """The copies of whole jobs, without any state except vLLM's memory that they copy from and to."""
 
     def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Sequence[Layer]]) -> None:
-        """*groups*: the layers of each KV cache group."""
+        """Use *tensors*; *groups* has the layers of each KV cache group."""
         self._tensors = tensors
         self._groups = groups
         self._pages_per_chunk = tensors[0].chunks.shape[1]
 
     def store(self, pages: PageIds, chunks: Ids) -> int:
-        """Copy the pages of a job to its chunks; the bytes copied. ValueError for ids that do not match, before
-        anything is copied; IndexError for one that there is not."""
+        """Copy the pages of a job to its chunks, and return the number of bytes copied.
+
+        Raises:
+            ValueError: If the ids do not match. Nothing is copied then.
+            IndexError: If an id does not exist.
+        """
         from_pages, to_chunks = self._pairs(pages, chunks)
         copy_pages(to_chunks, from_pages)
         return sum(page.nbytes for page in from_pages)
 
     def load(self, pages: PageIds, chunks: Ids) -> int:
-        """Copy the chunks of a job to its pages; otherwise as `store`."""
+        """Copy the chunks of a job to its pages; otherwise like `store`."""
         to_pages, from_chunks = self._pairs(pages, chunks)
         copy_pages(to_pages, from_chunks)
         return sum(page.nbytes for page in to_pages)
 
     def _pairs(self, pages: PageIds, chunks: Ids) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The pages of each layer, and their places in the host pool."""
-        skipped = [first % self._pages_per_chunk for first in pages.block_indices]  # the first chunk begins before
+        """Return the pages of each layer, and the matching parts of the host pool."""
+        skipped = [first % self._pages_per_chunk for first in pages.block_indices]  # pages of the first chunk
         num_chunks = [
             -(-(before + size) // self._pages_per_chunk) if size else 0
             for before, size in zip(skipped, pages.group_sizes, strict=True)
@@ -80,7 +86,7 @@ class PageCopies:
         wanted = len(self._groups), sum(pages.group_sizes), sum(num_chunks)
         given = len(pages.group_sizes), len(pages.block_ids), len(chunks.block_ids)
         if wanted != given:
-            raise ValueError(f"a job has ids of {given} groups, pages and chunks where {wanted} were meant")
+            raise ValueError(f"a job has ids of {given} groups, pages and chunks instead of {wanted}")
 
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []

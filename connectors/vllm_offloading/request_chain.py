@@ -1,26 +1,28 @@
-"""RequestChain: the keys of a request's blocks, and which block each of them continues."""
+"""`RequestChain`: the keys of a request's blocks, and the block that each of them continues."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from kvtier.tiers.naming.block_hash import BlockName
 
-GROUP_BYTES = 4  # that end vLLM's key of a block: the number of its group, the block's hash before it
+GROUP_BYTES = 4  # at the end of vLLM's key of a block: the number of its group; the block's hash comes before
 
 
 def name_of(key: bytes) -> BlockName:
-    """The block's name among those of its group, of vLLM's key."""
+    """Return the block's name within its group, from vLLM's key."""
     return BlockName(key[:-GROUP_BYTES])
 
 
 def group_of(key: bytes) -> int:
-    """The number of the block's group, of vLLM's key."""
+    """Return the number of the block's group, from vLLM's key."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class RequestChain:
-    """The keys of one request as far as vLLM has made them, by group in the order of the prompt. vLLM gives those of a
-    job in no order."""
+    """The keys that vLLM has made so far for one request, by group and in the order of the prompt.
+
+    The order has to be recorded, because vLLM passes the keys of a job in no particular order.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[int, list[bytes]] = {}
@@ -28,11 +30,11 @@ class RequestChain:
 
     @property
     def groups(self) -> Sequence[Sequence[bytes]]:
-        """The keys of each group."""
+        """Keys of each group."""
         return list(self._groups.values())
 
     def see(self, end_tokens: Mapping[bytes, int]) -> None:
-        """Take in the keys that vLLM has made since: those of a group come in the order of the prompt."""
+        """Add the keys that vLLM has made since the last call. Keys of a group come in the order of the prompt."""
         if len(end_tokens) == len(self._places):
             return
         for key in islice(end_tokens, len(self._places), None):
@@ -41,6 +43,6 @@ class RequestChain:
             keys.append(key)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of the block before it in its group; None if there is none, or it is not known."""
+        """Return the key of the previous block in its group, or None if there is none or it is not known."""
         place = self._places.get(key, 0)
         return self._groups[group_of(key)][place - 1] if place else None

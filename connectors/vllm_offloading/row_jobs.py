@@ -1,4 +1,4 @@
-"""RowJobs: vLLM's jobs on the rows of its host pool, as jobs of the disk below."""
+"""`RowJobs`: vLLM's jobs on the rows of its host pool, as jobs of the disk below."""
 
 import time
 from collections import deque
@@ -16,24 +16,27 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(frozen=True, slots=True)
 class EndedRows:
-    """A job that has ended. *good* are the keys whose rows are on disk, or in the pool with the right bytes."""
+    """A job that has ended. *good* has the keys whose rows are on disk, or in the pool with the right bytes."""
 
     job_id: int
     is_load: bool
     keys: Collection[bytes]
     good: Collection[bytes]
-    parents: Mapping[bytes, bytes | None]  # keys of the blocks before a store's blocks
+    parents: Mapping[bytes, bytes | None]  # of a store: the key of the block before each block
     took_s: float
 
 
 class RowJobs:
-    """A row of the pool is one of vLLM's chunks as it is, whatever the layout; its key is vLLM's. Jobs end in any
-    order, on threads of the disk's, and each is told once. Owned by vLLM's scheduler."""
+    """The jobs that store and load rows of vLLM's host pool.
+
+    A row is one of vLLM's chunks, in any layout, with vLLM's key. Jobs end in any order, on threads of the disk, and
+    each is reported once. Owned by vLLM's scheduler.
+    """
 
     def __init__(
         self, disk: DiskBelow, pool: memoryview, row_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """*pool*: the rows' bytes, one after the other. It is released by `close`."""
+        """Use *pool*, which has the rows' bytes one after the other. `close` releases it."""
         self._disk = disk
         self._pool = pool
         self._row_bytes = row_bytes
@@ -42,19 +45,19 @@ class RowJobs:
         self._lineage = WeightsLineage()
 
     def begin_anew(self) -> None:
-        """Find no block that was stored until now, because the engine's weights may be others: see `WeightsLineage`."""
+        """Stop finding blocks stored so far, because the engine's weights may have changed: see `WeightsLineage`."""
         self._lineage.begin_anew()
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is on disk; waits for nothing."""
+        """Return whether the block is on disk, without waiting."""
         return self._disk.holds(self._name(key), group_of(key))
 
     def are_held(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each of these blocks, all of one group, whether it is on disk; waits for nothing."""
+        """Return for each of these blocks, all of one group, whether it is on disk, without waiting."""
         return self._disk.are_held([self._name(key) for key in keys], group_of(keys[0])) if keys else []
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to read the blocks into these rows, which count as used lately then."""
+        """Begin to read the blocks into these rows, and mark the blocks as just used."""
         rows = [self._row(key, chunk_id, None) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, True, keys, {}, self._disk.load(rows))
         self._disk.touch(rows)
@@ -62,41 +65,45 @@ class RowJobs:
     def store(
         self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], parents: Mapping[bytes, bytes | None]
     ) -> None:
-        """Begin to write the blocks in these rows, given in the order of their prefix; *parents*: the keys of the
-        blocks before them."""
+        """Begin to write the blocks in these rows, given in prefix order.
+
+        *parents* has the key of the block before each block.
+        """
         rows = [self._row(key, chunk_id, parents.get(key)) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, False, keys, parents, self._disk.store(rows))
 
     def fail(self, job_id: int, keys: Sequence[bytes], *, is_load: bool) -> None:
-        """Have the job end as one of which nothing went well: it could not be begun."""
+        """End a job that could not be begun, with all of its blocks failed."""
         self._ended.append(EndedRows(job_id, is_load, keys, (), {}, 0.0))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Have the last of these blocks that is on disk, and so those before it, leave later. *keys*: of one group, in
-        the order of their prefix."""
+        """Mark the last of these blocks that is on disk as just used, so that it and the blocks before it stay longer.
+
+        *keys* are of one group, in prefix order.
+        """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
             self._disk.touch([Row(self._name(held[-1]), self._pool[:0], group_of(held[-1]))])
 
     def take_ended(self) -> list[EndedRows]:
-        """The jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all jobs have ended, so that no row is read or written; False if that takes longer."""
+        """Wait until all jobs have ended, so that no row is read or written. Return False on timeout."""
         return self._disk.drain(timeout_s)
 
     def close(self) -> None:
-        """End all jobs, and the disk, and let the pool's memory go."""
+        """End all jobs, close the disk, and release the pool's memory."""
         self._disk.close()
-        with suppress(BufferError):  # somebody looks at a row still
+        with suppress(BufferError):  # a view of a row still exists
             self._pool.release()
 
     def _row(self, key: bytes, chunk_id: int, parent: bytes | None) -> Row:
         start = int(chunk_id) * self._row_bytes
         memory = self._pool[start : start + self._row_bytes]
         if memory.nbytes != self._row_bytes:
-            raise IndexError(f"chunk {chunk_id} of a pool of {self._pool.nbytes // self._row_bytes}")
+            raise IndexError(f"chunk {chunk_id} is not in the pool of {self._pool.nbytes // self._row_bytes} chunks")
         return Row(self._name(key), memory, group_of(key), None if parent is None else self._name(parent))
 
     def _name(self, key: bytes) -> BlockName:

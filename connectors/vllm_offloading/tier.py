@@ -1,4 +1,4 @@
-"""KVTier: kvtier's disk as a secondary tier of vLLM's offloading, by vLLM's configuration alone."""
+"""`KVTier`: kvtier's disk as a secondary tier of vLLM's offloading, set up by vLLM's configuration alone."""
 
 import logging
 import sys
@@ -30,25 +30,25 @@ from kvtier.connectors.vllm_offloading.tier_side import TierSide
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 
-INDEXED_WAIT_S = 10.0  # for what was on disk at the start to be known; the rest is found beside the first requests
-LONGEST_JOBS = 4  # of a disk that hangs: what it had begun, what waited, and twice as much for a slow machine
+INDEXED_WAIT_S = 10.0  # for the index of the blocks on disk; the rest is indexed during the first requests
+LONGEST_JOBS = 4  # read timeouts until a hung disk has ended all jobs: begun ones, queued ones, times 2 if slow
 WEIGHTS_KEY = '"weights" in the configuration of KVTier'
 log = logging.getLogger(__name__)
 
 
 class TierSettings(DiskConfig, frozen=True, kw_only=True):
-    """The keys of `[disk]`, and *weights*: what stands for the model's weights, whose digest is taken otherwise."""
+    """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
 def tier_settings(config: Mapping[str, object]) -> TierSettings:
-    """The settings. ValueError, with the key, for what they may not say."""
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
     return tree_from_dict(TierSettings, config, "secondary_tiers, KVTier")
 
 
 def tier_namespace(config: Any, vllm_config: Any, kv_cache_config: Any, row_bytes: int, weights: str | None) -> bytes:
-    """Return 16 bytes for all that decides the bytes of a row besides vLLM's key. Arguments as in `open_tier`."""
+    """Return 16 bytes for all facts that decide a row's bytes, other than vLLM's key. Arguments as in `open_tier`."""
     facts = engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY)
     facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
     return namespace_of(facts, (), [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
@@ -57,10 +57,14 @@ def tier_namespace(config: Any, vllm_config: Any, kv_cache_config: Any, row_byte
 def open_tier(
     settings: TierSettings, config: Any, vllm_config: Any, kv_cache_config: Any, pool_rows: memoryview
 ) -> TierSide:
-    """The tier below vLLM's host pool; its caller closes it. *config*: vLLM's `OffloadingConfig`. *pool_rows*: its host
-    pool, [num_chunks, row_bytes], left alone after `TierSide.close`.
+    """Return the tier below vLLM's host pool, which the caller must close.
 
-    `NotServed` if nothing says which weights the engine has; ValueError for a disk that cannot be used.
+    *config* is vLLM's `OffloadingConfig`. *pool_rows* is its host pool, [num_chunks, row_bytes], which is not used any
+    more after `TierSide.close`.
+
+    Raises:
+        NotServed: If the engine's weights cannot be determined.
+        ValueError: If the disk cannot be used.
     """
     row_bytes = pool_rows.nbytes // len(pool_rows)
     namespace = tier_namespace(config, vllm_config, kv_cache_config, row_bytes, settings.weights)
@@ -73,15 +77,19 @@ def open_tier(
         num_groups=len(kv_cache_config.kv_cache_groups),
     )
     disk.wait_indexed(INDEXED_WAIT_S)
-    # vLLM steps without a pause while a load is under way: with Python's 5 ms each answer of the disk waits for it.
+    # vLLM steps without a pause while a load is in flight. With Python's default of 5 ms, each answer of the disk waits
+    # that long for the interpreter's lock.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     return TierSide(disk, pool, row_bytes, LONGEST_JOBS * settings.read_timeout_s)
 
 
 class KVTier(SecondaryTierManager):
-    """vLLM's blocks in kvtier's store. Raises ValueError at the start, for what cannot be served; after that no hook
-    raises, see `Guard`. What hooks are for and when they are called vLLM's base class says. Whether a block is on disk
-    is known in memory, so each look-up has its answer at once. Owned by vLLM's scheduler."""
+    """A secondary tier that keeps vLLM's blocks in kvtier's store.
+
+    Construction raises ValueError for an engine that cannot be served. After that no hook raises, see `Guard`.
+    vLLM's base class documents the hooks and when vLLM calls them. The index of the disk is in memory, so each lookup
+    is answered at once. Owned by vLLM's scheduler.
+    """
 
     medium = Medium.STORAGE
 
@@ -99,7 +107,7 @@ class KVTier(SecondaryTierManager):
         check_tier(SecondaryTierManager, vllm_config)
         self._side = open_tier(settings, offloading_spec.config, vllm_config, kv_cache_config, primary_kv_view)
         self._guard = Guard(lambda: None)
-        self._num_errors = 0  # that were counted
+        self._num_errors = 0  # errors of the guard that were counted
         self._offers = count()
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -141,9 +149,9 @@ class KVTier(SecondaryTierManager):
         self._guard.run(lambda: self._offer_again(parent), None)
 
     def drain_jobs(self) -> None:
-        self._guard.run_always(self._side.begin_anew, None)  # vLLM's `reset_cache` alone calls this
+        self._guard.run_always(self._side.begin_anew, None)  # only vLLM's `reset_cache` calls `drain_jobs`
         if not self._guard.run_always(self._side.drain, True):
-            log.error("kvtier: the disk has not ended what it began, and is closed; restart vLLM to have it again")
+            log.error("kvtier: the disk did not finish its jobs in time and was closed; restart vLLM to use it again")
 
     def shutdown(self) -> None:
         self._guard.run_always(self._side.close, None)
@@ -170,7 +178,7 @@ class KVTier(SecondaryTierManager):
         return JobResult(job.job_id, is_good, job.good if job.is_load else None, job.took_s, num_bytes)
 
     def _offer_again(self, parent: Any) -> None:
-        """Store what the disk did not take when vLLM offered it, as far as vLLM has it in host memory still."""
+        """Store blocks that the disk refused when vLLM offered them, if vLLM still has them in host memory."""
         holes = self._side.take_holes()
         if not holes:
             return
@@ -189,7 +197,7 @@ class KVTier(SecondaryTierManager):
 
 
 def _chain_of(req_context: Any) -> RequestChain:
-    """The chain of the request, which is kept with it and grows."""
+    """Return the chain of the request, which is kept in its context and grows."""
     chain: RequestChain | None = req_context.get_state(RequestChain)
     if chain is None:
         chain = RequestChain()

@@ -1,24 +1,24 @@
-"""Counts of what `KVTier` has done, for vLLM's metrics."""
+"""Counts of loads, stores and errors of `KVTier`, for vLLM's metrics."""
 
 from dataclasses import dataclass, fields
 
-METRIC_PREFIX = "kvtier_tier_"  # of their names in vLLM's metrics
+METRIC_PREFIX = "kvtier_tier_"  # of the counts' names in vLLM's metrics
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Totals since they were taken last."""
+    """The totals since the last `take`."""
 
     loaded_blocks: int = 0
-    failed_loads: int = 0  # blocks that were found, and then not there, not right or not to be read
-    corrupt_blocks: int = 0  # of these, those whose bytes were not what they were
-    stored_blocks: int = 0  # with those that were on disk already
-    unstored_blocks: int = 0  # that the disk did not take
-    offered_again_blocks: int = 0  # of these, those that it was asked to take later
-    errors: int = 0  # of the tier itself
+    failed_loads: int = 0  # blocks that were found, and then were missing, corrupt or unreadable
+    corrupt_blocks: int = 0  # the part of `failed_loads` whose bytes did not match their digest
+    stored_blocks: int = 0  # including blocks that were on disk already
+    unstored_blocks: int = 0  # refused by the disk
+    offered_again_blocks: int = 0  # the part of `unstored_blocks` that was offered to the disk again
+    errors: int = 0  # internal errors of the tier
 
     def take(self) -> dict[str, int]:
-        """Hand them over, less what is 0, and begin at 0 again."""
+        """Return the counts that are not 0, and reset all to 0."""
         taken = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in taken:
             setattr(self, name, 0)
@@ -26,16 +26,16 @@ class TierCounts:
 
 
 DOCUMENTATION = {
-    "loaded_blocks": "blocks loaded from disk, verified",
-    "failed_loads": "blocks that were found on disk and could not be loaded; computed again",
-    "corrupt_blocks": "blocks on disk whose bytes were not what they were; computed again",
-    "stored_blocks": "blocks that vLLM offered and that are on disk",
-    "unstored_blocks": "blocks that vLLM offered and the disk did not take",
-    "offered_again_blocks": "blocks that the disk had not taken and was offered again",
-    "errors": "errors of the tier itself; it rests for a minute after each",
+    "loaded_blocks": "Blocks loaded from disk and verified.",
+    "failed_loads": "Blocks that were found on disk, could not be loaded, and were computed again.",
+    "corrupt_blocks": "Blocks on disk whose bytes did not match their digest and were computed again.",
+    "stored_blocks": "Blocks that vLLM offered and that are on disk.",
+    "unstored_blocks": "Blocks that vLLM offered and the disk did not store.",
+    "offered_again_blocks": "Blocks that the disk did not store and that were offered to it again.",
+    "errors": "Internal errors of the tier; it finds and stores nothing for a minute after each.",
 }
 GAUGES = {
-    "blocks": "blocks of this model on disk",
-    "stored_bytes": "bytes on disk, of all models",
-    "capacity_bytes": "bytes that may be on disk",
+    "blocks": "Blocks of this model on disk.",
+    "stored_bytes": "Bytes on disk, of all models.",
+    "capacity_bytes": "Capacity of the disk in bytes.",
 }

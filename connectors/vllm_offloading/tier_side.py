@@ -1,4 +1,4 @@
-"""TierSide: what `KVTier` does, in values that are not vLLM's classes."""
+"""`TierSide`: the logic of `KVTier`, without vLLM's classes."""
 
 import time
 from collections import OrderedDict
@@ -10,16 +10,19 @@ from kvtier.connectors.vllm_offloading.request_chain import RequestChain, group_
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
 
-MAX_HOLES = 8192  # those that were noted first are forgotten
+MAX_HOLES = 8192  # if there are more, the oldest are forgotten
 MAX_AT_ONCE = 64
-PAUSE_S = 1.0  # between two offers: a disk that has refused rests for a while
-TOUCHED_KEYS = 256  # at the end of a request, of each group: what the disk has of it is mostly among the last ones
+PAUSE_S = 1.0  # between two offers, because a disk that has refused a block rests for a while
+TOUCHED_KEYS = 256  # per group at a request's end; the last block on disk is mostly among these last keys
 GAUGES_EVERY_S = 1.0
 
 
 class Holes:
-    """vLLM offers a block when it is new, and never again, though it may have it in host memory for hours. So what was
-    not stored is noted, and offered again a few at a time. Owned by vLLM's scheduler."""
+    """The blocks that the disk did not store, which are offered to it again, a few at a time.
+
+    vLLM offers a block only when it is new, although vLLM may have the block in host memory for hours. Owned by vLLM's
+    scheduler.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,7 +33,7 @@ class Holes:
         return len(self._parents)
 
     def add(self, key: bytes, parent: bytes | None) -> None:
-        """Note that this block was not stored; *parent* is the key of the one before it."""
+        """Record that this block was not stored. *parent* is the key of the block before it."""
         if not self._parents:
             self._next_at = self._clock() + PAUSE_S
         self._parents[key] = parent
@@ -38,11 +41,11 @@ class Holes:
             self._parents.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all blocks."""
         self._parents.clear()
 
     def take(self) -> Mapping[bytes, bytes | None]:
-        """Those to offer now, with the keys of the blocks before them: none before the pause is over."""
+        """Return the blocks to offer now, each with the key of the block before it; none until the pause is over."""
         if not self._parents or self._clock() < self._next_at:
             return {}
         self._next_at = self._clock() + PAUSE_S
@@ -50,8 +53,7 @@ class Holes:
 
 
 class TierSide:
-    """Blocks of vLLM's host pool on disk. Owned by vLLM's scheduler; its methods wait for nothing but `drain` and
-    `close`."""
+    """The blocks of vLLM's host pool on disk. Owned by vLLM's scheduler; only `drain` and `close` wait."""
 
     def __init__(
         self,
@@ -61,8 +63,10 @@ class TierSide:
         longest_job_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*pool*: the rows' bytes, one after the other; released by `close`. *longest_job_s*: after which the disk has
-        ended a job, if it hangs."""
+        """Use *pool*, which has the rows' bytes one after the other. `close` releases it.
+
+        *longest_job_s* is the time within which a hung disk has ended every job.
+        """
         self.counts = TierCounts()
         self._disk = disk
         self._jobs = RowJobs(disk, pool, row_bytes, clock)
@@ -70,10 +74,10 @@ class TierSide:
         self._longest_job_s = longest_job_s
         self._clock = clock
         self._gauges_at = float("-inf")
-        self._num_corrupt = 0  # that were counted
+        self._num_corrupt = 0  # corrupt blocks that were counted
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is on disk; waits for nothing."""
+        """Return whether the block is on disk, without waiting."""
         return self._jobs.holds(key)
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
@@ -88,8 +92,10 @@ class TierSide:
         parents: Mapping[bytes, bytes | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
-        """Begin to write blocks out of rows of the pool, in the order in which they end in their prompt; *parents*:
-        the keys of the blocks before them."""
+        """Begin to write blocks from rows of the pool, in the order in which they end in their prompt.
+
+        *parents* has the key of the block before each block.
+        """
         both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
         self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
 
@@ -98,7 +104,7 @@ class TierSide:
         self._jobs.fail(job_id, keys, is_load=is_load)
 
     def take_ended(self) -> list[EndedRows]:
-        """The jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call, and count their blocks."""
         ended = self._jobs.take_ended()
         for job in ended:
             num_bad = len(job.keys) - len(job.good)
@@ -118,12 +124,12 @@ class TierSide:
         return ended
 
     def on_request_finished(self, chain: RequestChain) -> None:
-        """Have the disk keep what the request has used, whichever tier it came from."""
+        """Mark the blocks that the request has used as just used on disk, whichever tier they came from."""
         for keys in chain.groups:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 
     def take_holes(self) -> Mapping[bytes, bytes | None]:
-        """Blocks that the disk did not take and may be offered now, with the keys of those before them."""
+        """Return the blocks to offer to the disk again now, each with the key of the block before it."""
         holes = self._holes.take()
         absent = set[bytes]()
         for _, group in groupby(sorted(holes, key=group_of), group_of):
@@ -132,12 +138,12 @@ class TierSide:
         return {key: parent for key, parent in holes.items() if key in absent}
 
     def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
-        """Keep these for another offer."""
+        """Keep these blocks for another offer."""
         for key, parent in holes.items():
             self._holes.add(key, parent)
 
     def gauges(self) -> dict[str, int]:
-        """What is on disk, by the names of `GAUGES`; nothing if it was asked for within the last second."""
+        """Return the disk's figures by the names of `GAUGES`; empty if they were returned within the last second."""
         if self._clock() < self._gauges_at + GAUGES_EVERY_S:
             return {}
         self._gauges_at = self._clock()
@@ -145,21 +151,26 @@ class TierSide:
         return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
 
     def begin_anew(self) -> None:
-        """Find no block that was stored until now: vLLM resets its cache after an update of weights, and drains its
-        tiers for that alone."""
+        """Stop finding blocks stored so far, because the weights may have changed.
+
+        vLLM resets its cache after a weight update, and drains its tiers only for a reset.
+        """
         self._jobs.begin_anew()
         self._holes.clear()
 
     def drain(self) -> bool:
-        """Wait until no row is read or written. A disk that keeps one for longer than it may is closed, and holds
-        nothing from then on; False then."""
+        """Wait until no row is read or written.
+
+        Returns:
+            False if that takes longer than *longest_job_s*. The disk is closed then and holds nothing any more.
+        """
         if self._jobs.drain(self._longest_job_s):
             return True
         self._disk.close()
         return False
 
     def close(self) -> None:
-        """End all jobs, and let the pool go."""
+        """End all jobs, and release the pool."""
         self._jobs.close()
 
     def _count_corrupt(self) -> None:

@@ -1,1 +1,1 @@
-"""Tiers below the device that are in a sidecar: what an engine needs to attach to one."""
+"""Tiers below the device in a sidecar process: how an engine attaches to them and uses them."""

@@ -1,4 +1,4 @@
-"""AttachedFetch: blocks that are leased in a sidecar's host memory, or on their way to it."""
+"""A fetch of blocks into a sidecar's host memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,10 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class AttachedFetch:
-    """See `Fetch`. Its leases are known here once the sidecar has answered. Owned by the tiers' thread."""
+    """Leases on blocks in a sidecar's host memory; implements `Fetch`.
+
+    The leases are known here once the sidecar has answered. Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -24,13 +27,16 @@ class AttachedFetch:
         on_released: Callable[["AttachedFetch", Ids], None],
         on_late: Callable[["AttachedFetch"], None],
     ) -> None:
-        """*on_released* is called with places that the sidecar need not lease or wait for any more, *on_late* when the
-        blocks that have not come are given up."""
+        """Create a fetch without leases.
+
+        *on_released* is called with places that the sidecar need no longer lease or fetch, *on_late* when the caller
+        gives up the blocks that have not come.
+        """
         self.number = number
         self.group_id = group_id
         self.slots: Places = np.full(num_blocks, ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
-        self._is_open = np.ones(num_blocks, np.bool_)  # [place] not here, not failed, not released
+        self._is_open = np.ones(num_blocks, np.bool_)  # [place] not leased, failed or released yet
         self._digests = bytearray(num_blocks * DIGEST_BYTES)
         self._owners = np.zeros(num_blocks, np.uint64)
         self._on_fetched = on_fetched
@@ -39,21 +45,21 @@ class AttachedFetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some of its blocks have still to come."""
+        """Whether any block has yet to come."""
         return bool(self._is_open.any())
 
     @property
     def num_leased(self) -> int:
-        """Blocks that have come and were not released."""
+        """Number of blocks that are leased now."""
         return int(np.count_nonzero(self.slots != ABSENT))
 
     @property
     def is_over(self) -> bool:
-        """Whether it leases nothing and waits for nothing."""
+        """Whether the fetch leases nothing and waits for nothing."""
         return not self.is_waiting and not self.num_leased
 
     def on_come(self, places: Ids, slots: Ids, digests: bytes, owners: OwnerNumbers) -> None:
-        """Take in that these blocks are leased, in these slots; those that were released meanwhile are left out."""
+        """Record that these blocks are leased in these slots, except those released in the meantime."""
         is_wanted = self._is_open[places]
         for place, number in zip(places[is_wanted].tolist(), np.flatnonzero(is_wanted).tolist(), strict=True):
             digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -63,23 +69,23 @@ class AttachedFetch:
         self._owners[come] = owners[is_wanted]
         self._is_open[come] = False
         for place in come.tolist():
-            if self.slots[place] != ABSENT:  # else the one before has had it released
+            if self.slots[place] != ABSENT:  # otherwise an earlier callback has released it
                 self._on_fetched(self, place, None)
 
     def on_failed(self, place: int, reason: Reason) -> None:
-        """Take in that a block will never come."""
+        """Record that a block will never come."""
         if self._is_open[place]:
             self._is_open[place] = False
             self.failures[place] = reason
             self._on_fetched(self, place, reason)
 
     def fail(self, reason: Reason) -> None:
-        """Give up every block that has not come."""
+        """Fail every block that has not come."""
         for place in np.flatnonzero(self._is_open).tolist():
             self.on_failed(place, reason)
 
     def waiting_places(self) -> Ids:
-        """Places of the blocks that have not come."""
+        """Return the places of the blocks that have not come."""
         return np.flatnonzero(self._is_open)
 
     def digest(self, place: int) -> bytes:

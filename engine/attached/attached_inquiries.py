@@ -1,4 +1,4 @@
-"""AttachedInquiries: what a sidecar is asked of its remote tier."""
+"""Lookups in a sidecar's remote tier."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,11 +7,11 @@ from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.remote.presence import Presence
 from kvtier.tiers.naming.block_hash import BlockName
 
-INQUIRY_S = 0.3  # after which nobody waits for a sidecar that has not answered, though it gives up much earlier
+INQUIRY_S = 0.3  # timeout of a sidecar's answer; the sidecar itself gives up much earlier
 
 
 class AttachedInquiry:
-    """See `Inquiry`."""
+    """A lookup that a sidecar answers; implements `Inquiry`."""
 
     def __init__(self, group_id: int, until: float) -> None:
         self.group_id = group_id
@@ -20,7 +20,7 @@ class AttachedInquiry:
 
 
 class AttachedInquiries:
-    """The inquiries that wait for a sidecar's answer; what it says goes to *presence*. Owned by the tiers' thread."""
+    """The lookups that wait for a sidecar's answer, which goes to *presence*. Owned by the tiers' thread."""
 
     def __init__(self, presence: Presence, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
         self._presence = presence
@@ -33,7 +33,7 @@ class AttachedInquiries:
         return len(self._waiting)
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """See `LowerTiers.inquire`."""
+        """Ask the sidecar about *names*, see `LowerTiers.inquire`."""
         names = names[self._presence.num_held(group_id, names) :][:MAX_BLOCKS]
         if not names:
             return NOTHING_TO_ASK
@@ -43,20 +43,20 @@ class AttachedInquiries:
         return inquiry
 
     def on_answered(self, message: Inquired) -> None:
-        """Take an answer in."""
+        """Record an answer."""
         if (inquiry := self._waiting.pop(message.number, None)) is not None:
             self._presence.add(inquiry.group_id, names_in(message.names))
             inquiry.is_done = True
 
     def go_on(self) -> None:
-        """Let those go on without an answer that have waited long enough."""
+        """End lookups that have timed out."""
         for number, inquiry in list(self._waiting.items()):
             if self._clock() >= inquiry.until:
                 inquiry.is_done = True
                 del self._waiting[number]
 
     def end(self) -> None:
-        """The sidecar is gone: nobody answers any more."""
+        """End all lookups, because the sidecar is gone."""
         for inquiry in self._waiting.values():
             inquiry.is_done = True
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Attachment: keeps an engine attached to its sidecar, and attaches it anew when the sidecar has gone."""
+"""The thread that attaches an engine to its sidecar, and attaches it again when the sidecar has gone."""
 
 import logging
 import threading
@@ -13,16 +13,16 @@ from kvtier.engine.attached.wire import Hello
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.05  # between two tries; each one is twice as long …
-LONGEST_PAUSE_S = 1.0  # … up to this: a sidecar that comes back is used soon
-REFUSED_PAUSE_S = 10.0  # one that refuses will not do otherwise before someone has done something
+FIRST_PAUSE_S = 0.05  # between two attempts; doubles each time …
+LONGEST_PAUSE_S = 1.0  # … up to this, so that a restarted sidecar is used soon
+REFUSED_PAUSE_S = 10.0  # after a refusal, which lasts until an operator intervenes
 
 
 class PreparedSlots(Protocol):
-    """Host slots that are mapped, and not used yet."""
+    """Host slots that are mapped but not in use yet."""
 
     def close(self) -> None:
-        """Give them up."""
+        """Unmap the slots."""
 
 
 Prepared = TypeVar("Prepared", bound=PreparedSlots)
@@ -34,37 +34,37 @@ class AttachableMemory(Protocol[Prepared]):
     block_bytes: int
 
     def prepare(self, file: int, num_bytes: int) -> Prepared:
-        """Map the segment in that file; called by any thread. OSError if that cannot be."""
+        """Map the segment in *file*; may be called by any thread. Raises OSError if that fails."""
 
     def attach(self, prepared: Prepared) -> None:
-        """Have host slots, those that were prepared."""
+        """Use the prepared host slots."""
 
     def detach(self) -> None:
-        """Have no host slots any more. None may be leased."""
+        """Stop using the host slots, none of which may be leased."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached(Generic[Prepared]):
-    """A session that has begun, and the host slots of each group in its segment."""
+    """A new session, and the host slots of each group in its segment."""
 
     session: Session
     hosts: Sequence[Prepared]
 
     def close(self) -> None:
-        """End the session, and give the slots up. For what is not used."""
+        """End the session and unmap its slots, if it is not used."""
         self.session.close()
         for host in self.hosts:
             host.close()
 
 
 class Attachment(Generic[Prepared]):
-    """Attaches on a thread of its own, as mapping and pinning a segment take seconds, and hands over what it has.
+    """A thread that attaches to the sidecar, because mapping and pinning a segment take seconds.
 
-    The owner takes it with `take`, uses it, closes the session when it has ended, and calls `attach_again`.
+    The owner gets the session with `take`, uses it, closes it when it has ended, and calls `attach_again`.
     """
 
     def __init__(self, path: str, hello: Hello, memories: Sequence[AttachableMemory[Prepared]]) -> None:
-        """*path* is the sidecar's Unix socket; *memories* by group."""
+        """Start to attach; *path* is the sidecar's Unix socket, *memories* are by group."""
         self.path = path
         self._hello = hello
         self._memories = memories
@@ -79,29 +79,29 @@ class Attachment(Generic[Prepared]):
 
     @property
     def why_refused(self) -> str:
-        """Why the sidecar does not take this engine, empty if it has not said so."""
+        """Why the sidecar refuses this engine; empty if it has not refused."""
         return self._why_refused
 
     def wait_tried(self, timeout_s: float) -> bool:
-        """Wait until the first try has succeeded or failed, *timeout_s* at most; whether it has."""
+        """Wait up to *timeout_s* for the first attempt to succeed or fail, and return whether it has."""
         return self._has_tried.wait(timeout_s)
 
     def take(self) -> Attached[Prepared] | None:
-        """What is ready: handed over once. None: not yet."""
+        """Return the new session, once; None if there is none yet."""
         try:
             return self._ready.get_nowait()
         except Empty:
             return None
 
     def attach_again(self) -> None:
-        """Begin to attach anew."""
+        """Start to attach again."""
         self._is_wanted.set()
 
     def close(self) -> None:
-        """End the thread. What was not taken is closed."""
+        """End the thread, and close a session that was not taken."""
         self._is_closing.set()
         self._is_wanted.set()
-        self._thread.join(timeout=2 * LONGEST_PAUSE_S)  # it may wait for a sidecar that hangs: a daemon thread
+        self._thread.join(timeout=2 * LONGEST_PAUSE_S)  # may time out if the sidecar hangs; the thread is a daemon
         while (attached := self.take()) is not None:
             attached.close()
 
@@ -117,7 +117,7 @@ class Attachment(Generic[Prepared]):
             self._has_tried.set()
 
     def _try(self) -> bool:
-        """Attach once; whether that was done."""
+        """Attach once and return whether that succeeded."""
         try:
             with ExitStack() as undo:
                 session = open_session(self.path, self._hello)
@@ -129,15 +129,16 @@ class Attachment(Generic[Prepared]):
                 self._ready.put(Attached(session, hosts))
                 undo.pop_all()
         except AttachRefused as error:
-            if str(error) != self._why_refused and self._has_tried.is_set():  # else who waits for the first try tells
+            # The caller that waits for the first attempt reports its refusal itself.
+            if str(error) != self._why_refused and self._has_tried.is_set():
                 log.warning("sidecar: %s; serving without it", error)
             self._why_refused = str(error)
             return False
         except OSError as error:
             if not self._has_tried.is_set():
-                log.warning("sidecar: nobody answers at %s (%s); serving without it until then", self.path, error)
+                log.warning("sidecar: no answer at %s (%s); serving without it until it answers", self.path, error)
             return False
-        except Exception:  # a thread's top: a device's driver may refuse the memory
+        except Exception:  # the top of a thread: a device's driver may refuse the memory
             log.exception("sidecar: its memory at %s cannot be used; serving without it", self.path)
             return False
         self._why_refused = ""

@@ -1,4 +1,4 @@
-"""Mirror: what an engine knows of where blocks are in its sidecar."""
+"""An engine's copy of its sidecar's index: which block is where."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,35 +15,35 @@ from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
-NAMES_AT_ONCE = 4096  # that are told to have gone in one call, after the sidecar has
+NAMES_AT_ONCE = 4096  # names per call that are reported as gone after the sidecar has gone
 
 
 class Mirror:
-    """The sidecar's index as it was when it last said something, in the order in which it said so.
+    """The sidecar's index as of its last message.
 
-    A block that is found here was there some moment ago; when it leaves the last tier, `take_lost` says so, always
-    after the last `find` that found it. Owned by the tiers' thread.
+    A block that is found here existed a moment ago. When it leaves the last tier, `take_lost` reports it, always after
+    the last `find` that found it. Owned by the tiers' thread.
     """
 
     def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
-        """*block_sizes* by group, in tokens."""
-        self.remote = Presence(clock)  # what the sidecar's remote tier was last said to have
+        """Create an empty mirror; *block_sizes* by group, in tokens."""
+        self.remote = Presence(clock)  # hints of what the sidecar's remote tier has
         self.num_changes = 0
         self._block_sizes = block_sizes
         self._events = events
         self._hosts: list[SlotIndex] = [SlotIndex(0) for _ in block_sizes]  # [group]
         self._disk = DiskIndex()
-        self._disk.finish_loading()  # it is told of what comes, and reads no pages
+        self._disk.finish_loading()  # the sidecar reports every block, so there are no pages to load
         self._lost: list[Lost] = []
-        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # of host memory, to be told
+        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # pages of host names to report as gone
 
     def begin(self, num_slots: Sequence[int]) -> None:
-        """Know nothing: a sidecar with so many host slots by group will tell of its blocks."""
+        """Start empty for a new sidecar with *num_slots* host slots by group, which will report its blocks."""
         self._hosts = [SlotIndex(num) for num in num_slots]
         self.num_changes += 1
 
     def find(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """See `LowerTiers.find`. What is on disk only is not found while that is not readable."""
+        """Return where the blocks are, see `LowerTiers.find`; while the disk is not readable, it is left out."""
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and is_readable:
@@ -54,7 +54,7 @@ class Mirror:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """See `LowerTiers.find_run`; the same holds for the disk."""
+        """Return where the first blocks are, see `LowerTiers.find_run`; an unreadable disk is left out."""
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -68,7 +68,7 @@ class Mirror:
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
     def on_in_host(self, group_id: int, names: Sequence[BlockName], slots: Sequence[int]) -> None:
-        """Take in that these blocks are in these host slots."""
+        """Record that these blocks are in these host slots."""
         host = self._hosts[group_id]
         places = host.get_all(names, ABSENT)
         host.remove_all([name for name, place in zip(names, places, strict=True) if place != ABSENT])
@@ -76,7 +76,7 @@ class Mirror:
         self._tell(BlockStored(Tier.HOST, group_id, names, self._block_sizes[group_id]))
 
     def on_left_host(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Take in that these blocks are not in host memory any more."""
+        """Record that these blocks left host memory."""
         host = self._hosts[group_id]
         there = [name for name, slot in zip(names, host.get_all(names, ABSENT), strict=True) if slot != ABSENT]
         host.remove_all(there)
@@ -86,12 +86,12 @@ class Mirror:
         self._tell(BlockRemoved(Tier.HOST, group_id, there, cause))
 
     def on_disk(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Take in that these blocks are on disk."""
+        """Record that these blocks are on disk."""
         self._disk.add(group_id, names)
         self._tell(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
     def on_left_disk(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Take in that these blocks are not on disk any more."""
+        """Record that these blocks left the disk."""
         there = [name for name in names if self._disk.remove(group_id, name)]
         in_host = self._hosts[group_id].get_all(there, ABSENT)
         gone = [name for name, slot in zip(there, in_host, strict=True) if slot == ABSENT]
@@ -99,7 +99,7 @@ class Mirror:
         self._tell(BlockRemoved(Tier.DISK, group_id, there, cause))
 
     def end(self) -> None:
-        """Know nothing any more: the sidecar has gone. `go_on` tells of it, some names at a time."""
+        """Empty the mirror because the sidecar has gone; `go_on` reports the removals, some names at a time."""
         for group_id, host in enumerate(self._hosts):
             self._past.append((group_id, _pages(host)))
         self._hosts = [SlotIndex(0) for _ in self._hosts]
@@ -110,7 +110,7 @@ class Mirror:
         self.num_changes += 1
 
     def go_on(self) -> None:
-        """Tell of some blocks that went with a sidecar."""
+        """Report the removal of some blocks that went with a sidecar."""
         if self._past:
             group_id, pages = self._past[0]
             page = next(pages, None)
@@ -123,14 +123,14 @@ class Mirror:
             self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
 
     def take_lost(self) -> Sequence[Lost]:
-        """See `LowerTiers.take_lost`."""
+        """Return, once, the blocks that left their last tier, see `LowerTiers.take_lost`."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []
         return lost
 
     def _unknown(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> list[BlockName]:
-        """Those that another sidecar has not told of meanwhile."""
+        """Return the names that a newer sidecar has not reported."""
         if tier is Tier.HOST:
             is_there = [slot != ABSENT for slot in self._hosts[group_id].get_all(names, ABSENT)]
         else:

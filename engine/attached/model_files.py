@@ -1,4 +1,4 @@
-"""The digest of a model's files, or of an adapter's: it stands for the weights where nothing has read them yet."""
+"""The digest of a model's or adapter's files, which identifies weights that have not been loaded yet."""
 
 import hashlib
 from pathlib import Path
@@ -6,13 +6,16 @@ from pathlib import Path
 SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
 BESIDE = {
     *("config.json", "generation_config.json", "quantize_config.json", "quantization_config.json"),
-    "adapter_config.json",  # of an adapter: its ranks and scales
+    "adapter_config.json",  # an adapter's ranks and scales
 }
 
 
 def weights_digest(path: Path) -> str:
-    """Of a file of weights, or of all of them in a folder with the configuration beside them: sha256, as text.
-    ValueError for a path without weights."""
+    """Return the sha256, as text, of a file of weights, or of all weights and configuration files in a folder.
+
+    Raises:
+        ValueError: If *path* has no weights.
+    """
     files = weight_files(path)
     if not any(file.suffix in SUFFIXES for file in files):
         raise ValueError(
@@ -33,7 +36,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that `weights_digest` reads, in its order."""
+    """Return the files that `weights_digest` reads, in its order."""
     return [path] if path.is_file() else sorted(found for found in path.glob("**/*") if _counts(found))
 
 

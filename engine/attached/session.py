@@ -1,4 +1,4 @@
-"""Session: one connection of an engine to its sidecar."""
+"""One connection of an engine to its sidecar."""
 
 import contextlib
 import errno
@@ -22,29 +22,29 @@ from kvtier.engine.attached.wire import (
     message_of_sidecar,
 )
 
-ANSWER_S = 5.0  # for which the answer to `Hello` is waited for: the sidecar's thread never waits itself
+ANSWER_S = 5.0  # timeout of the answer to `Hello`: the sidecar's thread itself never blocks
 PIECE_BYTES = 256 << 10
-MAX_PIECES = 16  # that are read in one call: the rest in the next
-MAX_HINT_BYTES = 1 << 20  # unsent; while there are more, a sidecar that does not read is sent no hints
-MAX_UNSENT_BYTES = 64 << 20  # a sidecar that reads so little is taken for gone
+MAX_PIECES = 16  # pieces to read per call
+MAX_HINT_BYTES = 1 << 20  # with more unsent bytes than this, no hints are sent
+MAX_UNSENT_BYTES = 64 << 20  # with more unsent bytes than this, the sidecar counts as gone
 
 
 class AttachRefused(ValueError):
-    """The sidecar does not take this engine; the message says why, and what to do."""
+    """Raised if the sidecar refuses this engine; the message says why, and what to do."""
 
 
 class Session:
-    """Sends and receives without waiting. The sidecar's segment is `file` until the session is closed. Owned by one
-    thread; only `wait_readable` may be called by another.
+    """A connection that sends and receives without blocking. Owned by one thread, except for `wait_readable`.
 
-    The sidecar takes the end of the connection for the end of all copies: `close` is called once nothing is copied any
-    more, even if the sidecar has ended the session long before. A process that is forked off has no part in it.
+    The sidecar's segment is `file` until the session is closed. The sidecar takes the end of the connection for the end
+    of all copies. So call `close` only when no copy is in flight, even if the sidecar ended the session long before. A
+    forked child process does not share the session.
     """
 
     def __init__(
         self, connection: socket.socket, frames: Frames, welcome: Welcome, file: int, come: Sequence[FromSidecar]
     ) -> None:
-        """Made by `open_session`. *come*: what came with the welcome."""
+        """Wrap a new connection, for `open_session`; *come* are the messages that came with the welcome."""
         self.welcome = welcome
         self.file = file
         self.is_open = True
@@ -56,18 +56,18 @@ class Session:
 
     @property
     def is_sending(self) -> bool:
-        """Whether the sidecar has still to read some of what was sent."""
+        """Whether any sent bytes have yet to be read by the sidecar."""
         return bool(self._unsent)
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that wait until the sidecar reads."""
+        """Bytes that wait for the sidecar to read."""
         return len(self._unsent)
 
     def send(self, message: FromEngine) -> None:
-        """Send the message as soon as the sidecar reads; nothing happens if it has gone.
+        """Send a message as soon as the sidecar reads; does nothing if the sidecar is gone.
 
-        A sidecar that leaves `MAX_UNSENT_BYTES` unread is taken for gone.
+        A sidecar that leaves more than `MAX_UNSENT_BYTES` unread counts as gone.
         """
         if self.is_open:
             self._unsent += frame_of(message)
@@ -76,24 +76,24 @@ class Session:
             self.hang_up()
 
     def send_hint(self, message: FromEngine) -> None:
-        """Send a message that may be lost, unless the sidecar has much to read already."""
+        """Send a message that may be lost; drops it if the sidecar already has much to read."""
         if len(self._unsent) < MAX_HINT_BYTES:
             self.send(message)
 
     def flush(self) -> None:
-        """Go on with sending."""
+        """Continue to send unsent bytes."""
         while self._unsent and self.is_open:
             try:
                 num_sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # what it had said is still to be read
+            except OSError:  # what the sidecar has sent can still be received
                 self._unsent.clear()
                 return
             del self._unsent[:num_sent]
 
     def receive(self) -> Sequence[FromSidecar]:
-        """What has come since the last call; none, and `is_open` is false, once the sidecar has gone."""
+        """Return the messages since the last call; empty, with `is_open` false, once the sidecar is gone."""
         messages, self._come = self._come, []
         for _ in range(MAX_PIECES if self.is_open else 0):
             try:
@@ -110,21 +110,23 @@ class Session:
         return messages
 
     def wait_readable(self, timeout_s: float) -> None:
-        """Wait until something has come, or the session has ended; *timeout_s* at most."""
+        """Wait up to *timeout_s* for a message or the end of the session."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             waiting = select.poll()
             waiting.register(self._connection, select.POLLIN)
             waiting.poll(timeout_s * 1000)
 
     def hang_up(self) -> None:
-        """Send and receive nothing more. The connection stays, and with it all that the engine leases, until `close`:
-        copies may be under way."""
+        """Stop sending and receiving, but keep the connection, and with it the engine's leases, until `close`.
+
+        Copies may still be in flight.
+        """
         self.is_open = False
         self._unsent.clear()
         self._come.clear()
 
     def close(self) -> None:
-        """End the connection, and with it all that the engine leases."""
+        """End the connection, and with it all leases of the engine."""
         self.hang_up()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -132,19 +134,19 @@ class Session:
         self.close_file()
 
     def close_file(self) -> None:
-        """Close the descriptor of the segment, which has been mapped."""
+        """Close the descriptor of the segment, once it has been mapped."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
     def abandon(self) -> None:
-        """Close the descriptors in a child that was forked. The connection goes on in its parent."""
+        """Close the descriptors in a forked child; the connection continues in the parent."""
         self.hang_up()
         self._connection.close()
         self.close_file()
 
     def leave_open(self) -> None:
-        """Hang up, and leave the end of the connection to the end of this process: a copy hangs."""
+        """Hang up, but leave the connection open until this process ends, because a copy hangs."""
         self.hang_up()
         self._connection.detach()
         self.close_file()
@@ -154,7 +156,7 @@ _sessions: WeakSet[Session] = WeakSet()
 
 
 def _abandon_all() -> None:
-    """A child that was forked copies nothing, as threads are not forked; it must not keep its parent's leases alive."""
+    """Close a forked child's descriptors: it copies nothing, and must not keep its parent's leases alive."""
     for session in list(_sessions):
         session.abandon()
 
@@ -163,8 +165,12 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> Session:
-    """Attach at the Unix socket *path*. OSError if nothing answers there within *timeout_s*, `AttachRefused` if the
-    sidecar does not take the engine."""
+    """Attach at the Unix socket *path*.
+
+    Raises:
+        OSError: If there is no answer within *timeout_s*.
+        AttachRefused: If the sidecar refuses the engine.
+    """
     frames, payloads, files = Frames(), list[bytes](), list[int]()
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -181,15 +187,15 @@ def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> 
                 payloads = frames.receive(data)
             answer, *rest = map(message_of_sidecar, payloads)
         except Malformed as error:
-            raise AttachRefused(f"what listens at {path} is no sidecar: {error}") from None
+            raise AttachRefused(f"the server at {path} is not a kvtier sidecar: {error}") from None
         if isinstance(answer, Refused):
             raise AttachRefused(answer.why)
         if not isinstance(answer, Welcome) or answer.version != VERSION or len(files) != 1:
-            raise AttachRefused(f"the sidecar at {path} is of another version; install the same kvtier on both sides")
+            raise AttachRefused(f"the sidecar at {path} has another version; install the same kvtier on both sides")
         connection.settimeout(None)
         undo.pop_all()
         return Session(connection, frames, answer, files[0], rest)
-    raise AssertionError("an exit stack swallows nothing")
+    raise AssertionError("unreachable: an exit stack suppresses no exception")
 
 
 def _close_all(files: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""SidecarTiers: the tiers below the device in a process of their own, which outlives the engine."""
+"""The tiers below the device in a sidecar process that outlives the engine."""
 
 import logging
 import time
@@ -65,26 +65,28 @@ from kvtier.transfer.lane import Lane, Transfer
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import TransferEngine
 
-ASK_AFTER_S = 0.25  # without a word, while an answer is waited for: then it is asked whether it lives
-LOST_AFTER_S = 1.0  # it is left alone, until it says something
-MAX_STEP_S = 0.1  # between two looks that count: an engine that was busy or stopped itself has not listened
+ASK_AFTER_S = 0.25  # ask a sidecar that owes an answer whether it lives after this much silence
+LOST_AFTER_S = 1.0  # do not use it after this much silence, until it sends something
+MAX_STEP_S = 0.1  # longest time between two checks that counts: a busy or stopped engine has not listened
 log = logging.getLogger(__name__)
 
-TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
-MAX_COME = 1024  # messages that wait to be taken in; while there are more, the sidecar is not read
-WAKE_S = 0.25  # for which a wait for the sidecar's answer lasts at most; then it is begun anew
-CLEAR_S = 30.0  # a million blocks on disk are told of as gone in eight
+TAKING_IN_S = 0.001  # time per poll for the sidecar's messages; the next poll continues
+MAX_COME = 1024  # limit on received but unprocessed messages; beyond it, the connection is not read
+WAKE_S = 0.25  # timeout of one wait for the sidecar's answer, after which the wait is renewed
+CLEAR_S = 30.0  # timeout of `clear`: reporting a million blocks on disk as gone takes eight seconds
 NO_STATE = State(True, True, False, {}, {}, None, None, [])
 NO_READS = ReadState()
 NOTHING_THERE = LowerStatistics({Tier.HOST: TierStatistics()})
 
 
 class Silence:
-    """How long a sidecar has said nothing while it was to say something, in time that the engine has listened. A disk
-    may take long to answer; the sidecar's thread itself never does. Owned by the tiers' thread."""
+    """How long a sidecar has been silent although it should have sent something, while the engine listened.
+
+    A disk may take long to answer, but the sidecar's thread never does. Owned by the tiers' thread.
+    """
 
     def __init__(self, ask: Callable[[], None], clock: Callable[[], float]) -> None:
-        """*ask* is called to have the sidecar say something."""
+        """Start without silence; *ask* is called to make the sidecar send something."""
         self._ask = ask
         self._clock = clock
         self._looked_at = clock()
@@ -93,16 +95,16 @@ class Silence:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Whether the sidecar has been silent for too long."""
         return self._silent_s > LOST_AFTER_S
 
     def on_heard(self) -> None:
-        """Take in that it has said something."""
+        """Record that the sidecar has sent something."""
         self._silent_s = 0.0
         self._is_asked = False
 
     def look(self, is_waited_for: bool) -> None:
-        """Let time pass. *is_waited_for*: whether an answer is."""
+        """Account for the time since the last call; *is_waited_for*: whether the sidecar owes an answer."""
         now = self._clock()
         step, self._looked_at = min(now - self._looked_at, MAX_STEP_S), now
         if is_waited_for or self.is_lost:
@@ -115,12 +117,14 @@ class Silence:
 
 
 class SidecarTiers:
-    """See `LowerTiers`. What is found is what the sidecar has told (`Mirror`); what is asked is answered in later
-    polls, and never raises. Owned by the engine's thread.
+    """The tiers below the device in a sidecar; implements `LowerTiers`. Owned by the engine's thread.
 
-    Without a sidecar, nothing is found and nothing taken. One that has gone leaves its memory mapped here until all
-    that was leased of it has been let go, as copies may be under way; then the next one is attached to. One that is
-    silent is left alone until it says something, and what was asked of it has failed.
+    Lookups use what the sidecar has reported (`Mirror`). Requests to the sidecar are answered in later polls, and never
+    raise. Without a sidecar, nothing is found and no block is accepted.
+
+    The memory of a sidecar that is gone stays mapped until all leases on it are released, because copies may be in
+    flight. Then the engine attaches to the next sidecar. A silent sidecar is not used until it sends something, and
+    requests to it fail.
     """
 
     def __init__(
@@ -136,11 +140,14 @@ class SidecarTiers:
         find_traced: Callable[[Sequence[BlockName]], Sequence[Traced]] = lambda names: (),
         num_kept: Sequence[int] | None = None,
     ) -> None:
-        """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
-        are waited for, so that `transfers.poll` ends when one has come. *find_traced*: what the sidecar is told of
-        the traces of blocks that it gets. *num_kept*, by group: slots that lie ready for `reserve` at any time."""
-        self.num_attached = 0  # how often a sidecar was attached to
-        self._attached_at = float("-inf")  # when it was last, on the clock
+        """Create tiers that are not attached yet, and take ownership of *attachment* and *answers*.
+
+        *attachment* has the same *memories*. The lane *answers* waits for the sidecar's answers, so that
+        `transfers.poll` returns when one has come. *find_traced* returns the traced requests of published blocks, which
+        are reported to the sidecar. *num_kept* slots per group are kept ready for `reserve` at all times.
+        """
+        self.num_attached = 0  # how often the engine has attached to a sidecar
+        self._attached_at = float("-inf")  # when it attached last
         self._attachment = attachment
         self._groups = groups
         self._num_kept = [0 for _ in groups] if num_kept is None else num_kept
@@ -154,15 +161,15 @@ class SidecarTiers:
         self._boot: bytes | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
         self._was_lost = False
-        self._num_host_slots = [0 for _ in groups]  # of the sidecar, by group
+        self._num_host_slots = [0 for _ in groups]  # the sidecar's slots, by group
         self._stocks = [SlotStock(0, lambda num: None, clock) for _ in groups]
-        self._fetches: dict[int, AttachedFetch] = {}  # of this session that are not over
-        self._left: set[AttachedFetch] = set()  # of the session before, that still lease
+        self._fetches: dict[int, AttachedFetch] = {}  # fetches of this session that are not over
+        self._left: set[AttachedFetch] = set()  # fetches of the previous session that still hold leases
         self._inquiries = AttachedInquiries(self._mirror.remote, self._send, clock)
         self._next_number = 0
-        self._dead: list[AttachedFetch] = []  # asked without a sidecar, and not told so yet
-        self._come: list[FromSidecar] = []  # heard, and not taken in yet
-        self._ended: Session | None = None  # the session before, while some of what it leased may be copied
+        self._dead: list[AttachedFetch] = []  # fetches without a sidecar, whose failure was not reported yet
+        self._come: list[FromSidecar] = []  # messages received but not processed yet
+        self._ended: Session | None = None  # the previous session, while copies of its leased slots may be in flight
         self._is_told = False
         self._is_cleared = False
         self._is_waking = False
@@ -173,23 +180,26 @@ class SidecarTiers:
 
     @property
     def is_attached(self) -> bool:
-        """Whether a sidecar is there and answers."""
+        """Whether a sidecar is attached and answers."""
         return self._session is not None and not self._silence.is_lost
 
     def standing(self) -> SidecarStanding:
-        """Whether a sidecar is there, by value."""
+        """Return the state of the connection to the sidecar."""
         attached_s = self._clock() - self._attached_at if self.is_attached else 0.0
         return SidecarStanding(self._attachment.path, self.is_attached, self.num_attached, attached_s)
 
     @property
     def boot(self) -> bytes | None:
-        """Which process of a sidecar the host slots are of, also after it has gone and while some of them are leased;
-        None while there is none. Others that map its segment know by it that they mean the same slots."""
+        """Id of the sidecar process that the host slots belong to; None if there is none.
+
+        It is kept after that process has gone, while any of its slots are leased. Other processes that map the segment
+        compare it to know that they mean the same slots.
+        """
         return self._boot
 
     @property
     def num_slots(self) -> Sequence[int]:
-        # A sidecar may come at any time, and the next one may have more or less.
+        # A sidecar may come at any time, and the next one may have a different number of slots.
         return [1 for _ in self._groups]
 
     @property
@@ -206,7 +216,7 @@ class SidecarTiers:
 
     @property
     def is_told(self) -> bool:
-        """Whether the sidecar that is there has told of all blocks that it knew when the engine attached."""
+        """Whether the attached sidecar has reported all blocks that it had when the engine attached."""
         return self._session is not None and self._is_told
 
     @property
@@ -260,7 +270,7 @@ class SidecarTiers:
         return slots
 
     def has_room(self, group_id: int) -> bool:
-        """Return whether the sidecar had all slots of the group that it was last asked for."""
+        """Return whether the sidecar had all slots of the group that were last requested."""
         return self._stocks[group_id].has_room
 
     def publish(
@@ -283,20 +293,20 @@ class SidecarTiers:
             self._session.send_hint(Refresh(group_id, joined(names), bytes(were_read)))
 
     def evict_last(self, group_id: int, places: Places) -> None:
-        """Nothing: by the time the sidecar heard of it other blocks could be in these slots."""
+        """Do nothing: by the time the sidecar got the message, other blocks could be in these slots."""
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
         if self._session is not None:
             self._session.send_hint(Forget(group_id, joined(names)))
 
     def clear(self) -> bool:
-        """See `LowerTiers.clear`. The sidecar forgets every block of this namespace, for all engines that share it."""
+        """Forget every block of this namespace, for all engines of the sidecar; see `LowerTiers.clear`."""
         self._take_in(float("inf"))
         if not self.is_attached or any(stock.lent for stock in self._stocks) or self._is_any_waiting():
             return False
         for fetch in list(self._fetches.values()):
             fetch.release(range(len(fetch.slots)))
-        for group_id, stock in enumerate(self._stocks):  # what was reserved before a clear can never be found
+        for group_id, stock in enumerate(self._stocks):  # blocks in slots reserved before a clear are never found
             self._give_back(group_id, stock.take_ready())
         self._is_cleared = False
         self._send(Clear())
@@ -308,14 +318,14 @@ class SidecarTiers:
         return self._is_cleared
 
     def purge(self, order: PurgeOrder) -> NothingPurged:
-        """See `LowerTiers.purge`. The sidecar's tiers are all its engines'."""
+        """Purge nothing, because all engines of the sidecar share its tiers; see `LowerTiers.purge`."""
         return NothingPurged()
 
     def spill(self) -> None:
-        """Nothing: the sidecar writes to its disk by itself."""
+        """Do nothing: the sidecar writes to its disk by itself."""
 
     def make_room(self) -> None:
-        """Nothing: the sidecar makes room by itself."""
+        """Do nothing: the sidecar makes room by itself."""
 
     def poll(self) -> None:
         self._attach()
@@ -347,7 +357,7 @@ class SidecarTiers:
         return self._state.reads.get(tier, NO_READS).queued_bytes if self.is_attached else 0
 
     def spill_progress(self) -> SpillProgress:
-        """See `LowerTiers.spill_progress`. The sidecar's host memory outlives this process, and so is target enough."""
+        """Return the progress, see `LowerTiers`; the target is host memory, because it outlives the engine."""
         is_busy = self._session is not None and self._session.is_sending
         return SpillProgress(True, self.is_attached, num_done=self._num_published, is_busy=is_busy)
 
@@ -359,19 +369,19 @@ class SidecarTiers:
 
     def check(self) -> None:
         for number, fetch in self._fetches.items():
-            assert number == fetch.number, "a fetch under another one's number"
+            assert number == fetch.number, "a fetch is kept under another number"
             assert not fetch.is_over, "a fetch that is over is kept"
-        assert self._session is None or self._ended is None, "attached before the sidecar before was let go"
+        assert self._session is None or self._ended is None, "attached before the previous sidecar was released"
 
     def close(self) -> None:
-        """End the session once no copy is under way: what is leased or reserved is the sidecar's again."""
+        """End the session when no copy is in flight; leased and reserved slots return to the sidecar."""
         for session in self._sessions():
             session.close()
         self._attachment.close()
         self._answers.close()
 
     def close_while_copying(self) -> None:
-        """End all else. What is leased or reserved becomes the sidecar's again when this process ends."""
+        """End everything but the copies; leased and reserved slots return to the sidecar when this process ends."""
         for session in self._sessions():
             session.leave_open()
         self._attachment.close()
@@ -412,15 +422,17 @@ class SidecarTiers:
             self._session.send(message)
 
     def _is_any_waiting(self) -> bool:
-        """Whether the sidecar is to answer something."""
+        """Return whether the sidecar owes an answer."""
         return any(stock.is_waiting for stock in self._stocks) or self._is_any_fetch_waiting()
 
     def _is_any_fetch_waiting(self) -> bool:
         return any(fetch.is_waiting for fetch in self._fetches.values())
 
     def _wake_when_heard(self) -> None:
-        """Have the owner's wait for copies end when the sidecar says something, while somebody needs the answer: slots
-        that are to lie ready need not be heard of before the next poll."""
+        """End the owner's wait for copies when the sidecar sends something, while a caller needs the answer.
+
+        Slots that are merely kept ready can wait until the next poll.
+        """
         session = self._session
         if self._is_waking or session is None:
             return
@@ -434,7 +446,7 @@ class SidecarTiers:
         self._is_waking = self._transfers.watch(self._answers, lambda: session.wait_readable(WAKE_S), on_heard)
 
     def _attach(self) -> None:
-        """Attach to a sidecar that is ready, once the one before has been let go."""
+        """Attach to a sidecar that is ready, once the previous one's slots are released."""
         if self._ended is not None and not self._left and not any(stock.lent for stock in self._stocks):
             for memory in self._memories:
                 memory.detach()
@@ -463,7 +475,7 @@ class SidecarTiers:
         return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock, num_kept)
 
     def _take_in(self, until: float) -> None:
-        """Take in what the sidecar has said, one message at least; the rest stays if it is later than *until*."""
+        """Process the sidecar's messages until the time *until*, at least one; the rest stays queued."""
         session = self._session
         if session is None:
             return
@@ -479,10 +491,10 @@ class SidecarTiers:
                 self._on_message(message)
                 if self._clock() > until:
                     break
-        except Malformed as error:  # not what a sidecar of this version says
-            log.warning("sidecar: %s says what none says (%s); the connection is closed", self._attachment.path, error)
+        except Malformed as error:  # a sidecar of this version does not send such a message
+            log.warning("sidecar: %s sent an invalid message (%s); disconnecting", self._attachment.path, error)
             session.hang_up()
-            num_taken = len(self._come)  # what it has still told of is used no more
+            num_taken = len(self._come)  # its remaining messages are discarded
         del self._come[:num_taken]
         if not session.is_open and not self._come:
             self._detach(session)
@@ -499,7 +511,7 @@ class SidecarTiers:
                 self._mirror.on_left_disk(self._group(message.group), names_in(message.names), message.cause)
             case Told():
                 self._is_told = True
-                self._epoch += 1  # what the device has a copy of below is known from now on
+                self._epoch += 1  # which device blocks have a copy below is known from now on
             case Fetched():
                 self._on_fetched(message)
             case Reserved():
@@ -512,14 +524,14 @@ class SidecarTiers:
                 self._on_state(message)
             case Cleared():
                 self._is_cleared = True
-            case _:  # that it lives
+            case _:  # a sign of life
                 pass
 
     def _on_in_host(self, message: InHost) -> None:
         group_id, names = self._group(message.group), names_in(message.names)
         slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
         if len(slots) != len(names):
-            raise Malformed(f"{len(names)} blocks in {len(slots)} slots")
+            raise Malformed(f"{len(names)} blocks have {len(slots)} slots")
         self._mirror.on_in_host(group_id, names, slots)
 
     def _on_state(self, message: State) -> None:
@@ -528,34 +540,34 @@ class SidecarTiers:
             speed = self._read_speeds[tier]
             speed.latency_s = read.latency_s
             if read.bytes_per_s is not None and read.bytes_per_s != before.get(tier, NO_READS).bytes_per_s:
-                speed.take_over(read.bytes_per_s, self._clock())  # else nothing was read since: it is no newer
+                speed.take_over(read.bytes_per_s, self._clock())  # an equal speed is old: nothing was read since
 
     def _on_fetched(self, message: Fetched) -> None:
         fetch = self._fetches.get(message.number)
-        if fetch is None:  # released meanwhile, and the sidecar has been told so
+        if fetch is None:  # released in the meantime, which the sidecar has been told
             return
         places = numbers_in(message.places, len(fetch.slots))
         slots = numbers_in(message.slots, self._num_host_slots[fetch.group_id])
         owners = owners_in(message.owners, len(places))
         if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
-            raise Malformed("a failure of no block")
+            raise Malformed("a failure is not of a block of the fetch")
         if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
-            raise Malformed("blocks without slots")
+            raise Malformed("blocks of a fetch lack slots or digests")
         fetch.on_come(places, slots, message.digests, owners)
         for place, reason in message.failures:
             fetch.on_failed(place, reason)
         if any(reason is Reason.EVICTED_FROM_REMOTE for _, reason in message.failures):
-            self._mirror.remote.clear()  # what was said of it is out of date
+            self._mirror.remote.clear()  # its hints are outdated
         if fetch.is_over:
             self._fetches.pop(fetch.number, None)
 
     def _group(self, group_id: int) -> int:
         if not 0 <= group_id < len(self._groups):
-            raise Malformed(f"a group {group_id} of {len(self._groups)}")
+            raise Malformed(f"group {group_id} does not exist; the engine has {len(self._groups)} groups")
         return group_id
 
     def _fail_waiting(self, reason: Reason) -> None:
-        """Give up all that was asked and has not been answered."""
+        """Fail all requests that have not been answered."""
         for fetch in list(self._fetches.values()):
             if len(places := fetch.waiting_places()):
                 self._send(Release(fetch.number, packed(places)))
@@ -564,7 +576,7 @@ class SidecarTiers:
                 self._fetches.pop(fetch.number, None)
 
     def _detach(self, session: Session) -> None:
-        """Take in that the sidecar has gone. What was leased stays mapped until it is let go."""
+        """Handle the loss of the sidecar. Its leased slots stay mapped until they are released."""
         session.hang_up()
         self._session = None
         self._ended = session

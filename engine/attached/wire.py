@@ -1,18 +1,19 @@
-"""What an engine and its sidecar say to each other at the sidecar's own endpoint.
+"""The protocol between an engine and its sidecar at the sidecar's own endpoint.
 
 Both sides send frames over one Unix socket: four bytes of length, then one of the messages below as MessagePack. The
-engine says `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of its segment. From then on
-nothing waits for an answer: the engine asks, the sidecar answers when it can, and tells of every block that comes to
-the tiers below or leaves them. A block's bytes never cross the socket. The connection is the session, and a sidecar
-that was started anew is another connection.
+engine sends `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of its segment. After that
+nothing blocks on an answer: the engine sends requests, and the sidecar answers when it can. It also reports every block
+that is stored in or removed from the tiers below. A block's bytes never cross the socket. One connection is one
+session; a restarted sidecar needs a new connection.
 
-What an engine leases ends when the engine closes its end of the connection, which it does only once nothing is copied
-any more, or when the kernel does so as the engine's process ends. Every other process that copies for the engine, such
-as a worker of tensor parallelism, says `Map` at a connection of its own, and keeps that open for as long as it maps the
-segment. If a session ends in another way, because the engine does not read or is killed, the sidecar keeps what was
-leased until all these connections are closed, or until the engine attaches again: see `Quarantine`.
+The engine's leases end when its end of the connection is closed. The engine closes it only when no copy is in flight;
+otherwise the kernel closes it when the engine's process ends. Every other process that copies for the engine, such as a
+worker of tensor parallelism, sends `Map` on a connection of its own, which it keeps open as long as it maps the
+segment. If a session ends in another way, because the engine does not read or is killed, the sidecar keeps the leases
+until all these connections are closed, or until the engine attaches again: see `Quarantine`.
 
-Names are joined (32 bytes each), digests too (16), slots and places are little-endian int32, owners uint64.
+Names are concatenated (32 bytes each), and so are digests (16 bytes). Slots and places are little-endian int32, owners
+uint64.
 """
 
 import secrets
@@ -35,13 +36,13 @@ from kvtier.tiers.naming.tier import Reason, Tier
 VERSION = 3
 LENGTH_BYTES = 4
 ENGINE_BYTES = 16
-MAX_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
+MAX_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks takes three megabytes
 MAX_BLOCKS = 1 << 17  # in one message
-MAX_TRACED = 64  # requests that a message tells to be traced; an engine tells of half as many
+MAX_TRACED = 64  # traced requests per message; an engine sends at most half as many
 
 
 class Malformed(ValueError):
-    """A message that means nothing; the connection ends."""
+    """Raised for an invalid message; the connection ends."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -49,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """One attention group of an engine: tokens and bytes of its blocks, and whether it forgets (`AttentionGroup`)."""
+    """Shape of one attention group: tokens and bytes of its blocks, and whether it forgets (`AttentionGroup`)."""
 
     block_size: int
     forgets: bool
@@ -57,15 +58,17 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The block at *place* continues *parent*, which is not the block before it; None: it is of use without one."""
+    """The parent of the block at *place*, which is not the block before it; None: the block is usable without one."""
 
     place: int
     parent: bytes | None
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks *start* to before *end* of a message are one chain, tail first, that continues *parent*, if it is known:
-    see `Row`."""
+    """A chain of blocks in a message, tail first, from *start* to before *end*; see `Row`.
+
+    It continues *parent*, if that is known.
+    """
 
     start: int
     end: int
@@ -73,38 +76,37 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks at *places* of a message are those of a request that is traced: *traceparent* is its span, as W3C's
-    header has it."""
+    """The blocks of a traced request, by their *places* in a message; *traceparent* is its span's W3C header."""
 
     traceparent: str
     places: bytes
 
 
-# What an engine says.
+# Messages of an engine.
 
 
 def new_engine() -> bytes:
-    """Return a number that no other engine has."""
+    """Return a random engine id."""
     return secrets.token_bytes(ENGINE_BYTES)
 
 
 class Hello(_Message, frozen=True):
-    """Who attaches. *namespace* (16 bytes) is everything beside the prompt that decides the bytes of a block.
+    """The request to attach. *namespace* (16 bytes) covers everything besides the prompt that determines KV bytes.
 
-    *engine* is the same each time this engine attaches, and its other processes give it with `Map`. An engine has one
-    session: with its next `Hello` it says that nothing is copied any more of what it leased before.
+    *engine* is the same each time this engine attaches, and its other processes send it with `Map`. An engine has one
+    session. Its next `Hello` states that none of its earlier leases is being copied any more.
     """
 
     version: int
-    program: str  # such as "kvtier 0.1.0", for people
-    model: str  # for people
+    program: str  # such as "kvtier 0.1.0", for display
+    model: str  # for display
     namespace: bytes
     groups: list[GroupShape]
     engine: bytes = msgspec.field(default_factory=new_engine)
 
 
 class Map(_Message, frozen=True):
-    """A process maps the segment to copy for *engine*. Answered as `Hello` is; then neither side says anything."""
+    """The request to map the segment for *engine*'s copies, answered like `Hello`; no message follows the answer."""
 
     version: int
     program: str
@@ -112,9 +114,10 @@ class Map(_Message, frozen=True):
 
 
 class Fetch(_Message, frozen=True):
-    """Lease these blocks in host memory, read from disk if need be; see `LowerTiers.fetch`. *number* is the engine's.
+    """The request to lease blocks in host memory, reading them from colder tiers if necessary: `LowerTiers.fetch`.
 
-    The block at place i continues the block at i - 1, but for *starts*. *is_for_later*: see `fetch_later`.
+    *number* is chosen by the engine. The block at place i continues the block at i - 1, except for *starts*.
+    *is_for_later* selects `fetch_later`.
     """
 
     number: int
@@ -126,8 +129,11 @@ class Fetch(_Message, frozen=True):
 
 
 class Inquire(_Message, frozen=True):
-    """Find out which of these blocks a remote tier has, a prefix's from the first on that the engine does not know to
-    be below; see `LowerTiers.inquire`. Answered by `Inquired`. *number* is the engine's."""
+    """The request to find out which blocks a remote tier has, see `LowerTiers.inquire`; answered by `Inquired`.
+
+    The blocks are a prefix's, from the first that the engine does not know to be below. *number* is chosen by the
+    engine.
+    """
 
     number: int
     group: int
@@ -135,29 +141,29 @@ class Inquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """End the leases on these places of a fetch, in this order, or do not wait for them any more."""
+    """The end of the leases on these places of a fetch, in this order, or of the wait for their blocks."""
 
     number: int
     places: bytes
 
 
 class TimeOut(_Message, frozen=True):
-    """Give up the reads that the fetch waits for: they count as hanging, see `tiers.lower.Fetch.time_out`."""
+    """The request to give up the reads that the fetch waits for, which count as hung: `tiers.lower.Fetch.time_out`."""
 
     number: int
 
 
 class Reserve(_Message, frozen=True):
-    """Lease up to so many slots to copy blocks into."""
+    """The request to lease up to *num_slots* slots to copy blocks into."""
 
     group: int
     num_slots: int
 
 
 class Publish(_Message, frozen=True):
-    """The bytes in these reserved slots are complete, and the blocks can be found: see `LowerTiers.publish`.
+    """The notice that the bytes in reserved slots are complete and the blocks can be found, see `LowerTiers.publish`.
 
-    *traced* tells a sidecar that traces too whose blocks they are; an older one passes over it.
+    *traced* tells a sidecar that traces requests whose blocks these are; an older sidecar ignores it.
     """
 
     group: int
@@ -170,14 +176,14 @@ class Publish(_Message, frozen=True):
 
 
 class Abandon(_Message, frozen=True):
-    """These reserved slots were not filled."""
+    """The return of reserved slots that were not filled."""
 
     group: int
     slots: bytes
 
 
 class Refresh(_Message, frozen=True):
-    """These blocks were used just now; *were_read*: for each one byte, whether it came from disk, empty if none did."""
+    """The notice that blocks were just used; *were_read*: a byte each, whether it came from disk; empty if none did."""
 
     group: int
     names: bytes
@@ -185,34 +191,34 @@ class Refresh(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """The bytes of these blocks in host memory are not what their digests say."""
+    """The notice that the bytes of these blocks in host memory do not match their digests."""
 
     group: int
     names: bytes
 
 
 class Clear(_Message, frozen=True):
-    """Forget every block of this namespace; answered by `Cleared`."""
+    """The request to forget every block of this namespace; answered by `Cleared`."""
 
 
 class Ping(_Message, frozen=True):
-    """Answered by `Pong`, at once."""
+    """A request that is answered by `Pong` at once."""
 
 
-# What a sidecar says.
+# Messages of a sidecar.
 
 
 class Refused(_Message, frozen=True):
-    """The engine cannot attach; *why* says what to do. The connection ends."""
+    """The refusal of an engine; *why* says what to do. The connection ends."""
 
     why: str
 
 
 class Welcome(_Message, frozen=True):
-    """The engine is attached. The descriptor of the segment, of *num_bytes*, comes with this frame.
+    """The acceptance of an engine. The descriptor of the segment of *num_bytes* bytes comes with this frame.
 
-    Slot s of a group with blocks of b bytes is bytes s * b to before (s + 1) * b of the segment. *boot* tells one
-    process of a sidecar from another.
+    Slot s of a group with blocks of b bytes is bytes s * b to before (s + 1) * b of the segment. *boot* identifies the
+    sidecar's process.
     """
 
     version: int
@@ -222,7 +228,7 @@ class Welcome(_Message, frozen=True):
 
 
 class InHost(_Message, frozen=True):
-    """These blocks are in these host slots now."""
+    """The notice that these blocks are now in these host slots."""
 
     group: int
     names: bytes
@@ -230,7 +236,7 @@ class InHost(_Message, frozen=True):
 
 
 class LeftHost(_Message, frozen=True):
-    """These blocks are not in host memory any more."""
+    """The notice that these blocks have left host memory."""
 
     group: int
     names: bytes
@@ -238,14 +244,14 @@ class LeftHost(_Message, frozen=True):
 
 
 class OnDisk(_Message, frozen=True):
-    """These blocks are on disk now."""
+    """The notice that these blocks are now on disk."""
 
     group: int
     names: bytes
 
 
 class LeftDisk(_Message, frozen=True):
-    """These blocks are not on disk any more."""
+    """The notice that these blocks have left the disk."""
 
     group: int
     names: bytes
@@ -253,11 +259,11 @@ class LeftDisk(_Message, frozen=True):
 
 
 class Told(_Message, frozen=True):
-    """The engine has been told of every block that was there before it attached."""
+    """The notice that every block that was there when the engine attached has been reported."""
 
 
 class Fetched(_Message, frozen=True):
-    """Blocks of a fetch are leased now, in these slots, with their digests and tenants; or why they never come."""
+    """Blocks of a fetch that are now leased, with slots, digests and tenants, and reasons for those that never come."""
 
     number: int
     places: bytes
@@ -268,14 +274,14 @@ class Fetched(_Message, frozen=True):
 
 
 class Inquired(_Message, frozen=True):
-    """Of an inquiry, the blocks that a remote tier is believed to have, and nothing nearer; see `Presence`."""
+    """The blocks of an inquiry that a remote tier is believed to have, and no nearer tier; see `Presence`."""
 
     number: int
     names: bytes
 
 
 class Reserved(_Message, frozen=True):
-    """Of *num_asked* slots that were asked for these are leased."""
+    """The slots that were leased of the *num_asked* requested ones."""
 
     group: int
     num_asked: int
@@ -283,15 +289,15 @@ class Reserved(_Message, frozen=True):
 
 
 class Cleared(_Message, frozen=True):
-    """Every block of the namespace has been forgotten, and the engine has been told so before."""
+    """The notice that every block of the namespace has been forgotten, which was reported before."""
 
 
 class Pong(_Message, frozen=True):
-    """The sidecar lives."""
+    """The answer to `Ping`."""
 
 
 class ReadState(msgspec.Struct, frozen=True, array_like=True):
-    """How reads from one tier are: see `LowerTiers.read_speed` and `queued_read_bytes`."""
+    """Speed and queue of reads from one tier, see `LowerTiers.read_speed` and `queued_read_bytes`."""
 
     bytes_per_s: float | None = None
     latency_s: float = 0.0
@@ -299,12 +305,12 @@ class ReadState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class State(_Message, frozen=True):
-    """How the tiers of this namespace are, see `LowerTiers`; sent when it changes, and about twice a second."""
+    """State of the namespace's tiers, see `LowerTiers`; sent when it changes, and about twice a second."""
 
     is_indexed: bool
     is_readable: bool
     is_making_room: bool
-    reads: dict[Tier, ReadState]  # of tiers that are read from
+    reads: dict[Tier, ReadState]  # of the tiers that can be read from
     tiers: dict[Tier, TierStatistics]
     disk: DiskStatistics | None
     remote: RemoteStatistics | None
@@ -336,7 +342,7 @@ _from_sidecar = msgspec.msgpack.Decoder(FromSidecar)
 
 
 def frame_of(message: FromEngine | FromSidecar) -> bytes:
-    """The message as a frame."""
+    """Return the message as a frame."""
     buffer = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, buffer, LENGTH_BYTES)
     buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
@@ -344,18 +350,20 @@ def frame_of(message: FromEngine | FromSidecar) -> bytes:
 
 
 def message_of_engine(payload: bytes | memoryview) -> FromEngine:
-    """What an engine says in a frame's bytes without their length. `Malformed` if that is no message."""
+    """Decode an engine's message from a frame without its length. Raises `Malformed` for an invalid message."""
     return _decoded(_from_engine, payload)  # type: ignore[no-any-return]  # of that decoder's type
 
 
 def message_of_sidecar(payload: bytes | memoryview) -> FromSidecar:
-    """The same for a sidecar."""
+    """Decode a sidecar's message from a frame without its length. Raises `Malformed` for an invalid message."""
     return _decoded(_from_sidecar, payload)  # type: ignore[no-any-return]
 
 
 class Frames:
-    """Takes the bytes of a connection as they come, and gives the frames that are complete. Memory is bounded by one
-    frame of *max_bytes* and a piece."""
+    """A buffer that splits the bytes of a connection into frames.
+
+    Its memory is bounded by one frame of *max_bytes* and one received piece.
+    """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -363,17 +371,20 @@ class Frames:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of a frame that is not complete."""
+        """Bytes of an incomplete frame."""
         return len(self._data)
 
     @property
     def has_more(self) -> bool:
-        """Whether a frame is complete that `receive` has not given yet."""
+        """Whether a complete frame is available that `receive` has not returned yet."""
         return self._end_of_frame(0) is not None
 
     def receive(self, data: bytes, limit: int = MAX_BLOCKS) -> list[bytes]:
-        """The payloads of the next frames that are complete with *data*, at *limit* so many. `Malformed` for a frame
-        that is too large."""
+        """Add *data* and return the payloads of the next complete frames, at most *limit*.
+
+        Raises:
+            Malformed: If a frame is too large.
+        """
         self._data += data
         payloads, at = list[bytes](), 0
         while len(payloads) < limit and (end := self._end_of_frame(at)) is not None:
@@ -383,59 +394,59 @@ class Frames:
         return payloads
 
     def _end_of_frame(self, at: int) -> int | None:
-        """Where the frame ends that begins there; None if it is not complete."""
+        """Return the end of the frame that starts at *at*; None if the frame is incomplete."""
         if len(self._data) < at + LENGTH_BYTES:
             return None
         length = int.from_bytes(self._data[at : at + LENGTH_BYTES], "little")
         if length > self._max_bytes:
-            raise Malformed(f"a frame of {length} bytes; at most {self._max_bytes} are taken")
+            raise Malformed(f"a frame has {length} bytes; send at most {self._max_bytes}")
         end = at + LENGTH_BYTES + length
         return end if end <= len(self._data) else None
 
 
 def joined(names: Sequence[BlockName]) -> bytes:
-    """The names as one row of bytes."""
+    """Return the concatenated names."""
     return b"".join(names)
 
 
 def names_in(data: bytes) -> list[BlockName]:
-    """The reverse of `joined`; `Malformed` if it is no row of names."""
+    """Split names concatenated by `joined`. Raises `Malformed` for a wrong length."""
     if len(data) % NAME_BYTES or len(data) > NAME_BYTES * MAX_BLOCKS:
-        raise Malformed(f"{len(data)} bytes are no row of names")
+        raise Malformed(f"{len(data)} bytes are not a sequence of names")
     return cast(list[BlockName], np.frombuffer(data, f"V{NAME_BYTES}").tolist())
 
 
 def digests_in(data: bytes, num_blocks: int) -> list[bytes]:
-    """So many digests; `Malformed` if there are fewer or more."""
+    """Split *num_blocks* concatenated digests. Raises `Malformed` for a wrong length."""
     if len(data) != DIGEST_BYTES * num_blocks:
-        raise Malformed(f"{len(data)} bytes are no digests of {num_blocks} blocks")
+        raise Malformed(f"{len(data)} bytes are not the digests of {num_blocks} blocks")
     return cast(list[bytes], np.frombuffer(data, f"V{DIGEST_BYTES}").tolist())
 
 
 def packed(numbers: Ids | npt.NDArray[Any] | Sequence[int]) -> bytes:
-    """Slots or places as bytes."""
+    """Return slots or places as bytes."""
     return np.asarray(numbers, "<i4").tobytes()
 
 
 def numbers_in(data: bytes, limit: int) -> Ids:
-    """The reverse of `packed`; `Malformed` for a number below 0 or from *limit* on."""
+    """Unpack numbers packed by `packed`. Raises `Malformed` for a number below 0 or not below *limit*."""
     if len(data) % 4 or len(data) > 4 * MAX_BLOCKS:
-        raise Malformed(f"{len(data)} bytes are no row of numbers")
+        raise Malformed(f"{len(data)} bytes are not a sequence of numbers")
     numbers = np.frombuffer(data, "<i4").astype(np.intp)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
-        raise Malformed(f"a number below 0 or from {limit} on")
+        raise Malformed(f"a number is below 0 or not below {limit}")
     return numbers
 
 
 def owners_in(data: bytes, num_blocks: int) -> npt.NDArray[np.uint64]:
-    """So many tenants as numbers; `Malformed` if there are fewer or more."""
+    """Unpack *num_blocks* tenant numbers. Raises `Malformed` for a wrong length."""
     if len(data) != 8 * num_blocks:
-        raise Malformed(f"{len(data)} bytes are no tenants of {num_blocks} blocks")
+        raise Malformed(f"{len(data)} bytes are not the tenants of {num_blocks} blocks")
     return np.frombuffer(data, "<u8")
 
 
 def starts_of(names: Sequence[BlockName], parents: Sequence[BlockName | None]) -> list[Start]:
-    """Those of the blocks whose parent is not the block before."""
+    """Return a `Start` for each block whose parent is not the block before it."""
     return [
         Start(place, parent)
         for place, parent in enumerate(parents)
@@ -444,11 +455,11 @@ def starts_of(names: Sequence[BlockName], parents: Sequence[BlockName | None]) -
 
 
 def parents_in(names: Sequence[BlockName], starts: Sequence[Start]) -> list[BlockName | None]:
-    """The reverse of `starts_of`; `Malformed` for starts that are none."""
+    """Return the parents encoded by `starts_of`. Raises `Malformed` for invalid starts."""
     parents: list[BlockName | None] = [None, *names[:-1]] if names else []
     for start in starts:
         if not 0 <= start.place < len(names) or (start.parent is not None and len(start.parent) != NAME_BYTES):
-            raise Malformed("a start of a chain that is none")
+            raise Malformed("a start has an invalid place or parent")
         parents[start.place] = None if start.parent is None else BlockName(start.parent)
     return parents
 
@@ -457,4 +468,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes | memoryview)
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(f"no message: {error}") from None
+        raise Malformed(f"not a valid message: {error}") from None

@@ -1,1 +1,1 @@
-"""The model: loading and checking it, paged attention, adapters and sampling."""
+"""The model: its loading and verification, paged attention, LoRA adapters and sampling."""

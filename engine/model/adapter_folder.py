@@ -1,4 +1,4 @@
-"""What shows without torch that a folder has no adapter: commands look before they import it, which takes seconds."""
+"""Check of an adapter's folder without torch, so that commands can fail before they import it, which takes seconds."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ CONFIG_FILE = "adapter_config.json"
 
 
 class UnusableLora(ValueError):
-    """An adapter that cannot be served with this model; the message says why, in one line."""
+    """An error for an adapter that cannot be served with this model. Its message says why, in one line."""
 
 
 def check_adapter_folder(name: str, folder: Path) -> None:
-    """Raise `UnusableLora` if the *folder* of the adapter *name* has no adapter, `MissingExtra` without peft."""
+    """Raise `UnusableLora` if *folder* holds no adapter, or `MissingExtra` if peft is not installed."""
     require_packages(["peft"], "lora", f"lora {name}", "or remove the [lora] tables")
     if not folder.is_dir():
         raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")

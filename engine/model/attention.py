@@ -1,4 +1,4 @@
-"""Paged attention as transformers calls it: writes new keys and values into the slab and reads the prefix there."""
+"""The attention function that transformers calls: it writes new KV into the slab and reads the prefix from it."""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -19,13 +19,13 @@ from kvtier.transfer.layer_gate import LayerGate
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
-# Tensors that a model may hand to its attention beside queries, keys and values: used here, or meant for other parts.
+# Tensors that a model may pass to its attention in addition to queries, keys and values: used here or by other parts.
 KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments, by the path that is taken for them: on a CPU in place, else what `paged_choice` says."""
+    """A step's segments by code path: in place on a CPU, otherwise as `paged_choice` decides."""
 
     gathered: tuple[Segment, ...]
     in_place: Plan | None
@@ -38,15 +38,15 @@ class GroupStep:
 
     slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
-    write_offsets: torch.Tensor  # [num_tokens] int64: its place within the block
+    write_offsets: torch.Tensor  # [num_tokens] int64: the token's position within the block
     segments: tuple[Segment, ...]
     cpu_attention: CpuAttention
     scratch: Scratch = field(default_factory=Scratch)
-    # Filled by the first layer, for all layers.
+    # Filled by the first layer and reused by the other layers.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """The path of each segment, for layers with so many query heads, with or without softcap and sinks."""
+        """Return the path of each segment, for layers with *num_heads* query heads and these options."""
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
             paths = self._choose_paths(num_heads, has_softcap, has_sinks)
@@ -69,16 +69,16 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. `layers[layer_idx]` is (group, the layer's index within the group's slab)."""
+    """A forward pass. `layers[layer_idx]` is (group, the layer's index within the group's slab)."""
 
     groups: tuple[GroupStep, ...]
     layers: dict[int, tuple[int, int]]
-    gates: tuple[LayerGate, ...] = ()  # of prefixes that are still arriving, layer by layer
-    give_up_at: float = 0.0  # on waiting for the gates; monotonic
-    layers_seen: set[int] = field(default_factory=set)  # that went through `paged_attention`, by index
+    gates: tuple[LayerGate, ...] = ()  # for prefixes that are still being loaded, layer by layer
+    give_up_at: float = 0.0  # deadline for waiting on the gates, monotonic
+    layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
 
 
-# transformers passes no object of kvtier's to its attention function, so the step travels beside the call.
+# transformers cannot pass an object of kvtier to the attention function, so a context variable carries the step.
 current_step: ContextVar[Step] = ContextVar("kvtier_step")
 
 
@@ -91,14 +91,16 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
-    **kwargs: Any,  # other arguments of attention functions (dropout, sliding_window …), known since the load
+    **kwargs: Any,  # other arguments of attention functions (dropout, sliding_window …), checked at load
 ) -> tuple[torch.Tensor, None]:
-    """The attention function registered with transformers. Returns [1, num_tokens, num_heads, head_dim].
+    """Compute attention, as transformers' registered function. Return [1, num_tokens, num_heads, head_dim].
 
-    Raises `UnsupportedModel` if the model hands it a mask or an unknown tensor, neither of which it applies.
+    Raises:
+        UnsupportedModel: If the model passes a mask or an unknown tensor, which kvtier would ignore.
+        ChangedModel: If the model is called outside of an engine's step.
     """
     if attention_mask is not None:
-        raise UnsupportedModel("it makes an attention mask of its own, which kvtier cannot apply (sparse attention)")
+        raise UnsupportedModel("it creates an attention mask of its own, which kvtier cannot apply (sparse attention)")
     refuse_unknown_tensors(kwargs)
     step = current_step.get(None)
     if step is None:
@@ -130,10 +132,10 @@ def paged_attention(
 
 
 def refuse_unknown_tensors(kwargs: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedModel` if a tensor is among the *kwargs* of an attention function that kvtier does not know."""
+    """Raise `UnsupportedModel` if the *kwargs* of an attention function include a tensor unknown to kvtier."""
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
-            raise UnsupportedModel(f"it hands its attention a tensor that kvtier does not pass on ({name})")
+            raise UnsupportedModel(f"it passes to its attention a tensor that kvtier does not pass on ({name})")
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

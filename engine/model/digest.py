@@ -1,4 +1,4 @@
-"""Digests of a model: of its configuration, and of all that its modules hold."""
+"""Digests of a model's configuration and of everything that its modules hold."""
 
 import functools
 import hashlib
@@ -17,24 +17,24 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.model.cpu.stand_ins import StandIn
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-PIECE_BYTES = 4 << 20  # hashed at a time: one thread has 0.4 GB/s without SHA instructions, so all cores take part
+PIECE_BYTES = 4 << 20  # piece per thread: one thread hashes 0.4 GB/s without SHA instructions, so all cores are used
 # Fields that do not change keys and values.
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
-_BARE = frozenset(vars(TorchModule()))  # of every module: dicts of parts and hooks, and whether it trains
+_BARE = frozenset(vars(TorchModule()))  # attributes of every module: dicts of parts and hooks, and its training flag
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Hooks that change nothing beyond what a block's name says: those of transformers that only look, and those of
-# `LoraRows`, which another engine on the same model may have set.
+# Hooks that change no results beyond the block's name: observers of transformers, and those of `LoraRows`, which
+# another engine on the same model may have set.
 LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
-# Left out: the configuration has a digest of its own, the class is named with the module, and devices, Python's modules
-# and generators change no result.
+# Excluded: the configuration has its own digest, the class is hashed with the module, and devices, Python modules and
+# generators change no result.
 _APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """sha256 over the sha256 of each piece of a plain dense tensor's bytes, row-major; not of its shape and type."""
+    """Return the sha256 of the sha256s of the pieces of a dense tensor's row-major bytes, without shape and dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    numbers: Any = plain.flatten().view(torch.uint8).numpy()  # numpy's own buffer type
+    numbers: Any = plain.flatten().view(torch.uint8).numpy()  # Any: memoryview does not accept numpy's type
     raw = memoryview(numbers)
     pieces = [raw[start : start + PIECE_BYTES] for start in range(0, len(raw), PIECE_BYTES)]
     if len(pieces) > 1:
@@ -48,17 +48,20 @@ def _digest(piece: memoryview) -> bytes:
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """Digest of a model's configuration, without its name and the fields that only say how it is loaded."""
+    """Return the digest of a model's configuration, without its name and the fields that only affect loading."""
     fields = {key: value for key, value in config.to_dict().items() if key not in LOADING and key[0] != "_"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of everything that the model's modules hold, also of what no file has.
+    """Return the digest of everything that the model's modules hold, including state that is not in any file.
 
-    Parameters, buffers, tensors that are neither, packed and quantised weights, numbers such as scales, the names of
-    classes and functions. sha256 of each tensor, and over the list. Raises `UnsupportedModel` for a part that changes
-    results and cannot be read: a hook, an offloaded weight, an object of unknown state.
+    It covers parameters, buffers, other tensors, packed and quantised weights, numbers such as scales, and the names of
+    classes and functions. It is the sha256 of a list that contains the sha256 of each tensor.
+
+    Raises:
+        UnsupportedModel: If a part that changes results cannot be read: a hook, an offloaded weight, an object of
+            unknown state.
     """
     digest = _Digest()
     for name, module in model.named_modules():
@@ -67,31 +70,31 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def foreign_code(module: torch.nn.Module, harmless: tuple[str, ...] = LOOKING) -> str | None:
-    """Return what a module computes with beside its class's code, in words, or None: a hook or another forward.
+    """Return a description of the hook or replaced forward that a module computes with; None if there is none.
 
-    *harmless*: what the full names of hooks begin with that change no result.
+    *harmless* are the prefixes of the full names of hooks that change no result.
     """
     own = vars(module)
     for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
         if not (name := _function_name(hook)).startswith(harmless):
             return f"a hook ({name})"
-    # The forwards of accelerate are known: they move tensors between devices. So is ours, of a pass that runs now.
+    # Allow the forward of accelerate, which moves tensors between devices, and the `StandIn` of a running pass.
     if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], StandIn):
         return f"another forward ({_function_name(own['forward'])})"
     return None
 
 
 class _Digest:
-    """A digest that is fed modules, tensors and values, each with its name."""
+    """A digest over named modules, tensors and values."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
         self._seen: dict[
             int, tuple[str, object]
-        ] = {}  # where an object came first; held, so that no other object gets its id
+        ] = {}  # by id, an object and its first name; holding the object keeps its id unique
 
     def hexdigest(self) -> str:
-        """The digest of all that was fed."""
+        """Return the digest of everything fed so far."""
         return self._total.hexdigest()
 
     def module(self, name: str, module: torch.nn.Module) -> None:
@@ -106,20 +109,20 @@ class _Digest:
             self._feed(f"{name}.{part}", value, with_words=True)
         for part, value in sorted(own.items()):
             if part not in _BARE and part not in ("forward", "_old_forward", "_hf_hook"):
-                # Private numbers and words say how the model was loaded; a model's words say where from.
+                # Private numbers and strings say how the model was loaded, and a model's strings where from.
                 is_public = part[0] != "_"
                 if isinstance(value, str) and isinstance(module, PreTrainedModel):
                     continue
                 self._feed(f"{name}.{part}", value, with_words=is_public)
 
     def _feed(self, name: str, value: Any, with_words: bool) -> None:
-        """Feed the value called *name*: its tensors, and *with_words* its numbers, words and functions too."""
+        """Feed the tensors of the value called *name*, and *with_words* also its numbers, strings and functions."""
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
                 if with_words:
                     self._line(name, repr(value))
             case torch.nn.Module():
-                pass  # fed by its own name, or not part of the model
+                pass  # fed under its own name, or not part of the model
             case FunctionType() | BuiltinFunctionType() | MethodType():
                 if with_words:
                     self._line(name, _function_name(value))
@@ -165,7 +168,7 @@ class _Digest:
             self._feed(f"{name}.{key}", value, with_words)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Feed a tensor; one that is made of inner tensors by these and by their context."""
+        """Feed a tensor. For a tensor subclass made of inner tensors, feed these and their context."""
         if hasattr(tensor, "__tensor_flatten__"):
             inner, context = tensor.__tensor_flatten__()
             self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
@@ -191,14 +194,14 @@ class _Digest:
         self._line(name, f"{tuple(tensor.shape)} {tensor.dtype}", tensor_digest(tensor))
 
     def _state(self, name: str, value: torch.ScriptObject) -> Any:
-        """The state of a TorchScript object, such as packed weights."""
+        """Return the state of a TorchScript object, such as packed weights."""
         try:
             return value.__getstate__()
         except (RuntimeError, AttributeError, NotImplementedError):
             self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
 
     def _line(self, name: str, what: str, digest: bytes = b"") -> None:
-        # With their lengths, so that no two sequences of parts read alike.
+        # The lengths make sure that different sequences of parts give different bytes.
         for part in (name.encode(), what.encode(), digest):
             self._total.update(len(part).to_bytes(8, "little") + part)
 
@@ -210,7 +213,7 @@ class _Digest:
 
 
 def _quantisation(tensor: torch.Tensor) -> dict[str, Any]:
-    """The scales and zero points of a quantised tensor."""
+    """Return the scales and zero points of a quantised tensor."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     return {

@@ -1,4 +1,4 @@
-"""Fast paths: code that computes what plain torch computes in less time, where processor and libraries allow it."""
+"""Fast paths: faster replacements of plain torch code, used where processor and libraries support them."""
 
 import logging
 import os
@@ -10,24 +10,24 @@ from kvtier.engine.model.short_memory import short_memory_raised
 
 log = logging.getLogger(__name__)
 
-SWITCH = "KVTIER_FAST_PATHS"  # environment variable: "off" makes every model take the plain paths
-# Largest difference from the plain path, as a share of its largest value.
+SWITCH = "KVTIER_FAST_PATHS"  # environment variable: "off" makes every model use the plain paths
+# Largest allowed difference from the plain path, as a fraction of its largest value.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-outcomes: dict[tuple[str, Hashable], bool] = {}  # of this process: by fast path and subject, whether it works
+outcomes: dict[tuple[str, Hashable], bool] = {}  # in this process, by fast path and subject: whether it works
 
 
 def are_off() -> bool:
-    """Return whether the environment switches every fast path off."""
+    """Return whether the environment disables all fast paths."""
     return os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false")
 
 
 def works(path: str, subject: Hashable, largest_error: Callable[[], float], tolerance: float) -> bool:
-    """Return whether the fast path may be taken for *subject*, for example a dtype or the shape of a layer.
+    """Return whether the fast path may be used for *subject*, for example a dtype or the shape of a layer.
 
-    The first call in a process runs *largest_error*, which runs the path once and returns how far its result is from
-    that of the plain path, as a share of the largest value. If it raises, or the error is above *tolerance* or no
-    number, the plain path is taken, and a warning says why: one for each path.
+    The first call in a process runs *largest_error*. It runs the path once and returns the largest difference from the
+    plain path, as a fraction of the largest value. If it raises, or the error exceeds *tolerance* or is NaN, the plain
+    path is used, and the first failure of each path is logged as a warning.
 
     Raises:
         MemoryError: If memory is short, which says nothing about the path.
@@ -41,7 +41,7 @@ def works(path: str, subject: Hashable, largest_error: Callable[[], float], tole
 
 
 def share_of_largest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; NaN where a number is none."""
+    """Return the largest difference as a fraction of the largest expected value; NaN if a value is NaN."""
     difference, largest = (found.float() - expected.float()).abs().max(), expected.float().abs().max()
     return float(difference / largest if largest else difference)
 
@@ -52,13 +52,13 @@ def _try(path: str, subject: Hashable, largest_error: Callable[[], float], toler
             error = largest_error()
     except MemoryError:
         raise
-    except Exception as reason:  # no such instruction, no compiler, another version of a library: the plain path works
+    except Exception as reason:  # a missing instruction or compiler, or another library version: the plain path works
         why = f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"
     else:
         if error <= tolerance:
             return True
-        why = f"its result differs from the plain one by {error:.1e}"
+        why = f"its result differs from the plain path's by {error:.1e}"
     is_first = not any(other == path and not is_usable for (other, _), is_usable in outcomes.items())
     level = logging.WARNING if is_first else logging.DEBUG
-    log.log(level, "fast path not used: %s for %s: %s; the plain path is used, which is slower", path, subject, why)
+    log.log(level, "fast path not used: %s for %s: %s; using the plain path, which is slower", path, subject, why)
     return False

@@ -1,4 +1,4 @@
-"""How many bytes of KV a GPU holds when a part of its memory is given in place of a size."""
+"""Size of the device's KV pool when `gpu_memory_utilization` is configured instead of a capacity."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,20 +8,23 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.config import Config, size_text
 
-# What a process has on a GPU before its first tensor, and what libraries take for themselves: CUDA's context and
-# kernels 300 to 500 MiB, cuBLAS's workspaces 40 MiB or so.
+# GPU memory used by a process before its first tensor, and by libraries: CUDA's context and kernels take 300 to
+# 500 MiB, cuBLAS workspaces about 40 MiB.
 LIBRARY_BYTES = 600 << 20
-# Of a step's tokens are in memory at once: the residual, its norm, queries, keys, values, what attention gives, and
-# copies of rows; and of the MLP gate, up and their product.
+# Rows per token that a step holds in memory at once: the residual, its norm, queries, keys, values, attention output
+# and copies of rows; and in the MLP gate, up and their product.
 HIDDEN_ROWS, MLP_ROWS = 8, 3
-LOGIT_COPIES = 3  # of each row that is drawn from: as the model gives it, changed, sorted
+LOGIT_COPIES = 3  # of each row that is sampled: the model's output, the changed and the sorted logits
 _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What becomes of *share* of a GPU's *total_bytes*, as with vLLM's option of that name: weights, what the largest
-    step needs beside them, and KV. The step's part is reckoned from the model's sizes, not measured."""
+    """A division of *share* of a GPU's *total_bytes* into weights, the largest step's activations, and KV.
+
+    It corresponds to vLLM's `gpu_memory_utilization`, but *step_bytes* is estimated from the model's sizes rather than
+    measured.
+    """
 
     total_bytes: int
     share: float
@@ -30,9 +33,12 @@ class GpuShare:
 
     @classmethod
     def of(cls, config: Config, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Self:
-        """That of a *model*, which may be without its weights, in *dtype*. ValueError if *device* is no GPU."""
+        """Return the division for *model* in *dtype*. Raise ValueError if *device* is not a GPU.
+
+        The model may be on the meta device.
+        """
         share = config.device.gpu_memory_utilization
-        assert share is not None, "a size is given"
+        assert share is not None, "gpu_memory_utilization is not set"
         if device.type != "cuda":
             raise config.device.no_gpu()
         tensors = [*model.parameters(), *model.buffers()]
@@ -45,7 +51,7 @@ class GpuShare:
 
     @property
     def pool_bytes(self) -> int:
-        """What is left for KV. ValueError if that is nothing."""
+        """Bytes left for KV. Raises ValueError if there are none."""
         left = int(self.total_bytes * self.share) - self.weight_bytes - self.step_bytes
         if left <= 0:
             allowed, needed = size_text(self.total_bytes * self.share), size_text(self.weight_bytes + self.step_bytes)
@@ -62,7 +68,7 @@ class GpuShare:
 
 
 def device_capacity(config: Config, model: PreTrainedModel) -> int:
-    """Bytes of KV that the model's device gets: the configured size, or what `GpuShare` comes to."""
+    """Return the bytes of KV on the model's device: the configured capacity, or the pool of its `GpuShare`."""
     if config.device.gpu_memory_utilization is None:
         return config.device.capacity
     return GpuShare.of(config, model, model.dtype, model.device).pool_bytes

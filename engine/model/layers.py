@@ -1,4 +1,4 @@
-"""The kind and the geometry of each attention layer, found by running the model once on two tokens."""
+"""Detection of each attention layer's kind and geometry, by running the model once on two tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -16,21 +16,21 @@ from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
-# The same without masks: on the meta device transformers cannot make any, since it reads positions for that.
+# The same without masks: on the meta device transformers cannot create masks, because it reads positions for that.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
 # With these, keys depend on the length of the prompt, so equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-STEPS_AROUND = (-2, -1, 0, 1, 2)  # positions around the edges of a window or chunk, where its mask is compared
-FAR = 1_000_003  # a position behind every limit of known models
+STEPS_AROUND = (-2, -1, 0, 1, 2)  # offsets from the edges of a window or chunk at which masks are compared
+FAR = 1_000_003  # a position beyond every limit of known models
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
 
-# (batch, head, query, key) -> whether the query reads the key, as transformers has it.
+# transformers' mask function: (batch, head, query, key) -> whether the query reads the key.
 MaskFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One attention layer, as it was observed."""
+    """An attention layer's kind and geometry, as observed."""
 
     group: AttentionGroup
     num_kv_heads: int
@@ -40,7 +40,10 @@ class Layer:
 def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
     """Run the model on two tokens, and return its attention layers by index.
 
-    The model may be on the meta device. It has its own attention function again afterwards.
+    The model may be on the meta device. Its own attention function is restored afterwards.
+
+    Raises:
+        UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
     before = model.config._attn_implementation
     try:
@@ -56,24 +59,27 @@ def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
 
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
-    """Bytes of keys and values of *block_size* tokens, all layers together."""
+    """Return the bytes of keys and values of *block_size* tokens in all layers."""
     return sum(num_bytes for _, num_bytes in layers_of(model, block_size, model.dtype.itemsize))
 
 
 def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
-    """Each layer's kind of attention, and the bytes of a block of its keys and values, *itemsize* each.
+    """Return each layer's kind of attention and bytes per block, for values of *itemsize* bytes.
 
-    Raises `UnsupportedModel`; the model may be on the meta device.
+    The model may be on the meta device.
+
+    Raises:
+        UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
     layers = observe_layers(model, block_size).values()
     return [(layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize) for layer in layers]
 
 
 class _Observation:
-    """Stands in for attention and mask functions while a model runs, and records what each layer asked for.
+    """A replacement of a model's attention and mask functions that records each layer's calls.
 
-    The model gets the masks that transformers makes, and each mask's rule is remembered. So a layer that hands its mask
-    on unchanged shows which keys it reads at any distance, and a layer that hands on another mask is found out.
+    The model gets transformers' own masks, and the rule of each mask is recorded. A layer that passes its mask on
+    unchanged thereby shows which keys it reads at any distance. A layer that passes another mask is detected.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -83,10 +89,10 @@ class _Observation:
         self._block_size = block_size
         self._masks: dict[
             int, tuple[torch.Tensor, MaskFunction]
-        ] = {}  # by the tensor's id; held, so that the id stays its own
+        ] = {}  # by the tensor's id; holding the tensor keeps its id unique
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The mask function registered with transformers."""
+        """Create transformers' mask and record its rule. This is the mask function registered with transformers."""
         mask: torch.Tensor = eager_mask(*args, **kwargs)
         self._masks[id(mask)] = (mask, kwargs["mask_function"])
         return mask
@@ -100,12 +106,12 @@ class _Observation:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The attention function registered with transformers: records the layer and returns zeros."""
+        """Record the layer and return zeros. This is the attention function registered with transformers."""
         layer_id = getattr(module, "layer_idx", None)
         if not isinstance(layer_id, int) or layer_id in self.layers:
             raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
         if key.dtype != self._model.dtype:
-            raise UnsupportedModel(f"its keys are {key.dtype}, its weights {self._model.dtype}")
+            raise UnsupportedModel(f"its keys have dtype {key.dtype}, its weights {self._model.dtype}")
         self._check_shapes(key, value)
         if kwargs.get("position_bias") is not None:
             raise UnsupportedModel("it adds a bias for each distance between tokens (position_bias)")
@@ -119,12 +125,12 @@ class _Observation:
         return torch.zeros_like(query).transpose(1, 2), None
 
     def check_complete(self) -> None:
-        """Refuse a model whose layers were not all seen."""
+        """Raise `UnsupportedModel` unless all layers of the model were seen."""
         num_layers = self._config.num_hidden_layers
         if set(self.layers) != set(range(num_layers)):
             raise UnsupportedModel(
-                f"{len(self.layers)} of its {num_layers} layers call the attention function that transformers lets one "
-                "register (AttentionInterface); the others keep a state that is not a block of keys and values"
+                f"{len(self.layers)} of its {num_layers} layers call the attention function that is registered with "
+                "transformers (AttentionInterface); the other layers keep state that is not a block of keys and values"
             )
 
     def _check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -133,15 +139,15 @@ class _Observation:
         latent = " (latent attention)" if getattr(self._config, "kv_lora_rank", None) else ""
         raise UnsupportedModel(
             f"its keys have {key.shape[1]} heads of {key.shape[3]} numbers, its values {value.shape[1]} of "
-            f"{value.shape[3]}; a block of kvtier's has as many of both{latent}"
+            f"{value.shape[3]}; kvtier's blocks need the same for both{latent}"
         )
 
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
-        """Refuse a mask that differs from the group's at any distance."""
+        """Raise `UnsupportedModel` if the mask differs from the group's at any distance."""
         _, rule = self._masks.get(id(mask), (None, None))
         if rule is None:
             raise UnsupportedModel(
-                f"layer {layer_id} makes an attention mask of its own, which kvtier cannot apply (sparse attention)"
+                f"layer {layer_id} creates an attention mask of its own, which kvtier cannot apply (sparse attention)"
             )
         edges = _edges(group)
         positions = sorted({max(0, edge + step) for edge in edges for step in STEPS_AROUND})
@@ -152,7 +158,7 @@ class _Observation:
             asked = rule(none, none, queries, keys)
         except IndexError:
             raise UnsupportedModel(
-                f"layer {layer_id} asks for a mask that depends on more than the tokens' positions"
+                f"layer {layer_id} needs a mask that depends on more than the tokens' positions"
             ) from None
         asked = torch.as_tensor(asked, device=mask.device).expand(len(positions), len(positions))
         wrong = torch.nonzero(asked != reads(group, queries, keys))
@@ -164,7 +170,7 @@ class _Observation:
             )
 
     def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
-        """A layer's kind of attention by its configuration, which must agree with the *window* that it asks for."""
+        """Return a layer's kind of attention by its configuration, which must agree with the *window* it passes."""
         config, block_size = self._config, self._block_size
         layer_types = getattr(config, "layer_types", None)
         kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
@@ -181,7 +187,7 @@ class _Observation:
                 raise UnsupportedModel(f"layer {layer_id} is of kind {kind} with window {window}")
 
 
-# transformers finds both functions by a name that all threads share, while each thread has an observation of its own.
+# transformers finds both functions by a name that all threads share, but each thread has its own observation.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
 AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
 AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
@@ -189,7 +195,7 @@ AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get()
 
 
 def _run(model: PreTrainedModel, observation: _Observation) -> None:
-    """Run the model on two tokens, with *observation* in the place of its attention."""
+    """Run the model on two tokens, with *observation* replacing its attention."""
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
@@ -197,7 +203,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
     except UnsupportedModel:
         raise
-    except _ERRORS as error:  # errors of the model's own code, whose words mean nothing to the user
+    except _ERRORS as error:  # errors of the model's own code, whose messages mean nothing to the user
         raise UnsupportedModel(
             f"its code fails with an attention function that is not transformers' own ({_place(error)})"
         ) from error
@@ -206,21 +212,21 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
 
 
 def _refuse_configuration(model: PreTrainedModel) -> None:
-    """Refuse what two tokens do not show: adapters, temperature tuning, length-dependent rotary embeddings."""
+    """Refuse what two tokens cannot reveal: adapters, temperature tuning, length-dependent rotary embeddings."""
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
-            "an adapter is loaded into it, which its blocks would not be named after; name it in [lora]"
+            "an adapter is loaded into it, which would not become part of the block names; configure it in [lora]"
         )
     if getattr(config, "attn_temperature_tuning", False):
-        raise UnsupportedModel("it scales attention by a row's number in the batch (attn_temperature_tuning)")
+        raise UnsupportedModel("it scales attention by a row's index in the batch (attn_temperature_tuning)")
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModel(f"its rotary embedding ({rope_type}) changes with the length of the prompt")
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """The kinds of rotary embedding in a configuration, which may have one for each kind of layer."""
+    """Yield the kinds of rotary embedding in a configuration, which may have one for each kind of layer."""
     if "rope_type" in parameters:
         yield str(parameters["rope_type"])
     for value in parameters.values():
@@ -229,7 +235,7 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _edges(group: AttentionGroup) -> list[int]:
-    """Positions at which a mask of this kind changes, and one far from the first."""
+    """Return the positions at which a mask of this kind changes, and far positions."""
     match group:
         case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
             return [0, limit, 2 * limit, 3 * limit, FAR - limit, FAR]
@@ -248,9 +254,9 @@ def _word(group: AttentionGroup) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the model's code an error arose: the function's name and its line."""
+    """Return the function and line of the model's code in which an error was raised."""
     trace = error.__traceback__
-    assert trace is not None, "an error that was raised"
+    assert trace is not None, "error without a traceback"
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code

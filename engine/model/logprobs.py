@@ -1,19 +1,19 @@
-"""Logarithmic probabilities of tokens that were chosen or given, and of the likeliest."""
+"""Log probabilities of sampled or given tokens, and of the most likely tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-_MAX_AT_ONCE = 1 << 22  # logits that are looked at together: 32 MiB of float64, for which rows are copied
+_MAX_AT_ONCE = 1 << 22  # logits per batch of rows, which are copied to 32 MiB of float64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before temperature and cuts.
+    """The natural log probabilities of one position, before temperature and top-k, top-p and min-p.
 
-    *logprob* is that of the token that was chosen, or that the prompt has; *top* has the likeliest tokens as pairs of
-    token id and logarithm, likeliest first. *rank* is 1 more than the number of tokens that are likelier.
+    *logprob* belongs to the sampled token, or to the prompt's token. *top* holds the most likely tokens as pairs of
+    token id and log probability, most likely first. *rank* is 1 plus the number of more likely tokens.
     """
 
     token_id: int
@@ -25,9 +25,9 @@ class TokenLogprobs:
 def step_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """The logarithms of the token of each row of *logits* `[rows, vocab]`, and of the row's likeliest.
+    """Return the log probabilities of each row's token and most likely tokens, given *logits* `[rows, vocab]`.
 
-    *num_tops* says how many of these for each row; None for a row of which nothing is asked.
+    *num_tops* has the number of most likely tokens for each row; None for a row without log probabilities.
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]

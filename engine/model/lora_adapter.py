@@ -1,4 +1,4 @@
-"""LoraAdapter: the deltas that a LoRA adds to a model's linear layers, read from a folder that `peft` wrote."""
+"""LoraAdapter: the deltas that a LoRA adds to a model's linear layers, read from a folder written by `peft`."""
 
 import copy
 import hashlib
@@ -21,9 +21,9 @@ from kvtier.tiers.naming.block_hash import Lora
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-# With any other the base weights were changed before training, or an adapter says so by a word not known here.
+# With other initializations the base weights were changed before training, or the effect is unknown.
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal"})
-_ADAPTER = "kvtier"  # its name in peft while it is read
+_ADAPTER = "kvtier"  # the adapter's name in peft while it is read
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
@@ -36,27 +36,27 @@ class LoraDelta:
     scale: float
 
     def to(self, device: torch.device) -> "LoraDelta":
-        """This delta with its weights on *device*."""
+        """Return this delta with its weights on *device*."""
         return LoraDelta(self.down.to(device), self.up.to(device), self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """One adapter's weights, on the model's device and in its dtype. The model itself has none of them."""
+    """An adapter's weights, on the model's device and in its dtype. The model itself is unchanged."""
 
-    key: Lora  # its part of block names: its name in the configuration, and a digest of its deltas
+    key: Lora  # part of block names: the adapter's name in the configuration and a digest of its deltas
     deltas: Mapping[str, LoraDelta]  # by the layer's name in the model
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the adapter's weights."""
+        """Number of bytes of the adapter's weights."""
         return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
 
 def load_adapters(
     model: PreTrainedModel, tables: Mapping[str, LoraConfig], progress: Callable[[str], None] = lambda stage: None
 ) -> list[LoraAdapter]:
-    """Load the adapters of a configuration. *progress* is called for each; errors are those of `load_adapter`."""
+    """Load the adapters of a configuration, calling *progress* for each. Errors are those of `load_adapter`."""
     adapters = []
     for name, table in tables.items():
         progress(f"loading the adapter {name}")
@@ -65,10 +65,14 @@ def load_adapters(
 
 
 def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraAdapter:
-    """Load the adapter in *folder* as *name*. The model is not changed; it may be on the meta device.
+    """Load the adapter in *folder* as *name*, without changing the model, which may be on the meta device.
 
-    `peft` puts the adapter into a copy of the model without weights, so that targets, ranks and scales mean what they
-    mean to peft. `UnusableLora` for a folder without a LoRA for this model, `MissingExtra` without peft.
+    `peft` injects the adapter into a copy of the model without weights, so that targets, ranks and scales have peft's
+    meaning.
+
+    Raises:
+        UnusableLora: If the folder has no LoRA for this model.
+        MissingExtra: If peft is not installed.
     """
     folder = Path(folder).expanduser()
     check_adapter_folder(name, folder)
@@ -84,9 +88,9 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
 
 
 def deltas_digest(deltas: Mapping[str, LoraDelta]) -> str:
-    """Digest of all that changes keys and values: an adapter's layers and scales, its weights' shapes, types and bytes.
+    """Return the digest of all that changes keys and values: layers, scales, and the weights' shapes, dtypes and bytes.
 
-    The other fields of its configuration (the task, the base model's name, dropout) change none.
+    The other fields of the adapter's configuration (the task, the base model's name, dropout) do not change them.
     """
     total = hashlib.sha256()
     for name, delta in sorted(deltas.items()):
@@ -113,14 +117,14 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
             module.lora_A.to_empty(device="cpu")
             module.lora_B.to_empty(device="cpu")
         elif isinstance(module, BaseTunerLayer):
-            raise UnusableLora(f"its part for {name} is no plain LoRA of a linear layer; only these can be served")
+            raise UnusableLora(f"its part for {name} is no plain LoRA of a linear layer; only those can be served")
     weights = load_peft_weights(str(folder), device="cpu")
     for name in [name for name in weights if ".lora_" not in name]:  # the output layer's, if it is a target
         _check_same(model, name, weights.pop(name))
     result: Any = set_peft_model_state_dict(skeleton, weights, adapter_name=_ADAPTER)  # torch's _IncompatibleKeys
     foreign = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{_ADAPTER}." in key)]
     if foreign:
-        raise UnusableLora(f"it was made for another base model, they differ in {foreign[0]}; serve it with that one")
+        raise UnusableLora(f"it was made for another base model (they differ in {foreign[0]}); use it with that model")
     return {
         name: LoraDelta(
             layer.lora_A[_ADAPTER].get_parameter("weight").detach().to(model.dtype),
@@ -132,7 +136,7 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
 
 
 def _check_plain(config: "PeftConfig") -> None:
-    """Refuse an adapter whose configuration changes more than the outputs of linear layers."""
+    """Raise `UnusableLora` if an adapter's configuration changes more than the outputs of linear layers."""
     from peft import LoraConfig
 
     if type(config) is not LoraConfig:
@@ -153,17 +157,17 @@ def _check_plain(config: "PeftConfig") -> None:
 
 
 def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
-    """Refuse base weights that were saved with the adapter, if they differ from the model's."""
+    """Raise `UnusableLora` if base weights that were saved with the adapter differ from the model's."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     own = dict(model.named_parameters(remove_duplicate=False)).get(name)
-    # Of a model without weights (`kvtier serve --check-config`) the shape is all that can be compared.
+    # A model without weights (`kvtier serve --check-config`) can only be compared by shape.
     is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
     if not is_same:
-        raise UnusableLora(f"it comes with other weights of {name} than the base model's; merge it into that")
+        raise UnusableLora(f"it comes with other weights of {name} than the base model; merge it into its base model")
 
 
 def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model whose parameters and buffers are on the meta device: its layers, and no memory."""
+    """Return a copy of the model with parameters and buffers on the meta device, which takes no memory."""
     memo: dict[int, object] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for weights in model.parameters():
         memo[id(weights)] = torch.nn.Parameter(weights.detach().to("meta"), requires_grad=False)
@@ -171,6 +175,6 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _line(error: BaseException) -> str:
-    """One line of an error of torch or peft: if shapes differ, the first that names a layer."""
+    """Return one line of an error of torch or peft; if shapes differ, the first line that names a layer."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return next((line for line in lines if line.startswith("size mismatch")), lines[0])

@@ -1,4 +1,4 @@
-"""LoraRows: adds to each row of a forward pass the deltas of its own adapter, if it has one."""
+"""LoraRows: hooks that add the deltas of its own adapter to each row of a forward pass."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,30 +13,34 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta
 
-ROWS_DIFFER = 0.3  # of the norm. Rounding in bfloat16 makes a few hundredths, another token's row more than one
+# Rows that differ by this fraction of their norm belong to other tokens. Rounding in bfloat16 causes a few hundredths,
+# another token more than 1.
+ROWS_DIFFER = 0.3
 
 
-# A context variable, as the step of attention is: two engines may have one model, each in its own thread.
+# A context variable, like the step of attention, because two engines in two threads may share one model.
 _current: ContextVar[tuple["LoraRows | None", Sequence["LoraSpan"]]] = ContextVar("kvtier_lora", default=(None, ()))
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpan:
-    """Consecutive rows of a pass with one adapter."""
+    """The consecutive rows of a pass that use one adapter."""
 
-    rows: slice  # of the tokens
-    logits: slice  # of the rows that the output layer sees, those of the same tokens
+    rows: slice  # among the rows of tokens
+    logits: slice  # the same tokens among the rows of the output layer
     deltas: Mapping[str, LoraDelta]
 
 
 class LoraRows:
-    """Adds LoRA deltas beside a model's own layers, by hooks on them; owned by the model's runner.
+    """Forward hooks that add LoRA deltas to the outputs of a model's layers; owned by the model's runner.
 
-    The hooks are set from the first pass that has such rows to the next that has none. So a model whose adapters no
-    request uses runs as if it had none (a hook that only looks costs 1 us a layer), and nothing is switched between
-    passes: other adapters are other spans. peft's own layers take one adapter for each sequence of a padded batch,
-    while a step here is one sequence of all requests' tokens. A pass for each of four adapters takes 3.7 times as long
-    as a step without any, this takes 1.22 times as long (decoding, bench/engine/lora.py).
+    The hooks are set by the first pass with adapter rows and removed by the next pass without any, so adapters that no
+    request uses cost nothing (an idle hook costs 1 us per layer). Switching adapters between passes needs no work,
+    because each adapter is a span of rows.
+
+    peft's own layers cannot be used: they take one adapter per sequence of a padded batch, and a step here is a single
+    sequence of all requests' tokens. One pass for each of four adapters takes 3.7 times as long as a step without
+    adapters; these hooks take 1.22 times as long (decoding, bench/engine/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:
@@ -47,7 +51,7 @@ class LoraRows:
 
     @contextmanager
     def on(self, spans: Sequence[LoraSpan]) -> Iterator[None]:
-        """Add the deltas of *spans* in the pass that runs meanwhile."""
+        """Add the deltas of *spans* in the pass that runs in the context."""
         if not spans:
             self.unhook()
         elif not self._hooks:
@@ -60,14 +64,14 @@ class LoraRows:
             _current.reset(token)
 
     def unhook(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @contextmanager
     def inputs(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Record the layers' inputs in the passes that run meanwhile, [rows, in_features] by name."""
+        """Record the layers' inputs in the passes that run in the context, [rows, in_features] by layer name."""
         seen: dict[str, torch.Tensor] = {}
 
         def see(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -83,7 +87,7 @@ class LoraRows:
     def check_order(
         self, both: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], num_tokens: int
     ) -> None:
-        """`UnusableLora` if a layer's rows are not the pass's tokens in their order.
+        """Raise `UnusableLora` if a layer's rows are not the tokens of the pass in order.
 
         *both* has the layers' inputs in a pass of two chunks of *num_tokens*, *second* those of the second chunk alone.
         """
@@ -100,13 +104,13 @@ class LoraRows:
             )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """The hook of the layer called *name*: add the deltas to its output, in place."""
+        """Add the deltas to the output of the layer called *name*, in place. This is the layer's hook."""
         owner, spans = _current.get()
         if owner is not self:  # another engine's pass on the same model
             return
         is_output = layer is self._output_layer
         rows_in = inputs[0].reshape(-1, inputs[0].shape[-1])
-        rows_out = output.view(-1, output.shape[-1])  # a view, since it is written to
+        rows_out = output.view(-1, output.shape[-1])  # must be a view, because it is written to
         for span in spans:
             delta = span.deltas.get(name)
             if delta is not None:

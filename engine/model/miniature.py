@@ -1,4 +1,4 @@
-"""A miniature of a model: the same code with narrow layers, small limits and random weights, in float32 on the CPU."""
+"""Miniatures of a model: the same code with narrow layers, small limits and random weights, in float32 on the CPU."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +10,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.model.short_memory import short_memory_raised
 
-LIMIT = 16  # windows, chunks, top-k, block sizes and the like are cut to this: the product of two is far below a run
+# Windows, chunks, top-k, block sizes and similar limits are cut to this. The product of two is shorter than a prompt.
+LIMIT = 16
 VOCAB = 64
 WIDTH = 64  # inner width of a feed-forward layer
 EXPERTS = 8
 MAX_PARAMETERS = 1 << 29  # of a miniature: 2 GiB
-GAIN = 2.0  # of random weights, so that attention is no mean of all values, and another key read shows in the answer
+# Scale of the random weights: large enough that attention is not a mean of all values, so that a wrong key shows.
+GAIN = 2.0
 _INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "inner_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHAPING = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -23,22 +25,22 @@ _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexE
 
 
 class NoMiniature(ValueError):
-    """No miniature can be made of a model's configuration; the message says what failed."""
+    """An error for a configuration of which no miniature can be built; the message says what failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The place of one number in a configuration."""
+    """A reference to one number in a configuration."""
 
     holder: Any  # a configuration, a dict or a list
     key: str | int
 
     def get(self) -> Any:
-        """The number now."""
+        """Return the current number."""
         return getattr(self.holder, str(self.key)) if _is_config(self.holder) else self.holder[self.key]
 
     def set(self, value: Any) -> None:
-        """Write another number in its place."""
+        """Replace the number."""
         if _is_config(self.holder):
             setattr(self.holder, str(self.key), value)
         else:
@@ -46,12 +48,15 @@ class Number:
 
 
 def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[PreTrainedModel]:
-    """Small models of the class and configuration of *model*, whose layers are of the kinds *layers*, in order.
+    """Yield small models of the class and configuration of *model*, whose layers have the kinds *layers*, in order.
 
-    Widths, depth and vocabulary are cut as far as the model's code takes it. Then every number above `LIMIT` that
-    shapes no weight, whatever its name, becomes `LIMIT`: windows, top-k, block sizes, lengths at which the code changes
-    what it does. Weights are random, the same each time. The smallest comes first; the larger ones are for a caller to
-    which that one is too different from the model. Raises `NoMiniature` after the last.
+    Widths, depth and vocabulary are cut as far as the model's code allows. Then every number above `LIMIT` that shapes
+    no weight becomes `LIMIT`, whatever its name: windows, top-k, block sizes, lengths at which the code changes its
+    behaviour. Weights are random but always the same. The smallest model comes first; larger ones follow in case it
+    differs too much from the original.
+
+    Raises:
+        NoMiniature: After the last model.
     """
     reason: Exception | None = None
     depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == set(layers)))
@@ -68,7 +73,7 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
 
 
 def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
-    """The configuration with fewer layers, tokens and experts; *is_narrow*: with fewer heads too."""
+    """Return the configuration with fewer layers, tokens and experts and, if *is_narrow*, fewer heads."""
     config = copy.deepcopy(original)
     config.dtype = torch.float32
     if hasattr(config, "quantization_config"):
@@ -116,7 +121,7 @@ def _cut_inner(config: PreTrainedConfig) -> None:
 
 
 def _cut_heads(config: PreTrainedConfig) -> None:
-    """Cut the heads to as few as there may be, of the same size."""
+    """Cut the number of heads to the minimum, keeping their size."""
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -128,16 +133,16 @@ def _cut_heads(config: PreTrainedConfig) -> None:
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model of *config*, with every number cut that shapes no weight and without which the code runs."""
+    """Build a model of *config*, cutting every number that shapes no weight if the code still runs."""
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
-        raise ValueError("a small one has too many parameters")
+        raise ValueError("even a small model has too many parameters")
     _try(_build(kind, config))
     numbers = [number for part in _parts(config) for number in _numbers(part)]
     before = [number.get() for number in numbers]
     for number in numbers:
         number.set(LIMIT)
-    if not _runs(kind, config, shapes):  # one of them must stay: try them one by one
+    if not _runs(kind, config, shapes):  # some number must stay, so try them one by one
         for number, value in zip(numbers, before, strict=True):
             number.set(value)
         for number, value in zip(numbers, before, strict=True):
@@ -148,13 +153,13 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configuration, and that of its text model if that is another one."""
+    """Return the configuration and, if it is a different one, that of its text model."""
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 
 
 def _numbers(holder: Any) -> Iterator[Number]:
-    """The numbers above `LIMIT` in a configuration, without those in configurations that are parts of it."""
+    """Yield the numbers above `LIMIT` in a configuration, without those of its nested configurations."""
     if _is_config(holder):
         shaping = {*_SHAPING, *(holder.attribute_map[name] for name in _SHAPING if name in holder.attribute_map)}
         items = [item for item in vars(holder).items() if item[0][0] != "_" and item[0] not in shaping]
@@ -168,7 +173,7 @@ def _numbers(holder: Any) -> Iterator[Number]:
 
 
 def _runs(kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether the model's code runs with the configuration, with weights of these shapes."""
+    """Return whether the model's code runs with the configuration and its weights have these *shapes*."""
     try:
         if _shapes(_skeleton(kind, config)) != shapes:
             return False
@@ -205,7 +210,7 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
 
 @short_memory_raised("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
-    """Run the model once with its own attention, on more tokens than any number that was cut."""
+    """Run the model once with its own attention, on more tokens than any limit that was cut."""
     with torch.inference_mode():
         model(input_ids=torch.arange(3 * LIMIT)[None] % (VOCAB // 2), use_cache=False)
 

@@ -1,4 +1,4 @@
-"""ModelClaim: one engine's use of a transformers model, which its owner and other engines may use too."""
+"""ModelClaim: one engine's use of a transformers model that its owner and other engines may use too."""
 
 import threading
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from kvtier.engine.model.unsupported_model import ChangedModel
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """What the claims of one model have in common."""
+    """The state shared by all claims of one model."""
 
-    own_attention: str  # that the model had before the first claim
+    own_attention: str  # the model's attention function before the first claim
     num_claims: int = 0
     in_use: threading.RLock = field(default_factory=threading.RLock)
 
 
 _models: WeakKeyDictionary[PreTrainedModel, _Shared] = WeakKeyDictionary()
-_lock = threading.RLock()  # guards `_models` and the counts in it; garbage that is an engine may be closed within it
+_lock = threading.RLock()  # guards `_models` and its counts; reentrant, because garbage collection may close an engine
 
 
 class ModelClaim:
-    """A claim on a model's attention function: kvtier's is set with the first claim, the model's own after the last.
+    """A claim on a model's attention function: kvtier's while claims exist, the model's own after the last one.
 
-    Engines on one model may be in threads of their own, so each computes under `alone`.
+    Engines in different threads may share a model, so each computes under `alone`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,19 +38,19 @@ class ModelClaim:
             shared = _models.get(model)
             if shared is None:
                 own = model.config._attn_implementation
-                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)  # kvtier's: a copied model
+                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)  # kvtier's in a model copy
             shared.num_claims += 1
         self._shared = shared
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other engines from computing with the model, and from changing its attention, meanwhile."""
+        """Keep other engines from computing with the model or changing its attention in the context."""
         with self._shared.in_use:
             yield
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Have the model compute with transformers' own attention meanwhile, and no other engine with it."""
+        """Give the model transformers' own attention in the context, and keep other engines from using it."""
         with self.alone():
             self._model.set_attn_implementation("eager")
             try:
@@ -66,12 +66,12 @@ class ModelClaim:
         """Raise `ChangedModel` if the model's attention function is not kvtier's."""
         if (found := self._model.config._attn_implementation) != IMPLEMENTATION:
             raise ChangedModel(
-                f"the model's attention was set to {found!r} while kvtier computes with it; "
+                f"the model's attention was set to {found!r} while kvtier computes with the model; "
                 f"call set_attn_implementation({IMPLEMENTATION!r}) on it, or close the engine first"
             )
 
     def release(self) -> None:
-        """End the claim. The last one gives the model its own attention back, unless its owner has set another."""
+        """End the claim. The last one restores the model's own attention, unless its owner has set another one."""
         with _lock:
             if self._is_released:
                 return

@@ -1,14 +1,15 @@
 """Choice: whether a segment's attention reads blocks in place or gathers them, whichever was faster on this device.
 
-It is measured once for each `Shape` in a process, when a model's attention runs the first time. That is when the model
-is loaded (`ModelRunner` compares it to its own attention), so no request waits for it, and no request's path depends on
-the requests before it: for one class of queries and keys the choice stays the same as long as the process lives, also
-for a second engine. On a CPU, without Triton, and where the kernel does not compile or differs, blocks are gathered.
+The speeds are measured once per process for each `Shape`, when a model's attention runs for the first time. This
+happens at load, when `ModelRunner` compares the model with its own attention, so no request waits for it. For one class
+of queries and keys the choice is fixed as long as the process lives, also for a second engine, so a request's path does
+not depend on earlier requests. Blocks are gathered on a CPU, without Triton, and if the kernel does not compile or its
+results differ.
 
-*Equal names, equal bytes*: the two paths round differently, so another process with another measurement may compute a
-block with other last bits, as another chunk size or batch may. A name promises equal tokens under equal weights, and
-that bytes once published under it never change: a request that computes a block again adopts the first copy, and tiers
-only copy. Nothing compares the bytes of two computations.
+Equal names do not imply equal last bits: the two paths round differently, and another process may measure other speeds,
+just as another chunk size or batch rounds differently. A name stands for equal tokens under equal weights, and bytes
+published under it never change: a request that recomputes a block adopts the first copy, and tiers only copy. Nothing
+compares the bytes of two computations.
 """
 
 import bisect
@@ -29,18 +30,17 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 log = logging.getLogger(__name__)
 
-# The numbers that are measured, and the bounds of the classes they stand for (about halfway, in powers). Decodings come
-# in batches.
+# Measured sizes, and the bounds between their classes (about halfway on a logarithmic scale).
 NUM_QUERIES, QUERY_BOUNDS = (1, 64, 1024), (1, 256)
 ENDS, KEY_BOUNDS = (512, 4096, 32768), (1448, 11585)
-NUM_DECODING = 8
-# Calls in a row, as layers follow each other, so that launching counts where it is slower.
+NUM_DECODING = 8  # requests per measured decoding step, because decoding runs in batches
+# Several calls follow each other as layers do, so that launch overhead counts where it is the bottleneck.
 NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that the speed of a layer's attention depends on, besides the numbers of queries and keys."""
+    """Everything except the numbers of queries and keys that determines the speed of a layer's attention."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,17 +52,17 @@ class Shape:
     has_sinks: bool
 
 
-Class = tuple[int, int]  # of a segment: the places of its numbers of queries and of keys among the bounds
+Class = tuple[int, int]  # class of a segment: the ranges of QUERY_BOUNDS and KEY_BOUNDS that it falls into
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The classes of segments that are gathered; segments of all other classes are read in place."""
+    """The set of segment classes that are gathered. Segments of all other classes are read in place."""
 
     gathered: frozenset[Class]
 
     def in_place(self, part: Segment) -> bool:
-        """Whether the segment is read in place; the same for equal numbers of queries and keys."""
+        """Return whether the segment is read in place."""
         return class_of(part) not in self.gathered
 
 
@@ -71,17 +71,17 @@ ALL_GATHERED = Choice(frozenset(product(range(len(NUM_QUERIES)), range(len(ENDS)
 
 
 def class_of(part: Segment) -> Class:
-    """The class of a segment."""
+    """Return the class of a segment."""
     return bisect.bisect_left(QUERY_BOUNDS, part.num_queries), bisect.bisect_left(KEY_BOUNDS, part.num_keys)
 
 
-_choices: dict[Shape, Choice] = {}  # of this process: two engines of one shape must choose alike
+_choices: dict[Shape, Choice] = {}  # per process, because two engines of one shape must choose alike
 
 
 def choose(shape: Shape, slab: torch.Tensor) -> Choice:
-    """The choice for *shape*, measured on *slab* the first time; the slab is only read.
+    """Return the choice for *shape*, measured on *slab* the first time. The slab is only read.
 
-    Measuring blocks for about a second, and for longer the first time on a machine, when Triton compiles.
+    Measuring blocks for about a second, and longer when Triton compiles for the first time on a machine.
     """
     choice = _choices.get(shape)
     if choice is None:
@@ -96,26 +96,26 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         or not supports(shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group)
     ):
         return ALL_GATHERED
-    # A model that is being loaded must draw the same numbers as without this.
+    # The model being loaded must draw the same random numbers as without the measurement.
     state = torch.cuda.get_rng_state(shape.device)
     try:
         error = largest_error(shape)
         if not error <= TOLERANCE[shape.dtype]:
-            log.warning("attention in place differs from gathered by %.1e for %s: not used", error, shape)
+            log.warning("attention in place differs from gathered by %.1e for %s; gathering blocks", error, shape)
             return ALL_GATHERED
         gathered = frozenset(_slower_in_place(shape, slab))
-    except Exception as reason:  # no compiler, too few registers, another Triton: gathering works in any case
+    except Exception as reason:  # no compiler, too few registers, another Triton: gathering always works
         log.warning("attention in place is not used for %s: %s: %s", shape, type(reason).__name__, reason)
         return ALL_GATHERED
     finally:
         torch.cuda.set_rng_state(state, shape.device)
-        torch.cuda.empty_cache()  # the memory that gathering took for the longest context
-    log.info("attention of %s: gathers classes %s of queries and keys", shape, sorted(gathered))
+        torch.cuda.empty_cache()  # free the memory that gathering used for the longest context
+    log.info("attention of %s: gathering blocks for classes %s of queries and keys", shape, sorted(gathered))
     return Choice(gathered)
 
 
 def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
-    """The classes in which gathering was faster."""
+    """Return the classes in which gathering was faster."""
     slower: dict[Class, bool] = {}
     for num_queries, end in product(NUM_QUERIES, ENDS):
         if num_queries > end:
@@ -129,7 +129,7 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
 
 
 def largest_error(shape: Shape) -> float:
-    """The largest difference of the two paths, as a share of the largest value: a short prompt and a decoding."""
+    """Return the paths' largest difference as a fraction of the largest value, for a short prompt and a decoding."""
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
     segments = _segments(shape, len(slab), 24, min(300, 40 * shape.group.block_size), 2)
@@ -138,14 +138,14 @@ def largest_error(shape: Shape) -> float:
     for parts in (segments, decoding):
         in_place, gathered = (call() for call in both_ways(shape, slab, parts))
         error = float((in_place - gathered).abs().max() / gathered.abs().max())
-        worst = error if not error <= worst else worst  # NaN stays
+        worst = error if not error <= worst else worst  # keeps NaN
     return worst
 
 
 def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: int) -> list[Segment]:
-    """*count* requests that compute their last *num_queries* tokens before *end*, with blocks all over the slab."""
+    """Return *count* segments that compute the *num_queries* tokens before *end*, with blocks all over the slab."""
     num_blocks = -(-end // shape.group.block_size)
-    places = [(7919 * i) % num_slots for i in range(count * num_blocks)]  # a prime: scattered, the same every time
+    places = [(7919 * i) % num_slots for i in range(count * num_blocks)]  # a prime scatters them deterministically
     return [
         segment(
             shape.group,
@@ -162,7 +162,10 @@ def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: i
 def both_ways(
     shape: Shape, slab: torch.Tensor, segments: list[Segment]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """One layer's attention by both paths, in place first. Work that a step does once for all layers is done here."""
+    """Return calls that compute one layer's attention in place and gathered, respectively.
+
+    The work that a step does once for all layers is done here rather than in the calls.
+    """
     num_tokens, device, dtype = segments[-1].rows.stop, shape.device, shape.dtype
     query = torch.randn(1, num_tokens, shape.num_heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
     sinks = torch.zeros(shape.num_heads, dtype=dtype, device=device) if shape.has_sinks else None
@@ -183,12 +186,12 @@ def both_ways(
 
 
 def plan_for(shape: Shape, segments: list[Segment]) -> Plan:
-    """The plan of the segments of a step that are read in place."""
+    """Return the plan of the segments of a step that are read in place."""
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 
 
 def median_seconds(call: Callable[[], torch.Tensor]) -> float:
-    """The median seconds of a round of calls; infinite if memory is short."""
+    """Return the median seconds of a round of calls; infinity if memory is short."""
     rounds = []
     try:
         for _ in range(NUM_ROUNDS + 1):

@@ -1,4 +1,4 @@
-"""Attention over copied blocks: gathers a segment's keys and values from the slab, then calls SDPA, or plain torch."""
+"""Attention over copied blocks: gathers a segment's keys and values from the slab, then calls SDPA or plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from kvtier.engine.model.paged_segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer turns the products of queries and keys into scores."""
+    """A layer's transformation of query-key products into scores."""
 
     scale: float
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
-    sinks: torch.Tensor | None = None  # [num_heads], a score each that takes weight and gives no value
+    sinks: torch.Tensor | None = None  # [num_heads], scores that take weight and add no value
 
 
 class Scratch:
-    """Memory for the keys and values of one segment in one layer, used again by every layer, segment and step.
+    """A buffer for the keys and values of one segment in one layer, reused by every layer, segment and step.
 
-    It is as large as the longest context needed. Without it every layer of a long context touches new memory: 170 ms
-    for 256 MiB on a CPU where the copy takes 15 ms, since an allocation above 32 MiB comes fresh from the kernel every
-    time. Touched by the engine's thread only.
+    It grows to the size of the longest context. Without it every layer of a long context touches new memory, because
+    the allocator gets every allocation above 32 MiB from the kernel: 170 ms for 256 MiB on a CPU where the copy takes
+    15 ms. Only the engine's thread uses it.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def of(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor [num_rows, like.shape[1]] of undefined content, valid until the next call."""
+        """Return a tensor [num_rows, like.shape[1]] of undefined content, valid until the next call."""
         size = num_rows * like.shape[1]
         if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # freed before more is allocated
+            self._memory = None  # free it before allocating more
             self._memory = torch.empty(size, dtype=like.dtype, device=like.device)
         return self._memory[:size].view(num_rows, -1)
 
@@ -48,7 +48,7 @@ def attend_gathered(
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     scratch: Scratch,
 ) -> None:
-    """Attend the *segments*' queries, one segment after the other, and write their rows of *output*."""
+    """Compute the attention of the *segments*, one after the other, and write their rows of *output*."""
     for part in segments:
         keys, values = _gather(slab, layer, part, scratch)
         queries = query[:, :, part.rows]
@@ -68,9 +68,9 @@ def attend_gathered(
 
 
 def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a segment, each [1, num_kv_heads, num_keys, head_dim], valid until the next call."""
+    """Return a segment's keys and values, each [1, num_kv_heads, num_keys, head_dim], valid until the next call."""
     num_slots, num_layers, _, _, num_kv_heads, head_dim = slab.shape
-    halves = slab.view(num_slots * num_layers * 2, -1)  # the keys of a layer in a block, its values, the next layer …
+    halves = slab.view(num_slots * num_layers * 2, -1)  # rows: a block's keys in a layer, its values, the next layer …
     rows = part.half_rows(num_layers) + layer * 2
     copy = scratch.of(len(rows), halves)
     torch.index_select(halves, 0, rows, out=copy)
@@ -79,7 +79,7 @@ def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> 
 
 
 def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
-    """The segment's mask; on CUDA, where flash attention takes it, as the bias that SDPA knows by name."""
+    """Return the segment's mask; on CUDA, if flash attention supports it, as SDPA's causal bias object."""
     is_lower_right = part.num_queries > 1 and part.reads_all_before and not part.is_causal
     if part.device.type == "cuda" and dtype.itemsize == 2 and is_lower_right:
         return causal_lower_right(part.num_queries, part.num_keys)
@@ -89,7 +89,7 @@ def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
 def _capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Segment, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention with capped scores (Gemma 2) or sinks (gpt-oss), which SDPA does not have."""
+    """Compute attention with capped scores (Gemma 2) or sinks (gpt-oss), which SDPA does not support."""
     repeat = queries.shape[1] // keys.shape[1]
     scores = queries @ keys.repeat_interleave(repeat, dim=1).transpose(2, 3)
     scores = scores * scoring.scale

@@ -1,11 +1,11 @@
 """Attention that reads the slab in place: plans a step's tiles on the host and launches the kernels of `paged_kernel`.
 
-Triton comes with the CUDA builds of torch and not with the CPU build. Without it `supports` is False, and no other
-function here may be called.
+Triton comes with the CUDA builds of torch, not with the CPU build. Without Triton `supports` returns False, and no
+other function of this module may be called.
 
-FlexAttention lost. It wants keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a BlockMask
-made anew every step, where vLLM's took memory by the size of the whole pool (vllm#55977); it is compiled again for new
-shapes (pytorch#141486), while a request waits, and sinks must be added from its log-sum-exp afterwards.
+FlexAttention was rejected. It needs keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a
+new BlockMask in every step, which in vLLM took memory proportional to the whole pool (vllm#55977). It recompiles for
+new shapes while a request waits (pytorch#141486), and sinks must be added afterwards from its log-sum-exp.
 """
 
 from collections.abc import Sequence
@@ -23,32 +23,32 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttenti
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256  # a tile's queries and sums are in registers
-MAX_ROWS = 128  # of a tile: queries times query heads that share a head of keys
-MIN_ROWS = 16  # the least that a tensor core takes
-# A split leaves heads * head_dim * 4 bytes, written and read, for 256 * 2 * kv_heads * head_dim * 2 that it reads:
-# 3 % in bf16 with four query heads for each head of keys.
+MAX_ROWS = 128  # of a tile: queries times query heads per KV head
+MIN_ROWS = 16  # the smallest size of a tensor core operation
+# A split writes heads * head_dim * 4 bytes, which are read again, and reads 256 * 2 * kv_heads * head_dim * 2 bytes:
+# an overhead of 3 % in bf16 with four query heads per KV head.
 MIN_SPLIT_KEYS = 256
-PROGRAMS_PER_PROCESSOR = 2  # a segment is cut into so many, so that it fills the GPU when it is alone
+PROGRAMS_PER_PROCESSOR = 2  # a segment is cut into this many programs per processor, to fill the GPU when it is alone
 TILE_SPLITS = 16
 SEGMENT_FIELDS = 8  # as in `paged_kernel`
-ALIGNMENT = 4  # int32 words: Triton compiles anew for a pointer that is not a multiple of 16 bytes
+ALIGNMENT = 4  # int32 words, because Triton recompiles for a pointer that is not a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The segments of a step that go through the kernel with one size of tile."""
+    """The segments of a step that are computed with one tile size, in one kernel launch."""
 
     tile_rows: int
     tile_queries: int
     tiles: torch.Tensor  # [num_tiles, 2] int32: segment, first query
     max_splits: int
-    split_rows: torch.Tensor  # [num_split_rows, 2] int32: segment, query, of those whose keys are split
+    split_rows: torch.Tensor  # [num_split_rows, 2] int32: segment and query, for queries whose keys are split
     num_partials: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's segments as the kernels read them; serves every layer of the group."""
+    """A step's segments in the kernels' format, for all layers of the group."""
 
     segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
     slots: torch.Tensor  # int32
@@ -58,7 +58,7 @@ class Plan:
 def supports(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, group: AttentionGroup
 ) -> bool:
-    """Whether the kernels take this shape: any block size, head_dim up to 256, 128 query heads on a head of keys."""
+    """Return whether the kernels support this shape: head_dim up to 256, up to 128 query heads per KV head."""
     return (
         dtype in DTYPES
         and head_dim <= MAX_HEAD_DIM
@@ -76,13 +76,13 @@ def plan(
     head_dim: int,
     itemsize: int,
     device: torch.device,
-    num_programs: int | None = None,  # to cut a segment into; None: by the device's processors
+    num_programs: int | None = None,  # to cut a segment into; by default derived from the device's processors
 ) -> Plan:
-    """Cut *segments* into tiles and splits, each the same in every batch, and copy them to the device in one copy."""
+    """Cut *segments* into tiles and splits that do not depend on the batch, and copy them to the device at once."""
     heads_per_kv = num_heads // num_kv_heads
     num_programs = _num_programs(device) if num_programs is None else num_programs
     small = max(MIN_ROWS, _power_of_two(heads_per_kv))
-    # Fits into registers: ptxas spills nothing for sm_90; in float32, up to 8 KiB a thread with larger tiles.
+    # These fit into registers: ptxas spills nothing for sm_90. Larger tiles in float32 spill up to 8 KiB per thread.
     large = max(small, MIN_ROWS if itemsize == 4 else MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2)
     fields = np.zeros((len(segments), SEGMENT_FIELDS), np.int32)
     first_slot = 0
@@ -99,7 +99,7 @@ def plan(
         tiles, split_rows, first_partial = [], [], 0
         for i in ids:
             part = segments[i]
-            starts = np.arange(0, part.num_queries, tile_queries, dtype=np.int32)[::-1]  # those with most keys first
+            starts = np.arange(0, part.num_queries, tile_queries, dtype=np.int32)[::-1]  # tiles with most keys first
             tiles.append(_pairs(i, starts))
             num_splits = _num_splits(part, tile_queries, len(starts) * num_kv_heads, num_programs)
             fields[i, 5:7] = num_splits, first_partial
@@ -128,7 +128,7 @@ def attend_in_place(
     scoring: Scoring,
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
 ) -> None:
-    """Attend the plan's segments and write their rows of *output*. On CUDA: enqueues it on the current stream."""
+    """Compute the attention of the plan's segments into their rows of *output*, on CUDA in the current stream."""
     from kvtier.engine.model import paged_kernel as kernel
 
     if query.stride(-1) != 1:
@@ -137,11 +137,11 @@ def attend_in_place(
     block_size, num_kv_heads = slab.shape[3:5]
     padded_dim = max(MIN_ROWS, _power_of_two(head_dim))
     kind, span = _kind(group)
-    sinks = output if scoring.sinks is None else scoring.sinks  # a pointer that is not read
+    sinks = output if scoring.sinks is None else scoring.sinks  # without sinks the kernel does not read the pointer
     on_tensor_cores = slab.dtype.itemsize == 2
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         for launch in plan.launches:
-            num_partials = max(1, launch.num_partials)  # a pointer of one type always: another one compiles anew
+            num_partials = max(1, launch.num_partials)  # always a pointer, because Triton recompiles for another type
             sums = output.new_empty((num_partials, num_heads, head_dim), dtype=torch.float32)
             weights = output.new_empty((num_partials, num_heads, 2), dtype=torch.float32)
             kernel.attend_tiles[(len(launch.tiles), num_kv_heads, launch.max_splits)](
@@ -193,7 +193,7 @@ def attend_in_place(
 
 
 def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
-    """The number of parts that the keys of a segment's tiles are cut into; depends on the segment, not on the batch."""
+    """Return into how many splits the keys of a segment's tiles are cut, independent of the batch."""
     match part.group:
         case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):
             num_keys = min(part.num_keys, span + tile_queries)
@@ -203,7 +203,7 @@ def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_p
 
 
 def _kind(group: AttentionGroup) -> tuple[int, int]:
-    """The kernel's MASK and its span in tokens."""
+    """Return the kernel's MASK and its span in tokens."""
     match group:
         case SlidingWindow(window_tokens=window):
             return 1, window
@@ -218,7 +218,7 @@ def _pairs(segment_id: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def _copy(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """*parts* on the device, in one copy; each begins at a multiple of 16 bytes."""
+    """Copy *parts* to the device at once, each aligned to 16 bytes."""
     starts, size = [], 0
     for part in parts:
         starts.append(size)
@@ -231,7 +231,7 @@ def _copy(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not smaller."""
+    """Return the smallest power of two that is at least *number*."""
     return 1 << (number - 1).bit_length()
 
 
@@ -248,7 +248,7 @@ def _has_triton() -> bool:
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton's kernels run as numpy, on the CPU: decided when Triton is imported (TRITON_INTERPRET=1)."""
+    """Return whether Triton interprets kernels on the CPU with numpy: TRITON_INTERPRET=1 when it is imported."""
     if not _has_triton():
         return False
     import triton

@@ -1,31 +1,31 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# (Triton's language is not Python's: its values have no types of Python's, and its decorator none at all.)
-"""Triton kernels that attend queries to keys and values in place in the slab. Imported only where Triton is installed.
+# (Values of Triton's language have no Python types, and its decorator is untyped.)
+"""Triton kernels that compute attention with keys and values in place in the slab. Imported only if Triton is there.
 
-`attend_tiles`: a program has a tile of one segment's queries, with all query heads of one head of keys, so that keys
-and values are read once for all of them. It walks through the keys, *TILE_KEYS* at a time, with an online softmax in
-float32 (FlashAttention). With several splits each has a part of the keys and leaves its sum to `merge_splits`
+In `attend_tiles` a program handles a tile of one segment's queries with all query heads of one KV head, so that it
+reads keys and values once for all of them. It iterates over the keys, *TILE_KEYS* at a time, with an online softmax in
+float32 (FlashAttention). With several splits, each handles a part of the keys, and `merge_splits` merges their sums
 (flash-decoding).
 
-Masks come from positions. Key tiles that no query of the tile reads are not visited, and no key is loaded that no query
-reads, so the content of other slots, and of the tail of the last block, cannot matter, NaN included.
+Masks are computed from positions. No key is loaded that no query of the tile reads, so the content of other slots and
+of the tail of the last block has no effect, even if it is NaN.
 
-Keys are addressed one by one, which is why every block size works: a tile may span several blocks or a part of one.
-Tiles of keys begin at multiples of TILE_KEYS of the position in the prompt, not of the chunk.
+Keys are addressed individually, so any block size works: a tile may span several blocks or a part of one. Tiles of keys
+begin at multiples of TILE_KEYS counted from the start of the prompt, not of the chunk.
 """
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in powers of two: exp2 is one instruction
+LOG2_E = tl.constexpr(1.4426950408889634)  # the softmax uses powers of two, because exp2 is one instruction
 FULL, SLIDING, CHUNKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SEGMENT_FIELDS = tl.constexpr(8)  # row, num_queries, start, first_key, first_slot, num_splits, first_partial, unused
-NOTHING = tl.constexpr(float("-inf"))  # the largest of no scores
+NOTHING = tl.constexpr(float("-inf"))  # the maximum of no scores
 
 
 @triton.jit
 def _oldest_key(position, span, MASK: tl.constexpr):
-    """The first token that the token at *position* reads."""
+    """Return the first token that the token at *position* reads."""
     if MASK == SLIDING:
         oldest = tl.maximum(position - span + 1, 0)
     elif MASK == CHUNKED:
@@ -38,12 +38,12 @@ def _oldest_key(position, span, MASK: tl.constexpr):
 @triton.jit
 def _attend_keys(
     queries,  # [TILE_ROWS, PADDED_DIM]
-    summed,  # [TILE_ROWS, PADDED_DIM] float32: values, weighted
-    top,  # [TILE_ROWS]: the largest score so far, in powers of two
+    summed,  # [TILE_ROWS, PADDED_DIM] float32: weighted sums of values
+    top,  # [TILE_ROWS]: the largest score so far, as a base-2 logarithm
     weight,  # [TILE_ROWS]: the sum of the weights
     begin,
     end,
-    low,  # of the tile: its queries read keys low to high - 1, all of them
+    low,  # the tile's queries together read keys low to high - 1
     high,
     positions,  # [TILE_ROWS]
     keys_base,
@@ -53,7 +53,7 @@ def _attend_keys(
     scale,
     softcap,
     span,
-    EDGE: tl.constexpr,  # some query does not read some of these keys
+    EDGE: tl.constexpr,  # whether some query does not read some of these keys
     MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -100,7 +100,7 @@ def _attend_keys(
             scores = tl.where(seen, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
         zero = new_top
-        if EDGE:  # a row may have seen no key yet: -inf - -inf is no number
+        if EDGE:  # a row may have seen no key yet, and -inf - -inf is NaN
             zero = tl.where(new_top == NOTHING, 0.0, new_top)
         weights = tl.exp2(scores - zero[:, None])
         shrink = tl.exp2(top - zero)
@@ -140,7 +140,7 @@ def attend_tiles(
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: (num_tiles, num_kv_heads, largest num_splits)."""
+    """Compute the attention of one tile of queries. Grid: (num_tiles, num_kv_heads, largest num_splits)."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     segments += tl.load(tiles + 2 * tile) * SEGMENT_FIELDS
@@ -161,7 +161,7 @@ def attend_tiles(
     places = heads * head_stride + (row + query_ids) * token_stride
     queries = tl.load(query + places[:, None] + dims[None, :], mask=is_cell, other=0.0)
 
-    # Keys that some query of the tile reads, and of these the tiles that all of them read.
+    # The range of keys that some query of the tile reads, and within it the tiles of keys that all queries read.
     last_query = tl.minimum(first_query + TILE_QUERIES, num_queries) - 1
     low, high = _oldest_key(start + first_query, span, MASK), start + last_query + 1
     first_tile = low // TILE_KEYS * TILE_KEYS
@@ -175,7 +175,7 @@ def attend_tiles(
     summed = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     top = tl.full([TILE_ROWS], NOTHING, tl.float32)
     weight = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS and num_splits == 1:  # otherwise they are added when the splits are merged
+    if HAS_SINKS and num_splits == 1:  # otherwise the merge of the splits adds them
         top = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         weight += 1.0
     keys_base = layer + kv_head * HEAD_DIM
@@ -222,7 +222,7 @@ def merge_splits(
     PADDED_DIM: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):
-    """Add up the sums that the splits of one query and head left. Grid: (num_rows, num_heads)."""
+    """Merge the sums of the splits of one query and head. Grid: (num_rows, num_heads)."""
     head = tl.program_id(1)
     segments += tl.load(rows + 2 * tl.program_id(0)) * SEGMENT_FIELDS
     query_id = tl.load(rows + 2 * tl.program_id(0) + 1)

@@ -1,4 +1,4 @@
-"""PagedLayout: which slab each layer's keys and values are in, and how large its blocks are."""
+"""PagedLayout: the assignment of layers to slabs, and the sizes of their blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from kvtier.transfer.device_slab import DeviceSlab
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """The layers with one kind of attention and one geometry make a group; each group has a slab of its own."""
+    """A partition of the layers into groups of equal attention and geometry. Each group has its own slab."""
 
     groups: tuple[AttentionGroup, ...]
-    geometry: tuple[GroupGeometry, ...]  # of these groups
-    places: dict[int, tuple[int, int]]  # layer id -> its group, and which layer of the group's slab it is
+    geometry: tuple[GroupGeometry, ...]  # of each group
+    places: dict[int, tuple[int, int]]  # layer id -> (group id, index of the layer in the group's slab)
     block_size: int
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of each group's blocks: keys and values of all its layers."""
+        """Bytes per block of each group: keys and values of all its layers."""
         return tuple(
             2 * len(group.layer_ids) * self.block_size * group.num_kv_heads * group.head_dim * self.dtype.itemsize
             for group in self.geometry
         )
 
     def num_slots(self, capacity_bytes: int) -> int:
-        """How many blocks of every group fit into so many bytes. ValueError if fewer than two do."""
+        """Return how many blocks of every group fit into *capacity_bytes*. Raise ValueError if fewer than two do."""
         num_slots = capacity_bytes // sum(self.block_bytes)
         if num_slots < 2:
             raise ValueError(
@@ -40,7 +40,7 @@ class PagedLayout:
         return num_slots
 
     def slabs(self, capacity_bytes: int, device: torch.device) -> list[DeviceSlab]:
-        """A slab for each group, of `num_slots`. ValueError also if the device does not have so much memory."""
+        """Allocate a slab of `num_slots` for each group. Raise ValueError if the device is short of memory."""
         num_slots = self.num_slots(capacity_bytes)
         try:
             return [
@@ -55,14 +55,14 @@ class PagedLayout:
                 )
                 for group in self.geometry
             ]
-        except RuntimeError as error:  # torch's, of a CPU and of a GPU
+        except RuntimeError as error:  # torch's error on a CPU and on a GPU
             raise ValueError(
-                f"device capacity: {capacity_bytes} bytes cannot be had on {device}; lower device.capacity"
+                f"device capacity: {capacity_bytes} bytes cannot be allocated on {device}; lower device.capacity"
             ) from error
 
 
 def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtype) -> PagedLayout:
-    """The layout in which layers with equal attention and geometry share a slab, in the order of their ids."""
+    """Return the layout in which layers with equal attention and geometry share a slab, in the order of their ids."""
     kinds = list(dict.fromkeys(layers.values()))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
     geometry = tuple(

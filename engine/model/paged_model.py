@@ -1,4 +1,4 @@
-"""PagedModel: a transformers model whose attention reads and writes kvtier's slabs, not yet compared with its own."""
+"""PagedModel: a transformers model whose attention reads and writes kvtier's slabs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,28 +19,31 @@ from kvtier.engine.model.unsupported_model import ChangedModel
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
-# Waits for the layers of a prefix, while no other request computes. Tokens computed without a layer count for nothing,
-# and are cheap to compute again when the prefix has come as usual.
+# How long a step waits for the layers of a prefix; no other request computes meanwhile. After that its tokens are
+# discarded and computed again once the prefix is loaded, which is cheap.
 ARRIVAL_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one request to compute in a step. The request leases their blocks, those of *tables*."""
+    """Consecutive tokens of one request to compute in a step. The request leases the blocks of *tables*."""
 
     token_ids: Sequence[int]
-    start: int  # position of the first of them
+    start: int  # position of the first token
     tables: Sequence[Sequence[int]]  # [group][block] -> device slot
-    gate: LayerGate | None = None  # if its prefix is still arriving
-    lora: Lora | None = None  # the adapter that computes it, one of the runner's
-    num_logits: int = 1  # of how many of its last tokens the logits are wanted
+    gate: LayerGate | None = None  # if the prefix is still being loaded
+    lora: Lora | None = None  # one of the runner's adapters
+    num_logits: int = 1  # number of last tokens to return the logits of
 
 
 class PagedModel:
-    """Owns the model and the device slabs; computes steps. Called by one thread only.
+    """A model together with its device slabs, which computes steps. Only one thread may call it.
 
-    The layers with one kind of attention and one geometry make a group; each group has a slab of *num_slots* blocks.
-    Raises `UnsupportedModel` for a model that asks for something that a paged cache would get wrong.
+    Layers of equal attention and geometry form a group, and each group has a slab of *num_slots* blocks. This class
+    does not yet compare the paged attention with the model's own; `ModelRunner` does.
+
+    Raises:
+        UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
@@ -72,18 +75,20 @@ class PagedModel:
             raise
 
     def close(self) -> None:
-        """Give the model its own attention back, unless another engine computes with it; the caller may use it."""
+        """Restore the model's own attention, unless another engine uses the model. The caller may keep the model."""
         self.claim.release()
         self.kernel_threads.close()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
+        """Compute all chunks in one pass, writing their keys and values into the slabs.
 
-        Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+        Returns:
+            The logits of each chunk's last `num_logits` tokens, [sum of num_logits, vocab] in float32. On CUDA the pass
+            may still be running.
 
         Raises:
-            ChangedModel: If some layer did not go through kvtier's attention.
+            ChangedModel: If some layer did not call kvtier's attention.
         """
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
@@ -102,8 +107,8 @@ class PagedModel:
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
-                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention; the "
-                    "model's attention or layers were changed meanwhile: close the engine before you change the model"
+                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention, because "
+                    "the model's attention or layers were changed; close the engine before you change the model"
                 )
         return logits[0].float()
 

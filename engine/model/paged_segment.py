@@ -1,4 +1,4 @@
-"""Segment: one request's part of a step in one attention group: its rows, its blocks, and the keys that it reads."""
+"""Segment: one request's part of a step in one attention group, with its rows, blocks and keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,49 +11,49 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, SlidingWind
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens *start* to *end* of a request, which stand in *rows* of the packed batch.
+    """Tokens *start* to *end* of a request, in *rows* of the packed batch.
 
-    They read keys *first_key* to *end*, which are in the blocks of *table*. Masks and rows, which only gathering needs,
-    are made when they are asked for, once a step: a mask for 4k tokens after 128k is half a gigabyte.
+    They read keys *first_key* to *end*, which are in the blocks of *table*. Only gathering needs masks and rows, so
+    these are created on demand, once per step: a mask for 4k tokens after 128k takes half a gigabyte.
     """
 
     group: AttentionGroup
     rows: slice  # of the packed batch
-    start: int  # position of the first of them
+    start: int  # position of the first token to compute
     first_key: int  # position of the first token in the first block of the table
-    table: Sequence[int]  # device slots, from the first needed block on
+    table: Sequence[int]  # device slots, starting with the first block that is needed
     device: torch.device
     _half_rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_queries(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def end(self) -> int:
-        """Position after the last of them."""
+        """Position after the last token to compute."""
         return self.start + self.num_queries
 
     @property
     def num_keys(self) -> int:
-        """Tokens in the table's blocks up to the last one of this step."""
+        """Number of tokens in the table's blocks, up to the last token of this step."""
         return self.end - self.first_key
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads every key from the first to itself, so that only later keys are masked."""
+        """Whether each token reads every key up to its own, so that only later keys are masked."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries and keys are the same tokens, and several: SDPA's own triangle is mask enough."""
+        """Whether queries and keys are the same, more than one tokens, so that SDPA's causal mask suffices."""
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
     def half_rows(self, num_layers: int) -> torch.Tensor:
-        """Rows of the first layer's keys, then of its values, in a slab of *num_layers*: [2 * num_blocks] int64.
+        """Return the slab rows of the first layer's keys, then of its values: [2 * num_blocks] int64.
 
-        A row has one layer's keys, or values, of a block. Each further layer is 2 rows further on.
+        A row holds the keys, or the values, of one block in one layer. Rows of the next layer are 2 rows further on.
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:
@@ -63,7 +63,7 @@ class Segment:
 
     @cached_property
     def mask(self) -> torch.Tensor | None:
-        """[num_queries, num_keys] bool, True where a query reads a key; None where `is_causal` or all is read."""
+        """Mask [num_queries, num_keys], True if a query reads a key; None if `is_causal` or all keys are read."""
         if self.is_causal or (self.num_queries == 1 and self.reads_all_before):
             return None
         queries = torch.arange(self.start, self.end, device=self.device)[:, None]
@@ -74,14 +74,14 @@ class Segment:
 def segment(
     group: AttentionGroup, table: Sequence[int], rows: slice, start: int, num_tokens: int, device: torch.device
 ) -> Segment:
-    """The segment of a request whose tokens *start* to *start* + *num_tokens* are computed in this step."""
+    """Return the segment of a request that computes *num_tokens* tokens from *start* on in this step."""
     first_block = group.first_needed(start)
     needed = table[first_block : -(-(start + num_tokens) // group.block_size)]
     return Segment(group, rows, start, first_block * group.block_size, needed, device)
 
 
 def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Where a query at a position of *queries* reads the key at a position of *keys*, both broadcast: bool."""
+    """Return a bool tensor that is True where a query reads a key, given their broadcastable positions."""
     mask = keys <= queries
     match group:
         case SlidingWindow(window_tokens=window):
@@ -92,7 +92,7 @@ def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> t
 
 
 def oldest_key(group: AttentionGroup, position: int) -> int:
-    """The first token that the token at *position* reads."""
+    """Return the first token that the token at *position* reads."""
     match group:
         case SlidingWindow(window_tokens=window):
             return max(0, position - window + 1)

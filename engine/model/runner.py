@@ -1,4 +1,4 @@
-"""ModelRunner: the engine's model with its adapters, compared at load with its own attention."""
+"""ModelRunner: the engine's model with its adapters, verified at load against its own attention."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,21 +30,24 @@ __all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner(PagedModel):
-    """The model as the engine runs it; owned and called by the engine's thread.
+    """The model as the engine runs it, owned and called by the engine's thread.
 
-    Raises `UnsupportedModel` for a model that does something that a paged cache would get wrong, `UnusableLora` for an
-    adapter that cannot be kept to its own rows. Adapters do not change the model, nor its namespace.
+    Adapters change neither the model nor its namespace.
+
+    Raises:
+        UnsupportedModel: If the model needs something that a paged cache cannot provide.
+        UnusableLora: If an adapter's deltas cannot be limited to its own rows.
     """
 
     def __init__(
         self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
     ) -> None:
-        self._lora_rows: LoraRows | None = None  # `close` reads it if the next line raises
+        self._lora_rows: LoraRows | None = None  # set first, because `close` reads it if the next line raises
         super().__init__(model, block_size, capacity_bytes)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None
         self._watch = WeightsWatch(model)
-        self._change: str | None = None  # what was found to be changed; no pass runs from then on
+        self._change: str | None = None  # the change that was detected; from then on no pass runs
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
@@ -61,7 +64,7 @@ class ModelRunner(PagedModel):
             raise
 
     def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
-        """The namespace of this model's keys and values; reads every weight once."""
+        """Return the namespace of this model's keys and values. Reads every weight once."""
         config = self.model.config
         return Namespace(
             model=str(getattr(config, "model_type", type(self.model).__name__)),
@@ -75,7 +78,7 @@ class ModelRunner(PagedModel):
         )
 
     def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
-        """The device slabs with their shares of *host_capacity_bytes*, which hold as many blocks of every group."""
+        """Create the device and host memory of each group, with the same number of host slots for every group."""
         num_host_slots = host_capacity_bytes // sum(self.block_bytes)
         if host_capacity_bytes and not num_host_slots:
             raise ValueError(
@@ -83,7 +86,7 @@ class ModelRunner(PagedModel):
                 "raise host.capacity, or set it to 0 for no host tier"
             )
         memories: list[BlockMemory] = []
-        with ExitStack() as undo:  # if one cannot be made, those before it are closed
+        with ExitStack() as undo:  # if one cannot be created, close the earlier ones
             for slab in self.slabs:
                 if self.device.type == "cuda":
                     from kvtier.transfer.cuda.memory import CudaMemory
@@ -96,7 +99,7 @@ class ModelRunner(PagedModel):
         return memories
 
     def attached_memories(self) -> list[AttachedMemory]:
-        """The device slabs as memories whose host slots are those of a sidecar, which are attached later."""
+        """Create the memory of each group for the host slots of a sidecar, which are attached later."""
         memories: list[AttachedMemory] = []
         with ExitStack() as undo:
             for slab in self.slabs:
@@ -106,35 +109,35 @@ class ModelRunner(PagedModel):
         return memories
 
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
-        """The memories, wrapped so that their empty slots hold NaN."""
+        """Wrap the memories so that their empty slots hold NaN."""
         return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
     @property
     def was_changed(self) -> bool:
-        """Whether the model was found to be changed since it was loaded; it does not look."""
+        """Whether a change of the model was detected earlier. Reading the property checks nothing."""
         return self._change is not None
 
     def is_as_loaded(self) -> bool:
-        """Return whether the model is still the one that blocks are named after, as far as a look at samples shows.
+        """Return whether samples of the weights show that the model is unchanged since load. Takes about 2 ms.
 
-        Takes about 2 ms. Once it is not, every pass raises `ChangedModel`.
+        Once a change is detected, every pass raises `ChangedModel`.
         """
         self._note(self._watch.sampled_change())
         return self._change is None
 
     def close(self) -> None:
-        """Give the model its own attention back, unless another engine has it; the caller may go on using it."""
+        """Restore the model's own attention, unless another engine uses the model. The caller may keep the model."""
         super().close()
         if self._lora_rows is not None:
             self._lora_rows.unhook()
 
     def refuse_changed(self) -> None:
-        """Raise `ChangedModel` if the model's weights, parts or mode are found to be changed: 0.1 ms."""
+        """Raise `ChangedModel` if the model's weights, parts or mode were changed. The check takes 0.1 ms."""
         self._note(self._watch.change())
         if self._change is not None:
             raise ChangedModel(
                 f"the model was changed after kvtier had cached blocks that it computed: {self._change}; "
-                "close the engine, and make a new one for the changed model"
+                "close the engine, and create a new one for the changed model"
             )
         if self._watch.is_training:
             raise ChangedModel("the model is in training mode; call its eval()")
@@ -148,14 +151,16 @@ class ModelRunner(PagedModel):
             return lambda num_host_slots, file: CpuMemory(blocks, num_host_slots, slab.num_layers, file)
         from kvtier.transfer.cuda.memory import CudaMemory, choose_ways
 
-        choice = choose_ways(slab.block_bytes, self.device)  # now: it would be slower, and slow others, beside requests
+        choice = choose_ways(slab.block_bytes, self.device)  # measured now, because later it would slow down requests
         return lambda num_host_slots, file: CudaMemory(slab.blocks, num_host_slots, slab.num_layers, choice, file)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
+        """Compute all chunks in one pass, writing their keys and values into the slabs.
 
-        Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+        Returns:
+            The logits of each chunk's last `num_logits` tokens, [sum of num_logits, vocab] in float32. On CUDA the pass
+            may still be running.
 
         Raises:
             ChangedModel: If the model was changed since it was loaded.
@@ -165,7 +170,7 @@ class ModelRunner(PagedModel):
             return super().run(chunks) if self._lora_rows is None else self._run_with_adapters(chunks, self._lora_rows)
 
     def _run_with_adapters(self, chunks: Sequence[Chunk], lora_rows: LoraRows) -> torch.Tensor:
-        order = sorted(range(len(chunks)), key=lambda i: _lora_name(chunks[i]))  # rows of an adapter are consecutive
+        order = sorted(range(len(chunks)), key=lambda i: _lora_name(chunks[i]))  # makes an adapter's rows consecutive
         sorted_chunks = [chunks[i] for i in order]
         with lora_rows.on(self._spans(sorted_chunks)):
             logits = super().run(sorted_chunks)
@@ -176,7 +181,7 @@ class ModelRunner(PagedModel):
         return torch.cat([by_chunk[i] for i in range(len(chunks))])
 
     def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
-        """The spans of rows with one adapter; chunks of one adapter follow each other."""
+        """Return the spans of rows that use one adapter. Chunks of one adapter must follow each other."""
         spans = []
         first_row = first_logits = 0
         for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
@@ -190,7 +195,7 @@ class ModelRunner(PagedModel):
         return spans
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:
-        """`UnusableLora` unless the layers with adapters get their tokens' rows in order."""
+        """Raise `UnusableLora` unless the layers with adapters get the rows of their tokens in order."""
         num_tokens = min(self.block_size, 16)
         first, second = (
             Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])
@@ -208,7 +213,7 @@ def _lora_name(chunk: Chunk) -> str:
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The token ids that end a text, from the model's generation settings, else from its configuration."""
+    """Return the end token ids of the model's generation config or, if there are none, of its configuration."""
     generation = getattr(model, "generation_config", None)
     for source in (generation, model.config):
         end = getattr(source, "eos_token_id", None)

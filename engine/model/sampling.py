@@ -1,4 +1,4 @@
-"""SamplingParams: how to continue one prompt."""
+"""SamplingParams: the sampling parameters of one request."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.naming.request_text import check_text
 
-if TYPE_CHECKING:  # it raises WrongParameter
+if TYPE_CHECKING:  # an import cycle: that module raises WrongParameter
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
-MAX_BIAS = 100.0  # as at OpenAI and vLLM
+MAX_BIAS = 100.0  # the limit of OpenAI and vLLM
 
 
 class WrongParameter(ValueError):
-    """A sampling parameter that cannot be used. *name* is the parameter's, *what* is wrong with it."""
+    """An error for an unusable sampling parameter. *name* is the parameter, *what* the rest of the message."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
@@ -25,26 +25,26 @@ class WrongParameter(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt. The defaults are greedy: 16 tokens, the likeliest each.
+    """Sampling parameters of one request. The defaults are greedy sampling of 16 tokens.
 
-    *temperature* 0 is greedy; *min_p* 0, *top_k* 0 and *top_p* 1 cut nothing off. *min_p* cuts what is less likely than
-    so large a part of the likeliest token, *top_k* keeps so many, and *top_p* cuts last. The same *seed* draws the same
-    tokens; None draws other ones each time.
+    *temperature* 0 is greedy; *min_p* 0, *top_k* 0 and *top_p* 1 keep every token. *min_p* removes tokens less likely
+    than this fraction of the most likely token, then *top_k* keeps this many tokens, and *top_p* is applied last. The
+    same *seed* draws the same tokens; None draws different tokens each time.
 
-    Before that logits are changed, as in vLLM: *logit_bias* is added by token id (beyond 100 it counts as 100).
-    *repetition_penalty* divides positive logits of tokens in prompt and output and multiplies negative ones.
-    *frequency_penalty* is subtracted as often as the output has the token, *presence_penalty* once if it has it.
-    *bad_words* are never completed by the output.
+    Before that, logits are changed as in vLLM. *logit_bias* is added by token id, clamped to -100 to 100.
+    *repetition_penalty* divides positive logits of tokens in prompt and output, and multiplies negative ones.
+    *frequency_penalty* is subtracted once per occurrence of the token in the output, *presence_penalty* once if there
+    is any. The output never completes one of the *bad_words*.
 
-    Generation ends after *max_tokens* (0: the prompt is computed, and nothing is generated), before a *stop* string
-    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*; by
-    none of the last three within the first *min_tokens*. With *logprobs* each token comes with its logarithmic
-    probability and those of so many of the likeliest, before all of the above; None: without. *prompt_logprobs* asks
-    for the same of the prompt's tokens: all of them are computed then, cached or not. Special tokens are left out of
-    the text, but for those of *shown_token_ids*.
+    Generation ends after *max_tokens* (0: the prompt is computed and nothing is generated), before a *stop* string
+    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*. The
+    last three do not apply within the first *min_tokens*. With *logprobs* each token has its log probability and those
+    of this many most likely tokens, before all of the above changes; None disables them. *prompt_logprobs* does the
+    same for the prompt's tokens, which are then all computed even if they are cached. Special tokens are not part of
+    the text, except those of *shown_token_ids*.
 
-    With *structured_outputs* the text follows a schema or a grammar, whatever else changes the logits, and ends where
-    that is complete, whatever *min_tokens* say.
+    With *structured_outputs* the text follows a schema or a grammar, regardless of other changes to the logits, and
+    ends when that is complete, regardless of *min_tokens*.
     """
 
     max_tokens: int = 16
@@ -80,7 +80,7 @@ class SamplingParams:
             "top_k",
             "logprobs",
             "prompt_logprobs",
-        ):  # else a step would fail over 2.5 of them
+        ):  # otherwise a step would fail, for example with max_tokens=2.5
             value = getattr(self, name)
             _require(value is None or _is_whole(value), name, value, "use a whole number")
 
@@ -102,9 +102,9 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 check_text(name, text)
-        _require(all(self.stop), "stop", self.stop, "leave out the empty string: it would stop everything")
+        _require(all(self.stop), "stop", self.stop, "remove the empty string, which would stop every text")
         are_words = all(word.strip() for word in self.bad_words)
-        _require(are_words, "bad_words", self.bad_words, "leave out what has no letters: it would forbid everything")
+        _require(are_words, "bad_words", self.bad_words, "remove blank strings, which would forbid every text")
 
     def _check_penalties(self) -> None:
         factor = self.repetition_penalty
@@ -121,7 +121,7 @@ class SamplingParams:
 
 def _is_whole(number: object) -> bool:
     try:
-        index(number)  # type: ignore[arg-type]  # that is the question
+        index(number)  # type: ignore[arg-type]  # raises if the type is wrong
     except TypeError:
         return False
     return True

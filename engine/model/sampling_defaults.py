@@ -1,4 +1,4 @@
-"""SamplingDefaults: the sampling that a model's makers advise, in its `generation_config.json`."""
+"""SamplingDefaults: the sampling parameters in a model's `generation_config.json`."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
@@ -10,8 +10,10 @@ from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds where a request does not say; None where the model does not say either. Which settings count, and that
-    `do_sample` does not, is vLLM's choice."""
+    """A model's defaults for parameters that a request leaves out; None if the model has no default.
+
+    As in vLLM, only these settings are used, and `do_sample` is ignored.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -22,12 +24,12 @@ class SamplingDefaults:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Those of a loaded model. ValueError, with what to do, for one that no request may have."""
+        """Return the defaults of a loaded model. Raise ValueError if one of them is invalid for a request."""
         generation = getattr(model, "generation_config", None)
         found: dict[str, object] = {} if generation is None else generation.to_diff_dict()
         names = {field.name: field.name for field in fields(cls)} | {"max_tokens": "max_new_tokens"}
         settings = {ours: found.get(theirs) for ours, theirs in names.items()}
-        if settings["top_k"] == -1:  # another way to say that it keeps every token
+        if settings["top_k"] == -1:  # also means to keep every token
             settings["top_k"] = 0
         defaults = cls(**settings)  # type: ignore[arg-type]  # checked next
         try:
@@ -38,12 +40,12 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, float]:
-        """The settings that the model has, by name."""
+        """Defaults that the model sets, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, params: SamplingParams) -> SamplingParams:
-        """*params* with the model's settings in place of theirs."""
-        return replace(params, **self.given)  # type: ignore[arg-type]  # counts are whole, as in the model's settings
+        """Return *params* with the model's defaults replacing their values."""
+        return replace(params, **self.given)  # type: ignore[arg-type]  # the values are checked by `of`
 
 
 NO_DEFAULTS = SamplingDefaults()

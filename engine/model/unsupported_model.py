@@ -1,9 +1,9 @@
-"""UnsupportedModel: the error for a model whose keys and values cannot be kept in kvtier's blocks."""
+"""Errors for a model that cannot use kvtier's blocks, or that was changed while it used them."""
 
 
 class UnsupportedModel(ValueError):
-    """The model's attention cannot go through kvtier, or its weights have no digest; the message says why."""
+    """An error for a model whose attention cannot use kvtier, or whose weights have no digest. The message says why."""
 
 
 class ChangedModel(RuntimeError):
-    """Weights, parts, attention or mode of the model are not those that cached blocks were computed with."""
+    """An error for a model whose weights, parts, attention or mode differ from those that computed cached blocks."""

@@ -1,4 +1,4 @@
-"""WeightsWatch: notices that a model's weights or parts were changed after blocks had been named by their digest."""
+"""WeightsWatch: detects changes to a model's weights or parts after blocks were named by their digest."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,18 @@ from kvtier.engine.model.digest import LOOKING, config_digest, foreign_code
 NUM_SAMPLES = 16  # of each tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-_HARMLESS = (*LOOKING, "kvtier.")  # hooks of caches and adapters of kvtier's, which come and go
+_HARMLESS = (*LOOKING, "kvtier.")  # hooks of kvtier's caches and adapters, which are set and removed at any time
 
-Mark = tuple[int, int]  # of a tensor: where its data is, and how often it was written to
+Mark = tuple[int, int]  # a tensor's data address and version counter
 
 
 class WeightsWatch:
-    """A model's tensors and modules as they were when the watch was made.
+    """A record of a model's tensors and modules at the time the watch was created.
 
-    `change` finds tensors that were written to in place (torch counts that), replaced, moved or cast, and modules that
-    were replaced. `sampled_change` also finds what torch does not count, such as writes through `.data` or numpy, if
-    they reach one of a few numbers of each tensor; parts that were added, hooks, and the configuration. Neither finds
-    single numbers that were written through `.data`, nor attributes of modules that are no tensors.
+    `change` detects tensors that were written to in place (torch counts writes), replaced, moved or cast, and modules
+    that were replaced. `sampled_change` also detects added parts, hooks, changes of the configuration, and writes that
+    torch does not count, such as through `.data` or numpy, if they reach one of a few sampled numbers of each tensor.
+    Neither detects other writes of single numbers through `.data`, or changes of attributes that are not tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,11 +39,11 @@ class WeightsWatch:
 
     @property
     def is_training(self) -> bool:
-        """Whether any module is in training mode now, in which dropout changes results."""
+        """Whether any module is in training mode, in which dropout changes results."""
         return any(module.training for module in self._modules)
 
     def change(self) -> str | None:
-        """Return what was changed, in words; None if nothing was found. Takes 0.1 ms for a model of 270 tensors."""
+        """Return a description of a change, or None. Takes 0.1 ms for a model of 270 tensors."""
         for holder, key, name, part in self._parts:
             if holder.get(key) is not part:
                 return f"{name} was replaced"
@@ -53,7 +53,7 @@ class WeightsWatch:
         return None
 
     def sampled_change(self) -> str | None:
-        """Return what was changed, as `change` does, after a look at some numbers of each tensor: about 2 ms."""
+        """Return a description of a change like `change`, also comparing sampled numbers. Takes about 2 ms."""
         return self.change() or self._change_of_code() or self._change_of_samples()
 
     def _change_of_code(self) -> str | None:
@@ -71,7 +71,7 @@ class WeightsWatch:
 
     @torch.no_grad()
     def _take(self) -> list[bytes]:
-        """Return the sampled numbers of each tensor, by one copy from each device and dtype."""
+        """Return the sampled numbers of each tensor, with one copy for each device and dtype."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for i, (_, tensor, _) in enumerate(self._sampled):
             groups[tensor.device, tensor.dtype].append(i)
@@ -91,7 +91,7 @@ class WeightsWatch:
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Any]]:
-    """Yield each parameter, buffer and submodule: the dict that has it, its key there, its full name, and itself."""
+    """Yield each parameter, buffer and submodule: the dict that holds it, its key there, its full name, and itself."""
     for prefix, module in model.named_modules():
         own = vars(module)
         for holder in (own["_parameters"], own["_buffers"], own["_modules"]):
@@ -101,8 +101,8 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, str, A
 
 def _mark(tensor: torch.Tensor) -> Mark:
     try:
-        return tensor.data_ptr(), tensor._version  # noqa: SLF001  torch documents it, under this name
-    except RuntimeError:  # a tensor made of others, or of inference mode, which counts nothing
+        return tensor.data_ptr(), tensor._version  # noqa: SLF001  torch documents this private name
+    except RuntimeError:  # a tensor made of inner tensors, or an inference tensor, which has no version counter
         return id(tensor), -1
 
 
@@ -112,7 +112,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the places of the sampled numbers: spread over the tensor, and in other columns of each row."""
+    """Return the flat indices of the sampled numbers: spread over the tensor, and in different columns."""
     last = tensor.numel() - 1
     spread: Sequence[int] = [i * last // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
     return torch.tensor(spread, device=tensor.device)

@@ -1,1 +1,1 @@
-"""The queue of requests, the scheduler of steps, and the way of each request's cached prefix to the device."""
+"""The request queue, the scheduler of steps, and the loading of each request's cached prefix to the device."""

@@ -1,4 +1,4 @@
-"""Loading: one request's way from the queue to a prefix of its own on the device."""
+"""The loading of one request's cached prefix, from the queue until the prefix is on the device."""
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -19,27 +19,27 @@ from kvtier.transfer.layer_gate import LayerGate
 if TYPE_CHECKING:
     from kvtier.engine.scheduling.request import Request
 
-MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
+MAX_PROMOTIONS = 3  # per request: a corrupt block shortens one promotion, the next loads what is left
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK, Reason.EVICTED_FROM_REMOTE})
 ARRIVAL_POLL_S = 0.01
-# To wait for the blocks that an early step was computed with: verifying ends when copying does, or hangs. Meanwhile no
-# request computes.
+# How long to wait for the blocks that an early step was computed with: their verification ends when copying ends, or
+# hangs. No request computes meanwhile.
 SETTLE_S = 1.0
-ROOM_SHARE = 0.5  # of a load's time may pass before it begins; the rest is for the load itself
-HIT_LASTS_S = 0.05  # so long a hit is not looked up again: that takes 36 ms for 8,192 blocks on disk
+ROOM_SHARE = 0.5  # share of a load's time that may pass before it begins; the rest is for the load itself
+HIT_LASTS_S = 0.05  # reuse a lookup result for this long: looking up 8,192 blocks on disk takes 36 ms
 
 
 class State(StrEnum):
-    """How far a loading has come."""
+    """State of a loading."""
 
-    QUEUED = "queued"  # its hit has not been looked up, or is out of date
+    QUEUED = "queued"  # its hit has not been looked up, or is outdated
     FOUND = "found"  # its hit is known; the request waits for its turn and for slots
-    ROOM = "room"  # the request has slots, and room is made for the hit: the load's time passes
-    PARKED = "parked"  # the hit comes up; the request computes nothing meanwhile
-    EARLY = "early"  # a step computes on the layers of the hit that have come
-    LATE = "late"  # such a step was in vain: the request is parked until all layers have come
-    SPLIT = "split"  # the request computes the beginning of the hit while the rest comes up
-    LOADED = "loaded"  # the part of the hit that came is in the request's tables, and its leases are the request's
+    ROOM = "room"  # the request has slots, and room is being made for the hit; the load's time limit runs
+    PARKED = "parked"  # the hit is being promoted; the request computes nothing meanwhile
+    EARLY = "early"  # a step computes on those layers of the hit that have come
+    LATE = "late"  # such a step was discarded: the request is parked until all layers have come
+    SPLIT = "split"  # the request computes the beginning of the hit while the rest is promoted
+    LOADED = "loaded"  # the part of the hit that came is in the request's tables, which own its leases
     GIVEN_UP = "given up"  # the request has ended, or starts again from the queue; nothing is leased
 
 
@@ -65,25 +65,25 @@ COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The cache, the clock and the limits that all loadings of one engine share."""
+    """The cache, the clock and the limits shared by all loadings of one engine."""
 
     cache: TieredCache
     clock: Callable[[], float]
-    max_s: float  # the longest time of a load: from asking for room until its request starts with what has come
-    room: CircuitBreaker  # for waiting for room: copies that are too slow hold up the queue once, not for each request
-    busy_s: Callable[["Request"], float]  # how long the device will compute for other requests than this one
+    max_s: float  # time limit of a load: from asking for room until its request starts with what has come
+    room: CircuitBreaker  # of waiting for room, so that slow copies hold up the queue once, not once per request
+    busy_s: Callable[["Request"], float]  # how long the device will compute for requests other than the given one
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     hit: Hit
-    until: float  # when it is to be looked up again
+    until: float  # when the hit must be looked up again
 
 
 class Loading:
-    """Brings the cached prefix of one request's prompt to the device, as a state machine.
+    """The state machine that brings the cached prefix of one request's prompt to the device.
 
-    The scheduler calls its events and asks how far it is. Owned by the engine's thread.
+    The scheduler triggers its events and queries its state. Owned by the engine's thread.
 
     | event          | from                 | to                                                                   |
     |----------------|----------------------|----------------------------------------------------------------------|
@@ -91,17 +91,17 @@ class Loading:
     | `stand_back`   | queued, found, room  | queued: another request computes what this one needs                 |
     | `wait_turn`    | room                 | found: the load's time has not begun. Other states stay as they are  |
     | `ask_for_room` | found, room          | room                                                                 |
-    | `begin`        | room                 | split if a part is computed; loaded if all is there; else parked     |
-    | `take_in`      | parked, late         | loaded; parked again if a block was damaged and more of it is below  |
+    | `begin`        | room                 | split if a part is computed; loaded if all is on device; else parked |
+    | `take_in`      | parked, late         | loaded; parked again if a damaged block cut it and more is below     |
     |                | split                | loaded, once the beginning is computed too                           |
     | `begin_early`  | parked, late         | early, if layers come one by one and there are slots. Late stays     |
     | `settle`       | early                | loaded if all came as expected; late if it is still coming;          |
     |                |                      | else as `take_in` of what has come                                   |
     | `give_up`      | all but the last two | given up                                                             |
 
-    It leases nothing while the request waits (`WAITING`), and the promotion's slots while the hit comes up (`COMING`);
-    when *early* also slots for the tokens of the step; when *split* also the request's tables, which the request
-    releases.
+    It leases nothing while the request waits (`WAITING`). While the hit is promoted (`COMING`) it leases the
+    promotion's slots; in state *early* also slots for the tokens of the step; in state *split* also the slots in
+    the request's tables, which the request releases.
     """
 
     def __init__(self, request: "Request", around: Surroundings) -> None:
@@ -111,29 +111,29 @@ class Loading:
         self._cache = around.cache
         self._inquiry: Inquiry = NOTHING_TO_ASK
         self._found: _Found | None = None
-        self._asked_at = 0.0  # when room was asked for first
-        self._is_room_made = False  # since then copies down make room for the hit
+        self._asked_at = 0.0  # when room was first asked for
+        self._is_room_made = False  # whether copies down are making room for the hit
         self._begun_at = 0.0
-        self._attempt: Attempt | None = None  # the breaker's, while the request waits for room
+        self._attempt: Attempt | None = None  # the breaker's attempt, while the request waits for room
         self._promotion: Promotion | None = None
         self._num_promotions = 0
         self._early_slots: Tables = []  # slots for a step that begins early
 
-    # --- questions of the scheduler
+    # --- queries by the scheduler
 
     @property
     def last_hit(self) -> Hit | None:
-        """The hit as it was when it was looked up last; None if nothing is known of it."""
+        """Result of the last lookup; None if there is none or it is outdated."""
         return None if self._found is None else self._found.hit
 
     @property
     def is_asking(self) -> bool:
-        """Whether a tier that has been asked has still to answer: a look-up would find more in a moment."""
+        """Whether a tier has yet to answer an inquiry, so that a lookup would find more in a moment."""
         return not self._inquiry.is_done
 
     @property
     def has_come(self) -> bool:
-        """Whether `take_in` may be called: no block is under way, and all tokens before a split hit are computed."""
+        """Whether `take_in` may be called: no block is in flight, and all tokens before a split hit are computed."""
         promotion = self._promotion
         if promotion is None or not promotion.done:
             return False
@@ -141,7 +141,7 @@ class Loading:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the request's prefix when all of it has come."""
+        """Tokens of the request's prefix once all of it has come."""
         return self._coming.num_tokens
 
     @property
@@ -151,26 +151,26 @@ class Loading:
 
     @property
     def gate(self) -> LayerGate | None:
-        """The gate at which a step that begins early waits for each layer; None for all other steps."""
+        """Gate at which a step that begins early waits for each layer; None for all other steps."""
         return self._coming.gate if self.state is State.EARLY else None
 
     def num_slots(self) -> list[int]:
-        """For each group, how many device slots are leased for the prefix that comes up, or kept for it."""
+        """Return for each group how many device slots are leased or reserved for the prefix being promoted."""
         promotion = self._coming
         kept = self._cache.num_to_come(promotion)
         return [num_leased(table) + to_come for table, to_come in zip(promotion.tables, kept, strict=True)]
 
     @property
     def num_hit_tokens(self) -> int:
-        """Once loaded: the tokens that came from the cache."""
+        """Once loaded, the number of tokens that came from the cache."""
         return self._coming.num_tokens + self._coming.num_copied - self._coming.num_computed
 
     def balance(self) -> TokenBalance:
-        """Once loaded: where the tokens of the prompt came from."""
+        """Return, once loaded, where the tokens of the prompt came from."""
         return self._coming.balance(len(self._request.prompt_token_ids))
 
     def trail(self) -> Trail:
-        """Once loaded: how the prompt went through the cache."""
+        """Return, once loaded, the prompt's trail through the cache."""
         promotion, request = self._coming, self._request
         num_names = len(request.prompt_token_ids) // promotion.chain.block_size
         return Trail(
@@ -185,14 +185,14 @@ class Loading:
     # --- events while the request waits
 
     def inquire(self) -> None:
-        """Have tiers asked that cannot tell at once what they have of the prompt; see `is_asking`."""
+        """Query slow tiers (for example the remote store) for the prompt's blocks; see `is_asking`."""
         self._expect({State.QUEUED})
         request = self._request
         if request.options.reads_cache:
             self._inquiry = self._cache.inquire(request.chain, len(request.token_ids))
 
     def look_up(self) -> Hit:
-        """Look the request's hit up, unless that was done less than `HIT_LASTS_S` ago."""
+        """Look up the request's hit, unless that was done less than `HIT_LASTS_S` ago."""
         self._expect(WAITING)
         began_at = self._around.clock()
         if self._found is None or began_at >= self._found.until:
@@ -204,7 +204,7 @@ class Loading:
         return self._found.hit
 
     def stand_back(self) -> None:
-        """Forget the hit: another request is about to compute what this one needs, so a later look-up finds more."""
+        """Discard the hit, because another request is about to compute what this one needs."""
         self._expect(WAITING)
         if self.state is not State.QUEUED:
             self._withdraw()
@@ -212,18 +212,18 @@ class Loading:
             self._become(State.QUEUED)
 
     def wait_turn(self) -> None:
-        """Stop waiting for room, if it did: the request waits for slots or for its turn."""
+        """Stop waiting for room, if the loading does, because the request must wait for slots or its turn."""
         if self.state is State.ROOM:
             self._withdraw()
             self._become(State.FOUND)
 
     def ask_for_room(self) -> bool:
-        """Have room made for the hit. True if the load may begin: there is room, or waiting for it took long enough, or
-        is in vain.
+        """Make room for the hit by copies down, and return whether the load may begin.
 
-        To be called in every step until it returns True; in a step without this call, call `wait_turn`.
+        The load may begin when there is room, when waiting for it took too long, or when waiting is known to be
+        useless. Call this in every step until it returns True; in a step without this call, call `wait_turn`.
         """
-        assert self._found is not None, "room is asked for before a hit was looked up"
+        assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
         is_first = self.state is State.FOUND
         if is_first:
@@ -248,9 +248,9 @@ class Loading:
         return True
 
     def begin(self) -> None:
-        """Lease the hit's blocks on the device, and have the others brought up."""
+        """Lease the hit's blocks on the device and start to promote the rest."""
         self._expect({State.ROOM})
-        assert self._found is not None, "a load begins before a hit was looked up"
+        assert self._found is not None, "a load begins before its hit is looked up"
         hit, self._found = self._found.hit, None
         now = self._around.clock()
         if self._is_room_made:
@@ -260,16 +260,16 @@ class Loading:
         self._withdraw()
         self._request.junction = self._cache.junction(hit)
         if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
-            hit = replace(hit, start=0)  # the tokens that were to be computed have come to the device meanwhile
+            hit = replace(hit, start=0)  # the tokens that were to be computed are on the device by now
         if hit.start:
             self._split(hit)
         else:
             self._promote(hit)
 
-    # --- events while the hit comes up
+    # --- events while the hit is promoted
 
     def take_in(self) -> None:
-        """After `has_come`: hand what has come over to the request, or promote more if a damaged block cut it short."""
+        """Hand the loaded prefix over to the request, or promote more if a damaged block cut it short."""
         assert self.has_come, "the prefix is still coming"
         if self.state is State.SPLIT:
             self._join()
@@ -278,9 +278,9 @@ class Loading:
             self._arrive()
 
     def begin_early(self, max_tokens: int) -> int:
-        """Lease slots for a step that computes on the layers that have come; the number of its tokens.
+        """Lease slots for a step that computes on the layers that have come, and return its number of tokens.
 
-        0 if there can be no such step. The promotion keeps its leases.
+        Returns 0 if no such step is possible. The promotion keeps its leases.
         """
         self._expect({State.PARKED, State.LATE})
         promotion = self._coming
@@ -301,9 +301,9 @@ class Loading:
         return num_tokens
 
     def settle(self) -> bool:
-        """Wait a moment for the blocks that an early step was computed with; True if all came as expected.
+        """Wait briefly for the blocks that an early step was computed with; return True if all came as expected.
 
-        Otherwise the computed tokens count for nothing: the request starts again from the blocks that came, or goes on
+        Otherwise the computed tokens are discarded. The request starts again from the blocks that came, or keeps
         waiting for them while other requests compute.
         """
         self._expect({State.EARLY})
@@ -325,10 +325,10 @@ class Loading:
         return False
 
     def give_up(self) -> None:
-        """End the loading and its leases; the request needs it no more. The request's tables stay the request's."""
+        """End the loading and release its leases. The request's tables still belong to the request."""
         self._expect(WAITING | COMING)
         self._withdraw()
-        if self.state is State.EARLY:  # the step has failed
+        if self.state is State.EARLY:  # only after the step has failed
             self._drop_early()
         if self._promotion is not None:
             self._cache.cancel(self._promotion)
@@ -351,7 +351,7 @@ class Loading:
             assert not request.tables, f"{state}, and the request has blocks"
             assert request.num_computed == request.num_committed == 0, f"{state}, and the request has computed tokens"
 
-    # --- how they are done
+    # --- implementation
 
     @property
     def _coming(self) -> Promotion:
@@ -366,7 +366,7 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """Wait for room no more, without telling the breaker that there was room or none."""
+        """Stop waiting for room, without reporting an outcome to the breaker."""
         if self._attempt is not None:
             self._around.room.withdraw(self._attempt)
             self._attempt = None
@@ -390,20 +390,20 @@ class Loading:
         return hit
 
     def _left_s(self) -> float:
-        """Seconds until the request starts with what has come."""
+        """Return the seconds until the request starts with what has come."""
         return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
         """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""
         front = self._cache.promote(self._cache.on_device(hit))
-        assert front.done, "a promotion of blocks on the device is not done at once"
+        assert front.done, "a promotion of blocks that are on the device is not done at once"
         self._promotion = self._cache.promote(hit, self._left_s())
         self._request.tables = front.tables
         self._request.num_committed = self._request.num_computed = front.num_tokens
         self._become(State.SPLIT)
 
     def _join(self) -> None:
-        """Append the blocks that were loaded to the request's tables: the beginning before them is computed."""
+        """Append the loaded blocks to the request's tables, because the tokens before them are computed."""
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
@@ -421,18 +421,18 @@ class Loading:
             self._become(State.PARKED)
 
     def _arrive(self) -> None:
-        """Hand over as much of the prefix as arrived; if a damaged block cut it short, promote the rest."""
+        """Hand over the part of the prefix that arrived; if a damaged block cut it short, promote the rest."""
         promotion = self._coming
         if promotion.why_no_more in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
-            hit = replace(self._lookup(), start=0)  # what has arrived is on the device: there is no front
-            if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
+            hit = replace(self._lookup(), start=0)  # what has arrived is on the device, so there is nothing to split
+            if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume in between
                 self._promote(hit)
                 return
         self._request.tables = promotion.tables
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Count the promotion's tokens as the request's, whose tables have its slots and leases now."""
+        """Count the promotion's tokens as the request's, whose tables own its slots and leases now."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied

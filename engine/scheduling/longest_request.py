@@ -1,4 +1,4 @@
-"""The length that a prompt and its continuation may have together."""
+"""The maximum length of a prompt and its continuation together."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ from kvtier.tiers.naming.groups import AttentionGroup
 def longest_request(
     groups: tuple[AttentionGroup, ...], num_slots: Sequence[int], chunk: int, model_limit: int | None
 ) -> int:
-    """Tokens of the longest request that can run alone on a device with *num_slots* for each group, in chunks.
+    """Return the length in tokens of the longest request that can run alone, computed in chunks of *chunk* tokens.
 
-    At most *model_limit*. Without a limit, and where all layers have windows, as if each token needed its slot.
+    *num_slots* is by group. The result is at most *model_limit*. If that is None and all layers have windows, it is
+    limited as if each token needed its own slot.
     """
 
     def fits(num_tokens: int) -> bool:
@@ -22,7 +23,7 @@ def longest_request(
     limit = max(group.block_size * slots for group, slots in pairs) if model_limit is None else model_limit
     if fits(limit):
         return limit
-    minimum = 0  # fits
+    minimum = 0  # known to fit
     while limit - minimum > 1:
         middle = (minimum + limit) // 2
         minimum, limit = (middle, limit) if fits(middle) else (minimum, middle)

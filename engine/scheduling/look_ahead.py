@@ -1,4 +1,4 @@
-"""LookAhead: brings the cached prefixes of waiting requests from disk to host memory."""
+"""The prefetch of waiting requests' cached prefixes from disk to host memory."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -9,39 +9,42 @@ from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.pins import Pin
 
-NUM_REQUESTS = 64  # at the head of the queue
+NUM_REQUESTS = 64  # requests at the head of the queue to prefetch for
 
 
 class LookAhead:
-    """Pins the cached prefixes of the first waiting prompts in host memory, in the order of the queue.
+    """A prefetcher that pins the cached prefixes of the first waiting prompts in host memory, in queue order.
 
-    It stays within a budget, so that a long queue does not flush host memory. Each prompt is looked up once. Owned by
-    the engine's thread.
+    It has a budget, so that a long queue does not flush host memory. Each prompt is looked up once. Owned by the
+    engine's thread.
     """
 
     def __init__(self, cache: TieredCache, pins: TimedPins, max_bytes: Callable[[], int], lasts_s: float) -> None:
-        """*max_bytes*: the budget now. *lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may
-        be evicted as any others."""
+        """Create a prefetcher without pins.
+
+        *max_bytes* returns the current budget. *lasts_s* is how long a waiting prompt keeps its pin; afterwards its
+        blocks may be evicted.
+        """
         self._cache = cache
         self._timed = pins
         self._max_bytes = max_bytes
         self._lasts_s = lasts_s
-        self._pins: dict[Request, Pin | None] = {}  # None: it had nothing to pin
+        self._pins: dict[Request, Pin | None] = {}  # None: the request had nothing to pin
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are pinned for the queue."""
+        """Bytes of host memory pinned for the queue."""
         return self._timed.num_bytes(self)
 
     def look(self, waiting: WaitingQueue) -> None:
-        """Begin to pin the prefix of one more prompt, if the budget allows."""
+        """Pin the prefix of one more prompt, if the budget allows."""
         for request in islice(waiting, NUM_REQUESTS):
             if request not in self._pins:
                 self._begin(request)
                 return
 
     def forget(self, request: Request) -> None:
-        """End the pin of a request that waits no longer; a promotion has leases of its own."""
+        """End the pin of a request that no longer waits; its promotion holds its own leases."""
         pin = self._pins.pop(request, None)
         if pin is not None:
             self._timed.unpin(pin)
@@ -58,5 +61,5 @@ class LookAhead:
                 until = self._timed.now() + self._lasts_s
                 pin = self._timed.pin(self, request.chain, hit.num_tokens, left, until=until)
                 if pin is None:
-                    return  # it is tried again when pins have ended; no later request comes before it
+                    return  # retried when pins have ended; no later request goes first
         self._pins[request] = pin

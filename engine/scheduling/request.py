@@ -1,4 +1,4 @@
-"""Request: one prompt on its way through the engine, and its completion."""
+"""Requests: the state of one prompt in the engine, and its completion."""
 
 import time
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request's place in the queue and use of the cache; the defaults change nothing.
+    """One request's priority and use of the cache.
 
-    A lower *priority* is more urgent. Without *reads_cache* all tokens are computed. At most *max_load_tokens* are
-    loaded from tiers below the device.
+    A lower *priority* is more urgent. Without *reads_cache*, all tokens are computed. At most *max_load_tokens* are
+    loaded from tiers below the device. The defaults restrict nothing.
     """
 
     priority: int = 0
@@ -45,7 +45,7 @@ class RequestOptions:
 
     @property
     def takes_all_hits(self) -> bool:
-        """Whether the request loads every token that comes sooner from the cache than by computing."""
+        """Whether the request loads every token that is faster to load from the cache than to compute."""
         return self.reads_cache and self.max_load_tokens is None
 
 
@@ -53,21 +53,21 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class PromptScores:
-    """What the model thinks of each token of one prompt, in order. Owned by the request.
+    """Log-probabilities of the tokens of one prompt, in order. Owned by the request.
 
-    A token is scored by the logits of the one before it; the first has none. So cached tokens are of no use, but those
-    that were computed and scored before the request was preempted.
+    A token is scored by the logits of the token before it; the first token has no score. So cached tokens are of no
+    use, except those that were computed and scored before the request was preempted.
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """Of each of *token_ids* so many of the likeliest are told."""
+        """Create empty scores; for each of *token_ids* the *num_top* likeliest tokens are reported."""
         self._token_ids = token_ids
         self._num_top = num_top
-        self.told: list[TokenLogprobs | None] = [None]  # of the prompt's first tokens, as many as are known
+        self.told: list[TokenLogprobs | None] = [None]  # scores of the prompt's first tokens, as far as known
 
     @property
     def num_used(self) -> int:
-        """The prompt's first tokens whose logits have been used."""
+        """Number of the prompt's first tokens whose logits have been used."""
         return len(self.told) - 1
 
     @property
@@ -76,7 +76,7 @@ class PromptScores:
         return len(self.told) >= len(self._token_ids)
 
     def wanted(self, start: int, end: int) -> range:
-        """Those of the tokens *start* to *end* of the request whose logits are still wanted."""
+        """Return those of the request's tokens *start* to *end* whose logits are still needed."""
         return range(max(start, self.num_used), min(end, len(self._token_ids) - 1))
 
     def add(self, logits: torch.Tensor) -> None:
@@ -87,10 +87,10 @@ class PromptScores:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"  # the model's end token, a stop token, a stop string, or the end of its grammar
-    LENGTH = "length"  # max_tokens
+    LENGTH = "length"  # max_tokens was reached
     ABORT = "abort"  # by its caller, or because its grammar became too costly
 
 
@@ -99,43 +99,42 @@ class Completion:
     """The answer to one prompt. *tokens* says where the prompt's tokens came from and adds up to the prompt."""
 
     text: str
-    token_ids: list[int]  # those generated
+    token_ids: list[int]  # generated tokens only
     finish_reason: FinishReason
     ttft_s: float  # from the request's arrival to its first token, or to its end if it has none
     tokens: TokenBalance
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if they were asked for
-    stop: str | None = None  # the stop string that ended it
-    prompt_logprobs: list[TokenLogprobs | None] = field(
-        default_factory=list
-    )  # the same of the prompt's; the first: None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each generated token, if requested
+    stop: str | None = None  # the stop string that ended the request
+    # Log-probabilities of the prompt's tokens, if requested; None for the first.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt, its progress and its leases, which are those of `tables` and of its `loading`.
+    """One prompt, its progress, and its leases, which are held by `tables` and by its `loading`.
 
     Owned by the engine's thread.
     """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    chain: BlockChain  # the names of the blocks of all tokens so far
+    chain: BlockChain  # names of the blocks of all tokens so far
     detokenizer: Detokenizer
     options: RequestOptions = DEFAULT_OPTIONS
     timeline: Timeline = field(default_factory=lambda: Timeline(time.monotonic()))
     bans: InitVar[TokenBans] = NO_BANS
     grammar: InitVar[GrammarState | None] = None
-    token_ids: list[int] = field(init=False)  # the prompt, then what was generated
+    token_ids: list[int] = field(init=False)  # the prompt, then the generated tokens
     sampler: Sampler = field(init=False)
-    scores: PromptScores | None = field(init=False, default=None)  # None: the prompt's are not asked for
+    scores: PromptScores | None = field(init=False, default=None)  # None: prompt logprobs were not requested
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
-    num_committed: int = 0  # of these, tokens whose full blocks are named in the cache
-    junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
-    loading: "Loading | None" = None  # from the queue until its prefix is in the tables
+    num_committed: int = 0  # computed tokens whose full blocks are named in the cache
+    junction: int | None = None  # tokens up to which the prompt's prefix was seen before, but not kept in all groups
+    loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None
     finish_reason: FinishReason | None = None
-    new_text: str = ""  # since the last step
+    new_text: str = ""  # text since the last step
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self, bans: TokenBans, grammar: GrammarState | None) -> None:
@@ -146,17 +145,17 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request takes what is cached of its prompt; one that is scored has all of it computed."""
+        """Whether the request uses its cached prefix; False for a prompt with scores, which is computed in full."""
         return self.options.reads_cache and self.scores is None
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that are known and not computed: the prompt's rest, or the one token sampled last."""
+        """Number of known tokens not yet computed: the rest of the prompt, or the token sampled last."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """Of the prompt's tokens as far as it is computed, if they were asked for."""
+        """Log-probabilities of the prompt's tokens computed so far; empty if they were not requested."""
         return [] if self.scores is None else self.scores.told
 
     @property
@@ -166,11 +165,11 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """The tokens sampled so far."""
+        """Tokens sampled so far."""
         return self.token_ids[len(self.prompt_token_ids) :]
 
     def append(self, token_id: int, end_token_ids: frozenset[int]) -> None:
-        """Append the sampled token, and finish if it is the last."""
+        """Append a sampled token, and finish the request if this token ends it."""
         self.timeline.on_token(time.monotonic())
         self.token_ids.append(token_id)
         self.new_text = ""
@@ -188,16 +187,16 @@ class Request:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason) -> None:
-        """End the request; text that was held back for a possible stop string comes out."""
+        """End the request and release the text that was held back for a possible stop string."""
         self.finish_reason = reason
         self.timeline.on_ended(time.monotonic())
         self.new_text += self.detokenizer.flush()
 
     def completion(self) -> Completion:
-        """The answer for the caller, once finished."""
+        """Return the completion of a finished request."""
         assert self.finish_reason is not None, "the request is not finished"
         ttft_s = self.timeline.ttft_s
-        if ttft_s is None:  # it was aborted before, or has none
+        if ttft_s is None:  # it was aborted before its first token, or generated none
             ttft_s = time.monotonic() - self.timeline.arrived_at
         return Completion(
             self.detokenizer.text,
@@ -211,7 +210,7 @@ class Request:
         )
 
     def record(self) -> RequestRecord:
-        """What the request has taken, once it has ended."""
+        """Return the record of an ended request."""
         timeline, caller, lora = self.timeline, self.timeline.caller, self.chain.extra.lora
         assert timeline.ended_at is not None, "the request has not ended"
         return RequestRecord(
@@ -233,7 +232,9 @@ class Request:
         )
 
     def balance(self) -> TokenBalance:
-        """Where the prompt's tokens came from. Of one that has ended before its prefix came all would have been
-        computed."""
+        """Return where the prompt's tokens came from.
+
+        If the request ended before its prefix came, all tokens count as recomputed with the reason ABORTED.
+        """
         num_tokens = len(self.prompt_token_ids)
         return self.tokens or TokenBalance(recomputed=num_tokens, reasons={Reason.ABORTED: num_tokens})

@@ -1,4 +1,4 @@
-"""RequestRecord: what one request has taken, once it has ended."""
+"""Records of ended requests: token counts and times."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Names and numbers only: no text, no token. An endpoint that cannot know a number has None there.
+    """Names and numbers of an ended request, without text or tokens. A number that an endpoint cannot know is None.
 
-    *tokens* add up to the prompt. Seconds are of one request: in the queue, until its cached prefix had come, until its
-    first token from its arrival, and from its arrival to its end.
+    *tokens* adds up to the prompt. *queue_s* is the time in the queue, *load_s* the time until the cached prefix had
+    come, *ttft_s* the time from arrival to the first token, and *total_s* the time from arrival to the end.
     """
 
     request_id: str
     tenant: str | None
-    model: str | None  # the adapter's name, or that of a foreign engine's model; None: the engine's own
+    model: str | None  # name of the adapter, or of a foreign engine's model; None: the engine's own model
     arrived_at: float  # in seconds since the Unix epoch
     tokens: TokenBalance
     num_generated: int | None = None
@@ -29,19 +29,19 @@ class RequestRecord:
     total_s: float | None = None
     num_preempted: int = 0
     traceparent: str | None = None
-    timeline: Timeline | None = None  # of its stages; it has ended, and changes no more
+    timeline: Timeline | None = None  # complete: the request has ended
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
-        """Its stages, as far as they are known."""
+        """Stages of the request, as far as known."""
         return () if self.timeline is None else self.timeline.stretches()
 
     @property
     def coldest(self) -> Tier | None:
-        """The coldest tier that any token came from; None if all were computed."""
+        """Coldest tier that any token came from; None if all were computed."""
         return next((tier for tier in reversed(Tier) if getattr(self.tokens, tier)), None)
 
     @property
     def slowness_s(self) -> float:
-        """What the slowest requests are sorted by: the time to the first token, without one all that it took."""
+        """Sort key of the slowest requests: the time to the first token, or the total time if there is none."""
         return next((seconds for seconds in (self.ttft_s, self.total_s) if seconds is not None), 0.0)

@@ -1,4 +1,4 @@
-"""Scheduler: chooses which tokens of which requests the next step computes, and leases their slots."""
+"""The scheduler: it chooses which tokens of which requests the next step computes, and leases their slots."""
 
 import math
 import time
@@ -25,19 +25,19 @@ from kvtier.transfer.layer_gate import LayerGate
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of one request to compute in this step; their slots are in its tables."""
+    """Tokens of one request to compute in a step. Their slots are in the request's tables."""
 
     request: Request
     num_tokens: int
 
     @property
     def gate(self) -> LayerGate | None:
-        """The gate at which the step waits for each layer, if the request's prefix is still arriving."""
+        """Gate at which the step waits for each layer, if the request's prefix is still being loaded."""
         return None if self.request.loading is None else self.request.loading.gate
 
     @property
     def scored(self) -> range:
-        """Those of the tokens whose logits score the prompt: its last ones, but for the prompt's very last."""
+        """Those of the tokens whose logits score the prompt: its last ones, except the prompt's very last token."""
         scores, start = self.request.scores, self.request.num_computed
         return range(0) if scores is None else scores.wanted(start, start + self.num_tokens)
 
@@ -46,8 +46,8 @@ class Scheduler:
     """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
 
     A request whose prefix is being promoted is parked, and other requests pass it. When slots run out, or a more urgent
-    request needs them, the youngest of the least urgent running requests is preempted: it goes back to the queue, and
-    its blocks stay cached and spill like all others. Owned by the engine's thread.
+    request needs them, the youngest of the least urgent running requests is preempted. It returns to the queue; its
+    blocks stay cached and spill like all others. Owned by the engine's thread.
     """
 
     def __init__(
@@ -61,13 +61,16 @@ class Scheduler:
         trails: Trails | None = None,
         max_scored: int = 1 << 30,
     ) -> None:
-        """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit.
-        *trails* gets the trail of each request, and its owner takes it out. *max_scored*: the tokens of prompts
-        that a step may have the logits of."""
+        """Create a scheduler without requests.
+
+        *load_timeout_s* after it first asks for room, a request starts with the part of its hit that has come. *trails*
+        receives each request's trail, which its owner takes out. *max_scored* limits the prompt tokens per step whose
+        logits are wanted.
+        """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
-        self.admitted_tokens = TokenBalance()  # where the tokens of all prompts so far came from
+        self.admitted_tokens = TokenBalance()  # where the tokens of all prompts admitted so far came from
         self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
@@ -76,31 +79,31 @@ class Scheduler:
         self._look_ahead = look_ahead
         self._trails = Trails() if trails is None else trails
         self._max_scored = max_scored
-        self._asking: Loading | None = None  # the loading that asked for room last, in this step or the one before
-        self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
+        self._asking: Loading | None = None  # the loading that last asked for room, in this step or the previous one
+        self._max_running = min(config.max_running, config.token_budget)  # so that every request can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
-        self._num_slots = cache.free_slots()  # all that there are, since nothing is leased yet
+        self._num_slots = cache.free_slots()  # all slots, because nothing is leased yet
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request is unfinished."""
         return bool(self.waiting or self.promoting or self.running)
 
     def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """What a request with this prompt would find and load if it came now. Changes nothing."""
+        """Return what a request with this prompt would hit and load if it came now. Changes nothing."""
         hit = self._cache.lookup(chain, num_tokens)
         return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))
 
     def add(self, request: Request) -> None:
-        """Queue the request. ValueError if it could not run even alone, or the queue is full."""
+        """Queue the request. Raises ValueError if it cannot run even alone, or if the queue is full."""
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         needed = self._demand.of(num_tokens)
         for blocks, num_slots in zip(needed, self._num_slots, strict=True):
             if blocks > num_slots:
                 raise ValueError(
-                    f"prompt of {len(request.prompt_token_ids)} tokens and {request.sampling.max_tokens} more need "
-                    f"{blocks} blocks, the device holds {num_slots}; raise device.capacity or shorten the prompt"
+                    f"prompt of {len(request.prompt_token_ids)} tokens plus {request.sampling.max_tokens} to generate "
+                    f"need {blocks} blocks, the device holds {num_slots}; raise device.capacity or shorten the prompt"
                 )
         if len(self.waiting) >= self._config.max_waiting:
             raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
@@ -109,7 +112,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End the request, whether it waits, loads or runs; its leases end now."""
+        """End the request, whether it waits, loads or runs, and release its leases."""
         if request.finish_reason is not None:
             return
         request.finish(FinishReason.ABORT)
@@ -121,7 +124,7 @@ class Scheduler:
         self._release(request)
 
     def schedule(self) -> list[Work]:
-        """Choose the next step's work and lease its slots. Empty while all requests wait for promotions or slots."""
+        """Choose the next step's work and lease its slots; empty while all requests wait for promotions or slots."""
         self._cache.poll()
         self._take_in()
         asked, self._asking = self._asking, None
@@ -134,7 +137,7 @@ class Scheduler:
             budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
-        # Otherwise the time of its load would pass while another request asks for room.
+        # Otherwise its load's time limit would run while another request asks for room.
         if asked is not None and asked is not self._asking:
             asked.wait_turn()
         if self._look_ahead is not None and self.waiting:
@@ -144,9 +147,10 @@ class Scheduler:
         return step
 
     def settle(self, work: Sequence[Work]) -> list[Request]:
-        """Wait a moment for the prefixes that were arriving while the step was computed.
+        """Wait briefly for the prefixes that were still being loaded while the step was computed.
 
-        Returns the requests whose prefix did not arrive as expected: their tokens of the step count for nothing.
+        Returns:
+            The requests whose prefix did not arrive as expected. Their tokens of the step are discarded.
         """
         lost = []
         for request in [item.request for item in work if item.gate is not None]:
@@ -159,7 +163,7 @@ class Scheduler:
         return lost
 
     def on_computed(self, work: Sequence[Work]) -> None:
-        """Count the step's tokens, which are in their slots now, as computed, and name the blocks that are full."""
+        """Count the step's tokens as computed, now that they are in their slots, and name the blocks that are full."""
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
@@ -174,7 +178,7 @@ class Scheduler:
                 request.num_committed = request.num_computed
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Give a request that has not finished another priority; a waiting one goes behind all that have it."""
+        """Change the priority of an unfinished request; a waiting one goes behind all requests of that priority."""
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
@@ -183,7 +187,7 @@ class Scheduler:
             self.waiting.add(request)
 
     def retire(self, request: Request) -> None:
-        """End the leases of a request that has finished; its blocks stay cached."""
+        """Release the leases of a finished request; its blocks stay cached."""
         self.running.remove(request)
         self._release(request)
 
@@ -192,16 +196,16 @@ class Scheduler:
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
             for request in requests:
                 assert _loading_of(request).state in states, (
-                    f"a loading that is {_loading_of(request).state} stands in the wrong queue"
+                    f"a request whose loading is {_loading_of(request).state} is in the wrong queue"
                 )
                 _loading_of(request).check()
         for request in self.running:
             if request.loading is not None:
-                assert request.loading.state is State.SPLIT, f"runs with a loading that is {request.loading.state}"
+                assert request.loading.state is State.SPLIT, f"a running request's loading is {request.loading.state}"
                 request.loading.check()
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
-        """Admit waiting requests that are more urgent than *before*, in their order; the rest of the budget."""
+        """Admit waiting requests more urgent than *before*, in order, and return the rest of the budget."""
         while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
             request = self._next_request()
             if request is None or request.options.priority >= before or not self._admit(request, step):
@@ -210,8 +214,10 @@ class Scheduler:
         return budget
 
     def _next_request(self) -> Request | None:
-        """The first waiting request that need not wait for another one's prefill, nor for a tier that was asked; those
-        that wait for a prefill stand back."""
+        """Return the first waiting request that waits for neither another request's prefill nor a tier's answer.
+
+        Requests that wait for a prefill drop their hit, because a later lookup finds more.
+        """
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
             if _loading_of(request).is_asking:
@@ -222,10 +228,10 @@ class Scheduler:
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
-        """Start the request's loading, if there are slots and room for it; False if it goes on waiting.
+        """Start the request's loading if there are slots and room for it; return False if it continues to wait.
 
-        A request that is alone may always start. Otherwise it starts only if it will probably not push out a running
-        request that is as urgent.
+        A request that is alone may always start. Otherwise it starts only if it will probably not cause the preemption
+        of a running request that is as urgent.
         """
         loading = _loading_of(request)
         may_run = self._may_one_more_run or self._give_way(request, step)
@@ -242,7 +248,7 @@ class Scheduler:
         loading.begin()
         self._place(request)
         if self._look_ahead is not None:
-            self._look_ahead.forget(request)  # the promotion has its own leases now
+            self._look_ahead.forget(request)  # the promotion holds its own leases now
         return True
 
     @property
@@ -250,10 +256,10 @@ class Scheduler:
         return len(self.running) + len(self.promoting) < self._max_running
 
     def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
-        """See that there are slots for the request, if need be by preempting less urgent ones; False if there are none.
+        """Ensure slots for the request, preempting less urgent ones if necessary; return False if there are none.
 
-        A request that has waited for slots is looked up anew only when its last hit would fit now: 8,192 blocks on disk
-        take 36 ms, which would be spent in each step.
+        A request that has waited for slots is looked up again only when its last hit would fit now, because looking up
+        8,192 blocks on disk takes 36 ms, which would be spent in each step.
         """
         last_hit = loading.last_hit
         if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:
@@ -268,7 +274,7 @@ class Scheduler:
         return self._demand.fits(request, hit, [*self.running, *self.promoting])
 
     def _give_way(self, request: Request, step: list[Work]) -> bool:
-        """Send a less urgent request back to the queue; False if none runs."""
+        """Preempt a less urgent request; return False if none is running."""
         victim = self._less_urgent(request)
         if victim is None:
             return False
@@ -277,12 +283,12 @@ class Scheduler:
         return True
 
     def _less_urgent(self, request: Request) -> Request | None:
-        """The running request that has to give way to this one, if one is less urgent."""
+        """Return the running request that is preempted first, if it is less urgent than *request*."""
         victim = self._victim()
         return None if victim is None or victim.options.priority <= request.options.priority else victim
 
     def _busy_s(self, besides: Request | None) -> float:
-        """Seconds for which the device will compute prompts of other admitted requests, as far as that is known."""
+        """Return for how many seconds the device will compute prompts of other admitted requests, as far as known."""
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
@@ -294,7 +300,7 @@ class Scheduler:
         return busy_s
 
     def _take_in(self) -> None:
-        """Take in the prefixes that have come; their requests run from now on."""
+        """Complete the loadings whose prefix has come, so that their requests run from now on."""
         for request in [parked for parked in self.promoting if _loading_of(parked).has_come]:
             _loading_of(request).take_in()
             self.promoting.remove(request)
@@ -305,7 +311,7 @@ class Scheduler:
                 self._end_loading(request)
 
     def _place(self, request: Request) -> None:
-        """Put a request into the queue that belongs to the state of its loading."""
+        """Put a request into the queue that matches its loading's state."""
         match _loading_of(request).state:
             case State.LOADED:
                 self._end_loading(request)
@@ -328,7 +334,7 @@ class Scheduler:
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
 
     def _begin_early(self, step: list[Work]) -> None:
-        """Add work of a prompt whose prefix is arriving layer by layer, for a step that is empty otherwise."""
+        """Add work for a prompt whose prefix is arriving layer by layer, because the step is otherwise empty."""
         max_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
             limit = max_tokens if request.scores is None else min(max_tokens, self._max_scored)
@@ -337,7 +343,7 @@ class Scheduler:
                 return
 
     def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
-        """Add work for the request, if it still runs and finds slots; the number of its tokens."""
+        """Add work for the request if it still runs and finds slots; return its number of tokens."""
         if budget <= 0 or request not in self.running:
             return 0
         num_tokens = self._within_scored(request, min(_num_left(request), self._config.prefill_chunk, budget), step)
@@ -347,7 +353,7 @@ class Scheduler:
         return num_tokens
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
-        """As many of the request's next tokens as the step can have the logits of, beside those of its other work."""
+        """Return how many next tokens of the request fit the limit on scored tokens, after the step's other work."""
         scored = Work(request, num_tokens).scored
         left = self._max_scored - sum(len(work.scored) for work in step)
         return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
@@ -370,11 +376,11 @@ class Scheduler:
         return True
 
     def _victim(self) -> Request | None:
-        """The running request that has to give way: the youngest of the least urgent."""
+        """Return the running request to preempt first: the youngest of the least urgent."""
         return max(reversed(self.running), key=_priority, default=None)
 
     def _preempt(self, request: Request) -> None:
-        """Put a running request back into the queue. Its blocks stay cached, spill, and come up with its next turn."""
+        """Return a running request to the queue. Its blocks stay cached, spill, and are promoted at its next turn."""
         self.running.remove(request)
         self._release(request)
         request.timeline.num_preempted += 1
@@ -397,32 +403,32 @@ def _priority(request: Request) -> int:
 
 
 def _num_left(request: Request) -> int:
-    """Tokens that the request can compute now; those of a split hit that are being loaded do not count."""
+    """Return how many tokens the request can compute now, without those of a split hit that are being loaded."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
 def _loading_of(request: Request) -> Loading:
-    """The loading of a request that waits or is being promoted."""
-    assert request.loading is not None, "a request without a loading, which has its prefix already"
+    """Return the loading of a request that waits or is being promoted."""
+    assert request.loading is not None, "the request has no loading, so it already has its prefix"
     return request.loading
 
 
 class SharedPrefill:
-    """Decides which requests wait for another's prefill.
+    """The choice of requests that wait for another request's prefill of a prefix they share.
 
-    Of ten questions that come together about a new document one computes its whole chunks. What is left of the document
-    when less than a chunk is to be computed, all of them compute.
+    Of ten questions about a new document that arrive together, one computes the document's whole chunks. When less than
+    a chunk of the document is left, every request computes it.
     """
 
     def __init__(self, min_tokens: int) -> None:
-        """No request waits for less than *min_tokens*, one chunk: it computes them within a step itself."""
+        """Create the policy; no request waits for fewer than *min_tokens* tokens, which it computes in one step."""
         self._min_tokens = min_tokens
 
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
-        """Whether one of the *prefilling* requests will soon have computed a beginning that this request needs too.
+        """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
 
-        A less urgent request does not count, as it may have to give way; nor one that does not take all hits, since
-        this request may find at once what that one computes.
+        Requests that are less urgent do not count, because they may be preempted. Nor do requests that do not take all
+        hits, because this request may find in the cache at once what they compute.
         """
         return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._min_tokens
@@ -432,16 +438,16 @@ class SharedPrefill:
 
     @staticmethod
     def _num_tokens_ahead(request: Request, other: Request) -> int:
-        """How many tokens, of those that both prompts begin with, the other request has yet to compute."""
+        """Return how many tokens of the common prefix the other request has yet to compute."""
         there = other.num_computed if other.loading is None else other.loading.num_tokens
         return num_common_tokens(request, other) - there
 
 
 def num_common_tokens(one: Request, other: Request) -> int:
-    """Tokens of the full blocks that both prompts begin with.
+    """Return how many tokens the full blocks have that both prompts begin with.
 
-    A block's name stands for everything before it, so halving finds the last one. Two prompts without a common block,
-    as most are, cost one comparison.
+    A block's name identifies everything before it, so binary search finds the last common block. Two prompts without a
+    common block, as most are, cost one comparison.
     """
     names, others = one.chain.names, other.chain.names
     low, high = 0, min(len(names), len(others))

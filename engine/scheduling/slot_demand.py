@@ -1,4 +1,4 @@
-"""SlotDemand: how many device slots requests need, and whether that many are free."""
+"""The demand for device slots: how many slots requests need, and whether these are free."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,19 +14,21 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
 class SlotDemand:
-    """Counts the device slots that requests will lease, computing up to *chunk* tokens in a step."""
+    """The number of device slots that requests will lease if up to *chunk* tokens are computed per step."""
 
     def __init__(self, cache: TieredCache, chunk: int) -> None:
         self._cache = cache
         self._chunk = chunk
 
     def of(self, num_tokens: int) -> list[int]:
-        """For each group, the most slots that a request of that many tokens leases at once."""
+        """Return for each group the maximum number of slots that a request of *num_tokens* leases at once."""
         return max_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
-        """Whether there are slots for all of the request, beside those that *active* requests have or will need for the
-        rest of their prompts. Without active requests always True."""
+        """Return whether there are slots for all of the request; always True without *active* requests.
+
+        Slots that *active* requests have, or will need for the rest of their prompts, are not available.
+        """
         if not active:
             return True
         shared, free = self._cache.num_leased(hit), self._cache.free_slots()
@@ -37,12 +39,14 @@ class SlotDemand:
         return True
 
     def _of_all(self, request: Request) -> list[int]:
-        """For each group, the most slots that the request leases for its known tokens and one more."""
+        """Return for each group the maximum number of slots for the request's known tokens and one more."""
         return self.of(len(request.token_ids) + 1)
 
     def _to_come(self, request: Request) -> list[int]:
-        """For each group, the slots that the request will lease to compute its prompt, beside the slots that it has and
-        those that are kept for it."""
+        """Return for each group how many more slots the request needs to compute its prompt.
+
+        Slots that it has or that are reserved for it do not count.
+        """
         leased = [num_leased(table) for table in request.tables]
         if request.loading is not None:
             leased = [sum(pair) for pair in zip_longest(leased, request.loading.num_slots(), fillvalue=0)]
@@ -50,15 +54,15 @@ class SlotDemand:
 
 
 def num_leased(table: Sequence[int]) -> int:
-    """The number of slots in a table."""
+    """Return the number of slots in a table."""
     return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 
 @lru_cache(maxsize=4096)
 def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
-    """For each group, the most blocks that a request of *num_tokens* holds at once, computed in chunks.
+    """Return for each group the maximum number of blocks of a request of *num_tokens* computed in chunks.
 
-    A hit, a preemption or a short budget lets a chunk start at any token.
+    A chunk may start at any token, because of a hit, a preemption or a small budget.
     """
     return [
         _max_of_window(group, num_tokens, chunk) if group.forgets else -(-num_tokens // group.block_size)
@@ -67,11 +71,11 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 
 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
-    """`max_blocks` for one group that forgets.
+    """Return `max_blocks` for one group that forgets.
 
-    Among the starts with the same first needed block, the last one holds most, so only starts before a step of
-    `first_needed` are looked at. The number of blocks repeats after at most as many such steps as a block has tokens.
-    (Looking at all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
+    Among the starts with the same first needed block, the last one needs the most blocks. So only starts just before a
+    step of `first_needed` are tried. The number of blocks repeats after at most as many steps as a block has tokens.
+    (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):

@@ -1,4 +1,4 @@
-"""TimedPins: keeps prefixes of waiting requests, answered prompts and documents in host memory until a time."""
+"""Pins with a time limit, for prefixes of waiting requests, answered prompts and documents in host memory."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -9,8 +9,8 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 
-MAX_ENDED = 4  # in one tick: a pin may hold thousands of blocks
-_MAX_STALE = 64  # entries of the heap, beside as many as there are pins, whose pin has ended before its time
+MAX_ENDED = 4  # pins to end per tick: a pin may hold thousands of blocks
+_MAX_STALE = 64  # stale heap entries to keep, in addition to as many as there are pins
 
 
 class TimedPins:
@@ -23,14 +23,14 @@ class TimedPins:
     def __init__(self, cache: TieredCache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._owners: dict[Pin, Hashable] = {}  # of the pins that have not ended
+        self._owners: dict[Pin, Hashable] = {}  # pins that have not ended
         self._ends: dict[Pin, float] = {}  # of the same pins
         self._num_bytes: Counter[Hashable] = Counter()  # by owner
-        self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number tells pins with the same end apart
+        self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number orders pins with equal ends
         self._numbers = count()
 
     def now(self) -> float:
-        """The time on the clock by which pins end."""
+        """Return the current time on the clock of the pins."""
         return self._clock()
 
     def pin(
@@ -44,11 +44,11 @@ class TimedPins:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Keep the cached blocks of the first *num_tokens* until *until*, a time by `now`, as `TieredCache.pin` does;
-        without those before token *start*, which another pin of *owner*'s keeps.
+        """Pin the cached blocks of a prefix until *until*, a time by `now`; see `TieredCache.pin`.
 
-        The new pin takes the place of *instead_of*, an earlier pin of *owner*'s. None if the new pin needs more than
-        *max_bytes* beside the other pins of *owner*; then *instead_of* stays as it was.
+        Blocks before token *start* are left out, because another pin of *owner* keeps them. The new pin replaces
+        *instead_of*, an earlier pin of *owner*, and may take *max_bytes* in addition to the bytes of that pin. If it
+        needs more, returns None and leaves *instead_of* unchanged.
         """
         if max_bytes is not None and instead_of in self._owners:
             max_bytes += instead_of.num_bytes
@@ -62,16 +62,16 @@ class TimedPins:
         return pin
 
     def prolong(self, pin: Pin, until: float) -> None:
-        """Have the pin end at *until*, a time by `now`, and not before; one that has ended already is left alone."""
+        """Extend the pin to *until*, a time by `now`; ignores earlier times and pins that have ended."""
         if pin in self._owners and until > self._ends[pin]:
             self._end_at(pin, until)
 
     def has(self, pin: Pin) -> bool:
-        """Whether the pin has not ended."""
+        """Return whether the pin has not ended."""
         return pin in self._owners
 
     def unpin(self, pin: Pin) -> None:
-        """End the pin before its time; a pin that has ended already is left alone."""
+        """End the pin before its time; ignores a pin that has ended."""
         if pin in self._owners:
             self._cache.unpin(pin)
             owner = self._owners.pop(pin)
@@ -86,13 +86,12 @@ class TimedPins:
             self.unpin(pin)
 
     def num_bytes(self, owner: Hashable) -> int:
-        """Bytes of host memory that the owner's pins take when they are whole."""
+        """Return the bytes of host memory that the owner's pins take when they are complete."""
         return self._num_bytes[owner]
 
     @property
     def num_remembered(self) -> int:
-        """Number of ends in the heap: those of all pins, and for a while earlier ones, of pins that ended before their
-        time or were prolonged."""
+        """Number of heap entries: one per pin, and for a while stale ones of ended or extended pins."""
         return len(self._by_end)
 
     def tick(self) -> None:

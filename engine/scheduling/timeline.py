@@ -1,4 +1,4 @@
-"""Timeline: who asked for a request, and the moments of its life."""
+"""Timelines: who sent a request, and the times of its events."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks for a request. *request_id* is what the caller knows it by, "" if it gave none; *tenant* is the name of
-    an API key's tenant; *traceparent* is W3C's, of the span that the request is a part of."""
+    """The sender of a request.
+
+    *request_id* is the caller's own id, "" if it gave none. *tenant* is the name of an API key's tenant. *traceparent*
+    is the W3C header of the span that the request belongs to.
+    """
 
     request_id: str = ""
     tenant: str | None = None
@@ -19,13 +22,13 @@ ANONYMOUS = Caller()
 
 
 class Stage(StrEnum):
-    """What a request waits for, or has done for it."""
+    """A stage in a request's life."""
 
     QUEUE = "queue"
-    LOOKUP = "lookup"  # where its prefix is
-    PLAN = "plan"  # which part of that is loaded
-    SPILL = "spill"  # blocks are copied down to make room for it
-    PROMOTE_HOST = "promote.host"  # blocks that were in host memory come up
+    LOOKUP = "lookup"  # find the tiers of its prefix
+    PLAN = "plan"  # choose the part of the hit to load
+    SPILL = "spill"  # copy blocks down to make room for it
+    PROMOTE_HOST = "promote.host"  # load blocks from host memory
     PROMOTE_DISK = "promote.disk"
     PROMOTE_REMOTE = "promote.remote"
     PREFILL = "prefill"
@@ -33,7 +36,7 @@ class Stage(StrEnum):
 
 
 class Stretch(NamedTuple):
-    """For how long a stage lasted, in seconds since the request's arrival."""
+    """Start and end of a stage, in seconds since the request's arrival."""
 
     stage: Stage
     start_s: float
@@ -42,31 +45,31 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of one request's life, all by one monotonic clock, as they are reached. Owned by the engine's thread.
+    """Times of one request's events on one monotonic clock, set as they occur. Owned by the engine's thread.
 
-    A preempted request begins and loads again: its first time counts, and it was preempted once more.
+    A preempted request begins and loads again. The times of its first run count, and `num_preempted` is incremented.
     """
 
     arrived_at: float
     caller: Caller = ANONYMOUS
-    lookup_s: float = 0.0  # that looking its prefix up has taken, all times together
+    lookup_s: float = 0.0  # total time of its lookups
     num_preempted: int = 0
-    begun_at: float | None = field(default=None, init=False)  # it left the queue
-    loaded_at: float | None = field(default=None, init=False)  # its cached prefix had come
+    begun_at: float | None = field(default=None, init=False)  # when it left the queue
+    loaded_at: float | None = field(default=None, init=False)  # when its cached prefix had come
     first_token_at: float | None = field(default=None, init=False)
     last_token_at: float | None = field(default=None, init=False)
-    token_gap_s: float | None = field(default=None, init=False)  # between the last two tokens; None before
+    token_gap_s: float | None = field(default=None, init=False)  # between the last two tokens; None before the second
     ended_at: float | None = field(default=None, init=False)
     _noted: dict[Stage, tuple[float, float]] = field(default_factory=dict, init=False)
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds in the queue; None before it has left it."""
+        """Seconds in the queue; None while it is queued."""
         return _between(self.arrived_at, self.begun_at)
 
     @property
     def load_s(self) -> float | None:
-        """Seconds until its cached prefix had come; None before that."""
+        """Seconds from leaving the queue until its cached prefix had come; None before that."""
         return _between(self.begun_at, self.loaded_at)
 
     @property
@@ -75,29 +78,29 @@ class Timeline:
         return _between(self.arrived_at, self.first_token_at)
 
     def on_begun(self, now: float) -> None:
-        """The request left the queue, and its prefix begins to come."""
+        """Record that the request left the queue and its prefix begins to load."""
         self.begun_at = now if self.begun_at is None else self.begun_at
 
     def on_loaded(self, now: float) -> None:
-        """The request has the cached prefix that it gets, which may be none."""
+        """Record that the request has its cached prefix, which may be empty."""
         self.loaded_at = now if self.loaded_at is None else self.loaded_at
 
     def on_token(self, now: float) -> None:
-        """The request got a token."""
+        """Record that the request got a token."""
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
         self.token_gap_s = _between(self.last_token_at, now)
         self.last_token_at = now
 
     def on_ended(self, now: float) -> None:
-        """The request has its last token, or was aborted."""
+        """Record that the request has its last token, or was aborted."""
         self.ended_at = now if self.ended_at is None else self.ended_at
 
     def note(self, stage: Stage, start: float, end: float) -> None:
-        """A stage lasted from *start* to *end*, and is over. Of one that comes again the last time counts."""
+        """Record that a stage lasted from *start* to *end*; if a stage occurs again, its last time counts."""
         self._noted[stage] = start, end
 
     def stretches(self) -> tuple[Stretch, ...]:
-        """The stages that the request has had, by when they began; some lie in others."""
+        """Return the stages that the request has had, ordered by start; some stages lie within other stages."""
         moments = {
             Stage.QUEUE: (self.arrived_at, self.begun_at),
             **self._noted,
@@ -113,7 +116,7 @@ class Timeline:
         return tuple(sorted(found, key=lambda stretch: stretch.start_s))
 
     def check(self) -> None:
-        """Raise AssertionError if the moments are out of order."""
+        """Raise AssertionError if the times are out of order."""
         moments = [
             self.arrived_at,
             self.begun_at,

@@ -1,4 +1,4 @@
-"""WaitingQueue: the requests that have not started, the most urgent first, then in order of arrival."""
+"""The queue of requests that have not started, ordered by priority, then by arrival."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """The request whose turn is next. IndexError if the queue is empty."""
+        """Request whose turn is next. Raises IndexError if the queue is empty."""
         return self._requests[0]
 
     def add(self, request: Request) -> None:
@@ -31,11 +31,11 @@ class WaitingQueue:
         self._requests.insert(bisect_right(self._requests, request.options.priority, key=_priority), request)
 
     def add_again(self, request: Request) -> None:
-        """Queue a preempted request before all of the same priority: it has been running already."""
+        """Queue a preempted request ahead of all of the same priority, because it was already running."""
         self._requests.insert(bisect_left(self._requests, request.options.priority, key=_priority), request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that starts or was aborted. ValueError if it is not in the queue."""
+        """Remove a request that starts or was aborted. Raises ValueError if it is not in the queue."""
         self._requests.remove(request)
 
 

@@ -1,1 +1,1 @@
-"""How tenants share places, threads and memory."""
+"""Fair sharing of threads, memory and queue places among tenants."""

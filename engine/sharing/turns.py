@@ -1,4 +1,4 @@
-"""Turns: gives the places of a resource to the tasks of tenants, in turns."""
+"""Fair sharing of a limited resource among tenants."""
 
 import asyncio
 from collections import Counter, deque
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Each of *num_tenants* is sure of an equal share of *total* units, and of one unit at least.
+    """An equal share of *total* units for each of *num_tenants* tenants, at least one unit each.
 
-    How far a tenant may go beyond its share depends on how the resource comes back. A resource that is held for long
-    (pinned host memory) ends at the share, so that a tenant learns nothing of the others. A resource that comes back by
-    itself but cannot be taken away (a tokenizing thread) may be had up to `max_of_one`. A place in a queue, which can
-    be taken away, may be had as long as no tenant with less than its share wants it.
+    How far a tenant may exceed its share depends on how the resource is returned:
+
+    - Held for long (pinned host memory): limited to the share, so that a tenant learns nothing of other tenants.
+    - Returned by itself, but not revocable (a tokenizer thread): limited to `max_of_one`.
+    - Revocable (a place in a queue): unlimited, until a tenant with less than its share wants the unit.
     """
 
     total: int
@@ -20,51 +21,51 @@ class FairShare:
 
     @property
     def each(self) -> int:
-        """The units that a tenant is sure of, however many the other tenants have."""
+        """Units that a tenant is guaranteed, whatever the other tenants use."""
         return max(1, self.total // max(1, self.num_tenants))
 
     @property
     def max_of_one(self) -> int:
-        """The most units of one tenant: all but one, which is kept for the others; all, if it is alone."""
+        """Limit on one tenant's units: all but one, which is kept for other tenants; all if it is the only tenant."""
         return self.total if self.num_tenants <= 1 else max(1, self.total - 1)
 
 
 class Turns:
-    """The places of *share*, each taken by a task that gives it back. Owned by the event loop.
+    """The units of *share*, each used by a task that gives it back. Owned by the event loop.
 
-    A free place goes to the tenant that has fewest, and among several such tenants to the one that was served longest
-    ago. No tenant gets more than the share's `max_of_one`.
+    A free unit goes to the waiting tenant that uses the fewest units; of several such tenants, to the one served
+    longest ago. No tenant gets more than the share's `max_of_one`.
     """
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
         self._taken: Counter[str | None] = Counter()
-        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # the tenant that was served last comes last
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # by tenant, the last served one last
 
     @property
     def num_taken(self) -> int:
-        """Places that are not free."""
+        """Number of units in use."""
         return self._taken.total()
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait for a place."""
+        """Number of tasks that wait for a unit."""
         return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a place. A task that is cancelled meanwhile has no place, and none to give back."""
+        """Wait for a unit. A task that is cancelled while it waits has no unit to give back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._serve()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was given in the same moment
+            if turn.done() and not turn.cancelled():  # the unit was granted at the same moment
                 self.give_back(tenant)
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """Take one place from the tenant, and give it to the next task."""
+        """Return one unit of the tenant, and grant it to the next task."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]
@@ -72,7 +73,7 @@ class Turns:
 
     def _serve(self) -> None:
         while self.num_taken < self.share.total and (tenants := self._tenants_to_serve()):
-            # Of several the first, which was served longest ago.
+            # `min` returns the first of several, which was served longest ago.
             tenant = min(tenants, key=lambda each: self._taken[each])
             queue = self._waiting.pop(tenant)
             queue.popleft().set_result(None)
@@ -82,7 +83,7 @@ class Turns:
 
     def _tenants_to_serve(self) -> list[str | None]:
         for tenant, queue in list(self._waiting.items()):
-            while queue and queue[0].done():  # its client has left
+            while queue and queue[0].done():  # the task was cancelled
                 queue.popleft()
             if not queue:
                 del self._waiting[tenant]

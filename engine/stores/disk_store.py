@@ -1,4 +1,4 @@
-"""The disk tier, made as the configuration asks for it: its store, codec, cipher and budget of writes."""
+"""The disk tier of an engine, built from its configuration: store, codec, cipher and write budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.block_memory import BlockMemory
 
-MIN_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
+MIN_BLOCKS = 8  # of all groups together; with fewer, LMDB's index alone fills the store
 _ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
 _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
@@ -28,10 +28,12 @@ _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32":
 def open_store(
     config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
 ) -> ReopeningStore:
-    """Begin to open the configured store, in a process of its own; its folder stays within the capacity.
+    """Begin to open the configured store in a process of its own; its folder stays within the capacity.
 
-    A mistake in the configuration raises at once: ValueError, with what to do, for a capacity that holds next to
-    nothing or a key that cannot be read. A folder that cannot be opened does not: see `ReopeningStore`.
+    A folder that cannot be opened does not raise here, see `ReopeningStore`.
+
+    Raises:
+        ValueError: If the capacity holds almost no blocks, or the encryption key cannot be read.
     """
     block_bytes = sum(memory.block_bytes for memory in memories)
     refuse_small(config, block_bytes)
@@ -40,10 +42,10 @@ def open_store(
 
 
 def refuse_small(config: DiskConfig, block_bytes: int) -> None:
-    """ValueError, with what to do, for a capacity that holds next to no blocks of that size."""
+    """Raise ValueError if the capacity holds fewer than `MIN_BLOCKS` blocks of *block_bytes*."""
     if capacity_within(config.capacity) < MIN_BLOCKS * block_bytes:
         raise ValueError(
-            f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
+            f"disk capacity: {config.capacity} bytes are too few for blocks of {block_bytes} bytes; "
             f"use {max_bytes(MIN_BLOCKS * block_bytes)} or more"
         )
 
@@ -51,7 +53,7 @@ def refuse_small(config: DiskConfig, block_bytes: int) -> None:
 def store_settings(
     config: DiskConfig, codec: Codec | CodecChoice, tenants: Mapping[str, TenantConfig] = MappingProxyType({})
 ) -> StoreSettings:
-    """The settings of the configured store, whose folder stays within the capacity. Raises as `cipher_of`."""
+    """Return the settings of the configured store, whose folder stays within the capacity. Raises like `cipher_of`."""
     return StoreSettings(
         Path(config.path),
         capacity_within(config.capacity),
@@ -64,12 +66,14 @@ def store_settings(
 
 
 def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
-    """The codec for blocks of other engines, whose KV mostly has elements of two bytes; others get smaller by less.
-    ValueError for one that changes bytes."""
+    """Return the codec for blocks of foreign engines; raises ValueError for a lossy codec.
+
+    The codec is chosen for elements of two bytes, as in most KV caches; other sizes compress less well.
+    """
     if config.codec == "none":
         return NO_CODEC
     if config.codec == "fp8":
-        raise ValueError('codec "fp8": what other engines store comes back as it was; use none, zstd or auto')
+        raise ValueError('codec "fp8" would change the blocks of other engines; use none, zstd or auto')
     compressed = CODECS["zstd-plane-2"]
     return compressed if config.codec == "zstd" else CodecChoice(compressed)
 
@@ -77,9 +81,9 @@ def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
 def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
     """Return *namespace* for the blocks of every tier of an engine with this disk.
 
-    A block that was read from a disk with a lossy codec is rounded, and no tier keeps note of that: host memory holds
-    such blocks and copies them on. So all blocks of such an engine, rounded or not yet, have names other than those of
-    engines whose blocks are exact.
+    A block read from a disk with a lossy codec is rounded, and no tier records that: host memory holds such blocks and
+    copies them on. So all blocks of such an engine, rounded or not, have names that differ from those of engines with
+    exact blocks.
     """
     if disk is None:
         return namespace
@@ -89,9 +93,10 @@ def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace
 
 
 def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
-    """Return the store as a tier of this namespace. Its records are under one encryption key or none.
+    """Return the store as a tier of this namespace, whose records use at most one encryption key.
 
-    Raises ValueError if the store's codec rounds blocks and *namespace* does not say so: see `with_rounding_of`.
+    Raises:
+        ValueError: If the store's codec is lossy and *namespace* does not say so, see `with_rounding_of`.
     """
     if with_rounding_of(namespace, config) != namespace:
         raise ValueError(f"disk: codec {config.codec} in a namespace of {namespace.kv_quantization!r} KV")
@@ -109,7 +114,7 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
-    """The configured encryption. ValueError if its key cannot be read, `MissingExtra` without the package."""
+    """Return the configured cipher; raises ValueError for an unreadable key, `MissingExtra` without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())
     if config.encryption_key_command is not None:
@@ -118,7 +123,7 @@ def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
 
 
 def codec_of(config: DiskConfig | RemoteConfig, dtype: str) -> Codec | CodecChoice:
-    """The codec for blocks whose elements are of *dtype*."""
+    """Return the codec for blocks with elements of *dtype*."""
     if config.codec == "none":
         return NO_CODEC
     if config.codec == "fp8":

@@ -1,4 +1,4 @@
-"""The remote tier, made as the configuration asks for it: its store, codec, cipher, and the lane that asks."""
+"""The remote tier of an engine, built from its configuration: store, codec, cipher and the lane for queries."""
 
 import logging
 import time
@@ -19,16 +19,17 @@ from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route
 
 log = logging.getLogger(__name__)
-NUM_GETTERS = 4  # reads at a time
+NUM_GETTERS = 4  # concurrent reads
 NUM_PUTTERS = 1
 NUM_ASKERS = 2
 
 
 def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
-    """The configured store; *dtype*: of the blocks' elements, None if they are other engines'.
+    """Return the configured store; *dtype* is that of the blocks' elements, None for blocks of foreign engines.
 
-    ValueError, with what to do, for a URL, a password or a key that cannot be used, `MissingExtra` without the package
-    that speaks to the store.
+    Raises:
+        ValueError: If a URL, a password or a key cannot be used.
+        MissingExtra: If the package for the store is not installed.
     """
     codec = codec_of_others(config) if dtype is None else codec_of(config, dtype)
     cipher = cipher_of(config)
@@ -37,7 +38,7 @@ def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = No
 
 
 def remote_stays(where: str) -> str:
-    """Return the sentence that says what a reset does not reach: the store at *where*, which machines share."""
+    """Return the sentence that tells the operator that a reset does not delete blocks in the store at *where*."""
     return (
         f"remote: blocks in {where} stay and are found again, because other machines share them; "
         f"'kvtier forget-remote {where} --namespace HEX' deletes them, and the server's log names the namespace"
@@ -45,7 +46,7 @@ def remote_stays(where: str) -> str:
 
 
 def remote_store(config: RemoteConfig) -> RemoteStore:
-    """The store at the configured URL. Raises as `open_remote`."""
+    """Return the store at the configured URL. Raises like `open_remote`."""
     if config.is_redis:
         with extra("redis", f"remote {config.url.partition('://')[0]}://"):
             from kvtier.store.remote.redis_remote import RedisRemote
@@ -83,18 +84,17 @@ def _password(config: RemoteConfig) -> str | None:
     except OSError as error:
         raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"remote: the password in {path} is no text in UTF-8; write it again") from None
+        raise ValueError(f"remote: the password in {path} is no text in UTF-8; write the file again") from None
     if file.exposure is not None:
         raise ValueError(f"remote: the password in {path}: {file.exposure}")
     return password
 
 
 class OpenRemote:
-    """A remote store that is in use. Nothing is connected to before it is asked for something; an address at which
-    nobody answers is no error."""
+    """A remote store in use. It connects on first use, and an address that does not answer is not an error."""
 
     def __init__(self, store: RemoteStore, records: SealedRemote, cipher: Cipher | None, finished: Finished) -> None:
-        """Takes over the *store*. What is asked of it comes back by *finished*."""
+        """Take ownership of *store*. The results of queries are delivered through *finished*."""
         self._store = store
         self._records = records
         self._cipher = cipher
@@ -103,27 +103,27 @@ class OpenRemote:
 
     @property
     def where(self) -> str:
-        """The store's address, for people."""
+        """The store's address, for display."""
         return self._store.where
 
     def lanes(self) -> dict[Route, Lane]:
-        """New lanes to and from the store; their caller closes them."""
+        """Return new lanes to and from the store, which the caller closes."""
         return {
             Route.HOST_TO_REMOTE: ThreadLane(self._finished, "put", num_threads=NUM_PUTTERS),
             Route.REMOTE_TO_HOST: ThreadLane(self._finished, "get", num_threads=NUM_GETTERS),
         }
 
     def tier(self, namespace: bytes) -> RemoteTier:
-        """The store as a tier of that namespace."""
+        """Return the store as a tier of *namespace*."""
         log.info("remote: blocks are put into %s as %s", self._store.where, namespace.hex())
         return RemoteTier(self._records, namespace, self._asks, time.monotonic)
 
     def tier_of(self, namespace: Namespace) -> RemoteTier:
-        """The same, for blocks that are as that namespace says. Its records are under one key or none."""
+        """Return the store as a tier of *namespace*, whose records use at most one encryption key."""
         key_id = "" if self._cipher is None else self._cipher.key_id.hex()
         return self.tier(replace(namespace, encryption_key_id=key_id).digest)
 
     def close(self) -> None:
-        """Give up connections, and end what asks."""
+        """Close the connections and end the lane for queries."""
         self._store.close()
         self._asks.close()

@@ -1,4 +1,4 @@
-"""ReopeningStore: a store that is opened by a thread, and anew when its folder is gone, while the engine serves."""
+"""A store that a thread opens, and reopens when its folder is gone, while the engine serves."""
 
 import errno
 import os
@@ -18,27 +18,27 @@ from kvtier.store.process.store_process import TIMEOUT_S, StoreDied, StoreProces
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
-FIRST_REST_S = 1.0  # after an attempt to open the store; doubles with each that fails …
+FIRST_REST_S = 1.0  # after a failed attempt to open the store; doubles with each further failure …
 MAX_REST_S = 60.0  # … up to this
-WATCH_S = 1.0  # how often the thread looks whether the folder is still there
-_END_TIMEOUT_S = 10.0  # for the thread to end, after its process has
+WATCH_S = 1.0  # how often the thread checks that the folder still exists
+_END_TIMEOUT_S = 10.0  # for the thread to end after its process has ended
 
 
 class NotOpen(StrEnum):
-    """Why a store is not open."""
+    """The reason why a store is not open."""
 
-    OPENING = "opening"  # it may be slow, or hang
+    OPENING = "opening"  # opening may be slow, or hang
     IN_USE = "in_use"  # by another process
     READ_ONLY = "read_only"
     FORBIDDEN = "forbidden"
     NO_SPACE = "no_space"
-    DIED = "died"  # the process that was to open it
+    DIED = "died"  # the process that was to open it died
     GONE = "gone"  # its folder was removed or replaced, and it is not open again
-    FAILED = "failed"  # anything else
+    FAILED = "failed"  # any other reason
 
     @classmethod
     def of(cls, error: Exception) -> "NotOpen":
-        """The reason that an error of opening stands for."""
+        """Return the reason for an error of opening."""
         if isinstance(error, FolderInUse):
             return cls.IN_USE
         if isinstance(error, StoreDied):
@@ -58,23 +58,23 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StoreStanding:
-    """A `ReopeningStore` at one moment, by value."""
+    """State of a `ReopeningStore` at one moment."""
 
     folder: Path
-    not_open: NotOpen | None  # None: it is open
+    not_open: NotOpen | None  # None if it is open
     why: str = ""  # one line that says why it is not open
-    num_gone: int = 0  # times that the folder was removed or replaced under it
+    num_gone: int = 0  # how often the folder was removed or replaced while the store was open
     num_restarts: int = 0  # of its process
-    num_ended: int = 0  # processes that have ended by themselves, or hung and were killed
-    why_ended: str = ""  # the last of them
+    num_ended: int = 0  # processes that ended by themselves, or hung and were killed
+    why_ended: str = ""  # why the last of them ended
 
 
 class ReopeningStore:
-    """A `BlobStore`: a `StoreProcess` that a thread of its own opens, and tries to open again until that succeeds.
+    """A `BlobStore` in a `StoreProcess`, which a thread opens, retrying until it succeeds.
 
-    While the store is not open every call raises `StoreUnavailable` at once. When the folder is removed or replaced
-    under the open store, its process is killed, since what it writes is nowhere any more, and the store is opened anew.
-    `statistics` are as they were after the last change, and wait for nothing.
+    While the store is not open, every call raises `StoreUnavailable` at once. If the folder is removed or replaced
+    under the open store, its process is killed, because its writes would be lost, and the store is reopened.
+    `statistics` returns the counts after the last change and does not block.
     """
 
     def __init__(
@@ -84,40 +84,42 @@ class ReopeningStore:
         rest: Callable[[threading.Event, float], bool] = threading.Event.wait,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """*rest* waits for the event, so many seconds at most, and returns whether the event came. *timeout_s*: of
-        silence, after which the process is killed that was to answer."""
+        """Start to open the store.
+
+        *rest* waits for an event up to a number of seconds, and returns whether it occurred. A process that should
+        answer is killed after *timeout_s* of silence.
+        """
         self.settings = settings
         self._memories = memories
         self._timeout_s = timeout_s
         self._closing = threading.Event()
         self._rest = partial(rest, self._closing)
         self._attempted = threading.Event()
-        self._lock = threading.Lock()  # guards the next six
-        self._process = StoreProcess(
-            settings, memories, timeout_s
-        )  # open, or being opened, or one that could not be opened
+        self._lock = threading.Lock()  # guards the next six attributes
+        # The process that is open or being opened, or whose opening failed.
+        self._process = StoreProcess(settings, memories, timeout_s)
         self._num_openings = 0
         self._not_open: NotOpen | None = NotOpen.OPENING
         self._why = "it is still being opened"
         self._num_gone = 0
-        self._before = (0, 0)  # restarts and ends of processes before this one
-        self._refreshing = threading.Lock()  # guards the next
+        self._before = (0, 0)  # restarts and ends of earlier processes
+        self._refreshing = threading.Lock()  # guards `_statistics`
         self._statistics = _empty(settings.capacity_bytes)
         self._thread = threading.Thread(target=self._keep_open, name="kvtier-store-opener", daemon=True)
         self._thread.start()
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Wait until the store is open or cannot be opened for now; whether it is open."""
+        """Wait until the store is open or an attempt has failed, and return whether it is open."""
         self._attempted.wait(timeout_s)
         return self.opening() != 0
 
     def opening(self) -> int:
-        """The number of the opening that lasts now, 0 while the store is not open. Each may have content of its own."""
+        """Return the number of the current opening, 0 while not open; each opening may have different content."""
         with self._lock:
             return self._num_openings if self._not_open is None else 0
 
     def standing(self) -> StoreStanding:
-        """Whether it is open, and what became of its processes; waits for nothing."""
+        """Return whether the store is open, and what became of its processes. Does not block."""
         with self._lock:
             process, (restarts, ended) = self._process, self._before
             return StoreStanding(
@@ -173,14 +175,14 @@ class ReopeningStore:
         self._open_process().check()
 
     def stop_opening(self) -> None:
-        """Open no process any more, and end at once one that is being opened; for an owner that is about to close."""
+        """Open no more processes, and end at once one that is being opened; for an owner about to close."""
         self._closing.set()
         with self._lock:
             process = self._process
         process.stop_opening()
 
     def kill(self) -> None:
-        """End the store's process at once, whatever it is doing. What was put so far is whole."""
+        """Kill the store's process at once, whatever it is doing; records that were put stay intact."""
         self._closing.set()
         with self._lock:
             process = self._process
@@ -204,16 +206,16 @@ class ReopeningStore:
             return self._process
 
     def _refresh(self, process: StoreProcess) -> None:
-        with self._refreshing:  # so that a later one is never followed by an earlier one
+        with self._refreshing:  # so that older statistics never replace newer ones
             self._statistics = process.statistics()
 
     def _keep_open(self) -> None:
-        """Run the thread: open the store, and again when that failed or its folder is gone, until told to stop."""
+        """Run the thread: open the store, and reopen it after a failure or loss of its folder, until told to stop."""
         rest_s = FIRST_REST_S
         while not self._closing.is_set():
             try:
                 folder = self._open()
-            except Exception as error:  # a thread's top: `standing` tells of it
+            except Exception as error:  # the top of a thread; `standing` reports the error
                 self._on_failure(error)
                 if self._rest(rest_s):
                     return
@@ -225,7 +227,7 @@ class ReopeningStore:
             self._begin_again()
 
     def _open(self) -> "_Folder":
-        """Open the store; its folder, held. Raises what opening raises."""
+        """Open the store and return its folder, held open. Raises what opening raises."""
         self._process.open()
         folder = _Folder(self.settings.folder)
         try:
@@ -246,7 +248,7 @@ class ReopeningStore:
         self._attempted.set()
 
     def _watch(self, folder: "_Folder") -> bool:
-        """Watch the folder until the thread is to stop: True. If the folder is gone before, kill the process: False."""
+        """Watch the folder; return True when the thread must stop, False after killing the process of a lost folder."""
         with folder:
             while folder.is_there():
                 if self._rest(WATCH_S):
@@ -258,7 +260,7 @@ class ReopeningStore:
         return False
 
     def _begin_again(self) -> None:
-        """Put a new process in the place of the one that was told to stop."""
+        """Replace the process that was stopped by a new one."""
         with self._lock:
             restarts, ended = self._before
             self._before = restarts + max(0, self._process.num_starts - 1), ended + self._process.num_ended
@@ -267,7 +269,7 @@ class ReopeningStore:
 
 
 class _Folder:
-    """The folder that a store is open in: held, so that no other folder gets its inode number meanwhile."""
+    """The folder of an open store, held open so that no other folder gets its inode number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -279,14 +281,14 @@ class _Folder:
             raise
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the folder, and the file that the store's process has locked is in it."""
+        """Return whether the path still leads to the folder, and the folder to the process's lock file."""
         try:
             return samestat(os.stat(self._path), os.fstat(self._file)) and samestat(
                 os.stat(LOCK_FILE, dir_fd=self._file), self._lock
             )
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # an error of the medium says nothing about the folder
+        except OSError:  # an error of the medium is no evidence about the folder
             return True
 
     def close(self) -> None:

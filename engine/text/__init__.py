@@ -1,1 +1,1 @@
-"""Text to tokens and back: chat templates, limits of prompts, threads that tokenize, streams of text."""
+"""Conversion of text to tokens and back: chat templates, prompt limits, tokenizer threads, detokenization."""

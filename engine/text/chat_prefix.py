@@ -1,4 +1,4 @@
-"""Token ids of chats about a document, and of what all of them begin with."""
+"""Token ids of chats about a document, and of the prefix that all of these chats share."""
 
 from dataclasses import replace
 
@@ -9,18 +9,18 @@ from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import TemplateTraits
 
-_MAX_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
-_QUESTIONS = ("What", "7")  # two that share no token
+_MAX_BEHIND = 1024  # limit on the tokens after a document, including the question; templates add a handful
+_QUESTIONS = ("What", "7")  # two that have no token in common
 
 
 def chat_token_ids(
     tokenizer: PreTrainedTokenizerBase, system: str | None, question: str, limit: PromptLimit
 ) -> list[int]:
-    """Return the token ids of a user's *question*, after a *system* message if there is one, up to the answer.
+    """Return the token ids of a prompt with a user's *question* and an optional *system* message.
 
     Raises:
-        TooManyTokens: They are sure to be more than the *limit*.
-        ValueError, jinja2.exceptions.TemplateError: What `chat_text` raises.
+        TooManyTokens: If the prompt certainly has more tokens than the *limit*.
+        ValueError, jinja2.exceptions.TemplateError: As raised by `chat_text`.
     """
     traits = TemplateTraits.of(tokenizer, has_tools=False)
     said = [("user", question)] if system is None else [("system", system), ("user", question)]
@@ -31,9 +31,10 @@ def chat_token_ids(
 
 
 def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
-    """Return the token ids that all conversations begin with whose first user message begins with *document*.
+    """Return the token ids that begin every conversation whose first user message begins with *document*.
 
-    A *system* message may come before it. The *limit* is for these token ids. Raises what `chat_token_ids` raises.
+    A *system* message may come before it. The *limit* applies to these token ids. Raises the errors of
+    `chat_token_ids`.
     """
     whole = replace(limit, max_tokens=limit.max_tokens + _MAX_BEHIND)
     try:

@@ -1,26 +1,26 @@
-"""Detokenizer: text from a growing list of tokens, in pieces that never have to be taken back."""
+"""Conversion of a growing list of tokens to text, in pieces that never have to be retracted."""
 
 from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
+_INCOMPLETE = "\ufffd"  # decoded from bytes that are not a character, or not yet
 _CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
 
 
 def num_begun(text: str, wholes: Sequence[str]) -> int:
-    """The length of the longest ending of *text* that one of the *wholes*, which are longer, begins with."""
+    """Return the length of the longest suffix of *text* that is a proper prefix of one of *wholes*."""
     longest = max(map(len, wholes), default=1) - 1
     endings = (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in wholes))
     return next(endings, 0)
 
 
 class Detokenizer:
-    """Streams the text of one request, which owns it.
+    """The streamed text of one request, which owns it.
 
-    Invariant: *text* is the pieces that `push` and `flush` gave, joined; after `flush` it is the decoding of all
-    tokens, special ones skipped, or what comes before the first stop string in it.
-    Held back: bytes that may yet become a character, and an ending that may yet become a stop string.
+    Invariant: *text* is the concatenation of all pieces that `push` and `flush` returned. After `flush`, it is the
+    decoding of all tokens without special ones, up to the first stop string. Held back are bytes that may become a
+    character, and a suffix that may become a stop string.
     """
 
     def __init__(
@@ -30,26 +30,28 @@ class Detokenizer:
         min_tokens: int = 0,
         shown_token_ids: Collection[int] = (),
     ) -> None:
-        """No *stop* string is one that is complete with the first *min_tokens* tokens. Special tokens among
-        *shown_token_ids* are a part of the text."""
+        """Create an empty text.
+
+        A *stop* string that is complete within the first *min_tokens* tokens is ignored. Special tokens among
+        *shown_token_ids* are part of the text.
+        """
         self._tokenizer = tokenizer
-        self._drops_special = (
-            not shown_token_ids
-        )  # the decoder does, which is cheaper than to list them: 0.3 ms of 1,000
+        # Without shown tokens the decoder drops special ones, which saves listing them: 0.3 ms for 1,000.
+        self._drops_special = not shown_token_ids
         self._special_ids = (
             frozenset(tokenizer.all_special_ids) if self._drops_special else _special_ids(tokenizer, shown_token_ids)
         )
         self._stop = tuple(stop)
         self.stopped_by: str | None = None  # the stop string that was found; later tokens add nothing
-        self._num_unstoppable = min_tokens  # tokens to come
+        self._num_unstoppable = min_tokens  # number of coming tokens during which no stop string counts
         self._pieces: list[str] = []
         self._held = ""  # whole characters, held back as the possible beginning of a stop string
 
-        # Only the window is decoded, so a token costs the same anywhere in the text. It begins with context, tokens
-        # whose text is out already, because decoders treat a first word in another way (they strip its space).
+        # Only the window is decoded, so each token costs the same, however long the text is. The window begins with
+        # context: tokens whose text has already been returned, because decoders strip the space of a first word.
         self._window: list[int] = []
         self._num_context = 0
-        self._num_read = 0  # characters of the window's text that are out, or in `_held`
+        self._num_read = 0  # characters of the window's text that were returned or are in `_held`
 
     @property
     def stopped(self) -> bool:
@@ -58,11 +60,11 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The pieces given so far, joined."""
+        """Concatenation of the pieces returned so far."""
         return "".join(self._pieces)
 
     def push(self, token_id: int) -> str:
-        """The text that *token_id* makes safe to show: often one word, sometimes none, or more than its own."""
+        """Add *token_id* and return the text that is now safe to show: often one word, sometimes none or several."""
         self._num_unstoppable -= 1
         if self.stopped or token_id in self._special_ids:
             return ""
@@ -72,50 +74,50 @@ class Detokenizer:
         whole = text.rstrip(_INCOMPLETE)
         if whole == text:
             piece = self._read(whole)
-            if piece:  # the tokens of this piece are context enough for the next
+            if piece:  # the tokens of this piece are enough context for the next
                 self._slide(self._num_context, num_context=len(self._window) - self._num_context, num_waiting=0)
             elif self._num_context:  # a token without text, such as an id beyond the vocabulary
                 self._window.pop()
-            else:  # a space that is stripped where a text begins: without it the next one would be
+            else:  # a space stripped at the start of a text: as context, it keeps the next space from being stripped
                 self._num_context = len(self._window)
         elif len(self._window) - self._num_context < _CHARACTER_TOKENS:
             piece = self._read(whole)
-        else:  # the first incomplete bytes are garbage or done: only the last mark can become a character
+        else:  # the first incomplete bytes are garbage or complete: only the last mark can still become a character
             piece = self._read(text[:-1])
             self._slide(-2 * _CHARACTER_TOKENS, num_context=0, num_waiting=1)
         return self._show(piece)
 
     def flush(self) -> str:
-        """The text that is still held back, now that the tokens have ended."""
+        """Return the text that is still held back, because no more tokens follow."""
         if self.stopped:
             return ""
         return self._show(self._read(self._decode()), last=True)
 
     def _decode(self) -> str:
-        # Without the tidying of spaces before punctuation, which would change text that is out already.
+        # Without cleaning up spaces before punctuation, which would change text that was already returned.
         text = self._tokenizer.decode(
             self._window, skip_special_tokens=self._drops_special, clean_up_tokenization_spaces=False
         )
-        assert isinstance(text, str)  # a list would be the answer to several lists
+        assert isinstance(text, str)  # it would be a list only for several lists of tokens
         return text
 
     def _read(self, text: str) -> str:
-        """Read on in *text*, the beginning of the window's text: the part that was not read before."""
+        """Return the part of *text*, a prefix of the window's text, that was not read before."""
         piece = text[self._num_read :]
         self._num_read += len(piece)
         return piece
 
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
-        """Move the window's beginning to its token *start*; all but its last *num_waiting* characters count as read."""
+        """Move the window's start to token *start*; all but its last *num_waiting* characters count as read."""
         self._window = self._window[start:]
         self._num_context = num_context
         self._num_read = len(self._decode()) - num_waiting
 
     def _show(self, piece: str, last: bool = False) -> str:
-        """Give out the held text and *piece*, up to a stop string, or to what may become one, unless *last*."""
+        """Return the held text and *piece* up to a stop string, or, unless *last*, to what may become one."""
         text = self._held + piece
         hits = [] if self._num_unstoppable >= 0 else self._hits(text)
-        if hits:  # the stop string that is complete first, however the text was cut into tokens
+        if hits:  # take the stop string that is complete first, however the text is divided into tokens
             _, num_shown, self.stopped_by = min(hits)
         else:
             num_shown = len(text) if last else len(text) - num_begun(text, self._stop)
@@ -124,12 +126,12 @@ class Detokenizer:
         return text[:num_shown]
 
     def _hits(self, text: str) -> list[tuple[int, int, str]]:
-        """End, beginning and text of the first of each stop string that ends in *text* behind what was held back."""
+        """Return end, start and text of each stop string's first occurrence that ends after the held-back text."""
         starts = {stop: max(0, len(self._held) - len(stop) + 1) for stop in self._stop}
         return [(at + len(stop), at, stop) for stop, start in starts.items() if (at := text.find(stop, start)) >= 0]
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, shown_token_ids: Collection[int]) -> frozenset[int]:
-    """Tokens that are no part of a text, such as the end token, but those that are shown."""
+    """Return the tokens that are not part of a text, such as the end token, without *shown_token_ids*."""
     marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(marked.union(tokenizer.all_special_ids).difference(shown_token_ids))

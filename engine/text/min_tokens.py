@@ -1,4 +1,4 @@
-"""MinTokens: a lower bound of a text's tokens, found without tokenizing all of it."""
+"""A lower bound for the number of tokens of a text, found without tokenizing all of it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,29 +8,30 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-PIECE = 4  # characters per token of the limit that are looked at together: about what a token of a usual text has
-_FREE = 2  # a text of so few pieces is not looked at: tokenizing it tells as soon
-_MAX_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and its like; NFC)
-_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # these drop nothing of a text
+PIECE = 4  # characters per token of the limit to tokenize at a time: about what a token of ordinary text has
+_FREE = 2  # texts of up to this many pieces are not examined, because tokenizing them is as fast
+_MAX_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and similar; NFC)
+_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # these drop no part of a text
 
 
 class TooManyTokens(ValueError):
-    """A text has more tokens than it may; at least *num_least* were found, without reading all of it."""
+    """Raised if a text has at least *min_num_tokens* tokens, more than its limit; not all of it was tokenized."""
 
     def __init__(self, min_num_tokens: int, limit: int) -> None:
-        super().__init__(f"it has {min_num_tokens} tokens or more, and may have {limit}; shorten it")
+        super().__init__(f"it has at least {min_num_tokens} tokens, more than the limit of {limit}; shorten it")
         self.min_num_tokens = min_num_tokens
         self.limit = limit
 
 
 class MinTokens:
-    """Refuses texts that are too long, in less time than it takes to tokenize them. Many threads may use it.
+    """A check that rejects texts that are too long, faster than tokenizing them. Many threads may use it.
 
-    First by length: no token is longer than the longest of the vocabulary. That bound is sound only where the tokenizer
-    drops nothing of a text and has no token that stands for a run of unknown characters. So the tokenizer's own
-    description is read; one with parts that this module does not know gives no such bound. Then by tokenizing one piece
-    after another, until there are more tokens than allowed. The tokens before the last word of a piece do not depend on
-    the text behind it, and count; texts of a tokenizer that knows no words are bounded by length only.
+    The first check is by length: no token is longer than the longest of the vocabulary. That bound holds only if the
+    tokenizer drops no part of a text and has no token for a run of unknown characters. So the check reads the
+    tokenizer's own description, and is skipped if that has parts that this module does not know.
+
+    The second check tokenizes one piece after another until the limit is exceeded. The tokens before the last word of a
+    piece count, because they do not depend on the text after it. A tokenizer that knows no words skips this check.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,7 +41,7 @@ class MinTokens:
         self.longest_token = _longest_token(described)
 
     def check(self, text: str, limit: int) -> None:
-        """TooManyTokens if *text* is sure to have more than *limit* tokens; a text that passes may still have more."""
+        """Raise TooManyTokens if *text* surely has more than *limit* tokens. A text that passes may have more."""
         longest = self.longest_token
         if longest is not None and not text.isascii() and self._decomposes:
             longest *= _MAX_DECOMPOSED
@@ -56,7 +57,7 @@ class MinTokens:
             words = encoding.word_ids
             last = next((word for word in reversed(words) if word is not None), None)
             if last is None or (span := encoding.word_to_chars(last)) is None or not span[0]:
-                return  # one word, or none that counts
+                return  # the piece is one word, or has none that counts
             min_num_tokens += words.index(last)
             if min_num_tokens > limit:
                 raise TooManyTokens(min_num_tokens, limit)
@@ -64,7 +65,7 @@ class MinTokens:
 
 
 def _longest_token(described: Mapping[str, Any]) -> int | None:
-    """The most characters of a text that a token stands for; None if that is unbounded or not known."""
+    """Return the maximum number of characters of a token; None if that is unlimited or unknown."""
     model = described.get("model") or {}
     swallows = any(token["lstrip"] or token["rstrip"] for token in described.get("added_tokens", ()))
     if swallows or model.get("type") != "BPE" or not _keeps_all(described) or not _knows_all(described):
@@ -74,14 +75,14 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Whether every character of a text reaches the tokenizer's model, except those that NFC composes."""
+    """Return whether every character of a text reaches the tokenizer's model, except those that NFC composes."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )
 
 
 def _keeping_normalizer(part: Mapping[str, Any]) -> bool:
-    if part["type"] == "Replace":  # only of a string, not of a pattern, by one at least as long
+    if part["type"] == "Replace":  # only if it replaces a string, not a pattern, by one at least as long
         replaced = part["pattern"].get("String")
         return replaced is not None and len(part["content"]) >= len(replaced)
     return part["type"] in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel")
@@ -94,7 +95,7 @@ def _keeping_pre_tokenizer(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(described: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer's model gives every character a token, and each unknown one a token of its own."""
+    """Return whether the model has a token for every character, and gives each unknown one a token of its own."""
     model, vocab = described["model"], described["model"]["vocab"]
     if "ByteLevel" in _kinds(described.get("pre_tokenizer")) | _kinds(described.get("normalizer")):
         return all(symbol in vocab for symbol in ByteLevel.alphabet())
@@ -108,7 +109,7 @@ def _kinds(part: Mapping[str, Any] | None) -> set[str]:
 
 
 def _parts(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, of which a sequence has several."""
+    """Yield the steps of a normalizer or pre-tokenizer; a sequence has several."""
     if part is None:
         return
     if part["type"] != "Sequence":

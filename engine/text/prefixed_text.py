@@ -1,4 +1,4 @@
-"""PrefixedText: a text that is tokenized once, and how many of its tokens each of its beginnings has."""
+"""A text that is tokenized once, and the number of tokens of each of its prefixes."""
 
 from bisect import bisect_left
 
@@ -8,10 +8,10 @@ from kvtier.engine.text.prompt_limit import PromptLimit
 
 
 class PrefixedText:
-    """The tokens of a prompt's whole text, without special tokens beside those in the text. Owned by its caller."""
+    """The tokens of a prompt's text, with only the special tokens that the text contains. Owned by its caller."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, limit: PromptLimit) -> None:
-        """`TooManyTokens` for a text beyond the *limit*."""
+        """Tokenize *text*. Raises `TooManyTokens` if it exceeds the *limit*."""
         limit.check_text(text)
         self._tokenizer = tokenizer
         self._text = text
@@ -19,14 +19,14 @@ class PrefixedText:
         self.token_ids: list[int] = self._encoding["input_ids"]
 
     def num_tokens_shared(self, other: str) -> int:
-        """How many tokens lie wholly in the beginning that the text and *other* have in common."""
+        """Return how many tokens lie completely within the common prefix of this text and *other*."""
         num_chars = num_common(self._text, other)
         if num_chars == len(self._text):
             return len(self.token_ids)
-        if not self._tokenizer.is_fast:  # it does not tell which characters a token has
+        if not self._tokenizer.is_fast:  # slow tokenizers do not map characters to tokens
             beginning = self._tokenizer(self._text[:num_chars], add_special_tokens=False)["input_ids"]
             return num_common(self.token_ids, beginning)
-        for place in range(num_chars, len(self._text)):  # a character may be no token's, such as a stripped space
+        for place in range(num_chars, len(self._text)):  # a character may belong to no token, such as a stripped space
             token = self._encoding.char_to_token(place)
             if token is not None:
                 return int(token)
@@ -34,7 +34,7 @@ class PrefixedText:
 
 
 def num_common(one: str | list[int], other: str | list[int]) -> int:
-    """How many characters, or token ids, *one* and *other* begin with in common."""
-    # By halves: a loop over the characters of a document takes milliseconds, a comparison of its half microseconds.
+    """Return the length of the common prefix of *one* and *other*, in characters or token ids."""
+    # Binary search: comparing half a document takes microseconds, a loop over its characters milliseconds.
     longest = min(len(one), len(other))
     return bisect_left(range(longest), True, key=lambda place: one[: place + 1] != other[: place + 1])

@@ -1,4 +1,4 @@
-"""PromptLimit: how long a prompt may be and which token ids it may have, checked before it is tokenized."""
+"""The maximum length and valid token ids of a prompt, checked before it is tokenized."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from kvtier.engine.text.min_tokens import MinTokens
 
 
 class UnknownToken(ValueError):
-    """A token id that the tokenizer does not have; the message says which it has."""
+    """Raised for a token id that the tokenizer does not have; the message gives the valid range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PromptLimit:
         self.min_tokens.check(text, self.max_tokens)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """UnknownToken unless the tokenizer has all of the ids."""
+        """Raise UnknownToken unless the tokenizer has all of the ids."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.num_ids:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.num_ids)
             raise UnknownToken(f"token id {wrong}: the tokenizer has 0 to {self.num_ids - 1}")

@@ -1,4 +1,4 @@
-"""TemplateTraits: how a chat template wants messages, tools and calls, found by having it write some."""
+"""The forms of messages, tools and calls that a chat template expects, found by rendering probes with it."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import TEMPLATE_ERRORS, chat_text
 
-PROBE = "kvtier_probe"  # the name of a tool that nobody has
+PROBE = "kvtier_probe"  # name of a tool that does not exist
 _VALUE = "kvtier_value"
 _ARGUMENTS = {_VALUE: 7}
-_IS_JSON = re.compile(rf'"{_VALUE}"\s*:\s*7')  # neither Python's notation of a dict, nor JSON within JSON
-_MARKER = "kvtiermarker"  # a text that no template writes by itself
+_IS_JSON = re.compile(rf'"{_VALUE}"\s*:\s*7')  # matches neither the repr of a Python dict nor JSON within JSON
+_MARKER = "kvtiermarker"  # a text that no template writes of its own accord
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -33,20 +33,20 @@ _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "a0b1c2d3e"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a template expects. The defaults are those of most templates."""
+    """The forms that a template expects. The defaults are those of most templates."""
 
     writes_tools: bool = True
-    arguments_are_text: bool = False  # it writes those of past calls as they are; else it takes an object
-    ids_are_short: bool = False  # it refuses ids of calls that do not have nine characters
-    call: str | None = None  # a call of PROBE as it writes one; None: it writes none
-    roles_of_parts: frozenset[str] = frozenset()  # roles whose text it only writes from a list of parts
+    arguments_are_text: bool = False  # it takes the arguments of past calls as text, which it copies; else as an object
+    ids_are_short: bool = False  # it rejects ids of calls that do not have nine characters
+    call: str | None = None  # a call of PROBE as the template renders it; None if it renders no calls
+    roles_of_parts: frozenset[str] = frozenset()  # roles whose text it renders only from a list of parts
     lost_roles: frozenset[str] = frozenset()  # roles whose text it leaves out in either form
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = True) -> Self:
         """Return the traits of the template that the tokenizer uses with tools, or without them.
 
-        The template is asked about ten times, which takes a few milliseconds, and only for the first request.
+        The template is rendered about ten times, which takes a few milliseconds, for the first request only.
         """
         if tokenizer.chat_template is None:
             return cls(writes_tools=False)
@@ -70,7 +70,7 @@ class TemplateTraits:
         return cls(writes_tools, call=call, roles_of_parts=of_parts, lost_roles=lost)
 
     def content(self, role: str, text: str) -> str | list[dict[str, str]]:
-        """Return *text* in the form in which the template writes the content of messages of that role."""
+        """Return *text* in the form that the template expects as the content of messages of *role*."""
         return _content(text, is_parts=role in self.roles_of_parts)
 
 
@@ -85,10 +85,10 @@ def _content(text: str, *, is_parts: bool) -> str | list[dict[str, str]]:
 def _content_forms(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the roles whose text the template only writes from a list of parts, and those whose text it always loses.
+    """Return the roles whose text is rendered only from a list of parts, and the roles whose text is always lost.
 
-    A marker in the role's message must appear in the rendered prompt. A role that the template refuses is in neither
-    set: it will refuse a request's message too, so that nothing is lost unnoticed.
+    A marker in the role's message must appear in the rendered prompt. A role that the template rejects is in neither
+    set, because it also rejects requests with that role, so no text is lost unnoticed.
     """
     of_parts: set[str] = set()
     lost: set[str] = set()
@@ -105,7 +105,7 @@ def _content_forms(
 
 
 def _conversation(role: str, content: object, of_parts: Collection[str]) -> list[Mapping[str, Any]]:
-    """Return the shortest conversation with a message of that role that strict templates accept."""
+    """Return the shortest conversation with a message of *role* that strict templates accept."""
     message = {"role": role, "content": content}
     user = {"role": "user", "content": _content("?", is_parts="user" in of_parts)}
     if role == "user":
@@ -121,13 +121,13 @@ def _conversation(role: str, content: object, of_parts: Collection[str]) -> list
 def _is_written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> bool | None:
-    """Return whether the marker is in what the template writes; None if it refuses the messages."""
+    """Return whether the template renders the marker; None if it rejects the messages."""
     written = _written(tokenizer, messages, tools)
     return None if written is None else _MARKER in written
 
 
 def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]:
-    """Return an answer of the assistant's that calls PROBE."""
+    """Return an assistant message that calls PROBE."""
     call = {"id": call_id, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
@@ -135,7 +135,7 @@ def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]
 def _call(
     tokenizer: PreTrainedTokenizerBase, user: Mapping[str, Any], content: object, call_id: str, arguments: object
 ) -> str | None:
-    """Return what the template writes of an answer that is a call; None if it refuses it, or leaves it out."""
+    """Return how the template renders an answer that is a call; None if it rejects the call or leaves it out."""
     before = _written(tokenizer, [user], [_TOOL])
     whole = _written(tokenizer, [user, _calling(content, call_id, arguments)], [_TOOL])
     if before is None or whole is None:

@@ -1,4 +1,4 @@
-"""TokenizerThreads: threads that tokenize prompts, so that neither the event loop nor another tenant waits for one."""
+"""Threads that tokenize prompts, so that neither the event loop nor another tenant waits for a long prompt."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,17 +18,18 @@ _T = TypeVar("_T")
 
 
 class TokenizerThreads:
-    """Runs work with a tokenizer, tenant by tenant; no tenant has all threads. Owned by the event loop.
+    """A thread pool for work with a tokenizer. Tenants take turns, and none can use all threads.
 
-    Fast tokenizers give up the interpreter lock (a text of 3 MB kept another thread waiting for 0.1 s at most), and
-    several threads may use one as long as its settings do not change. Slow tokenizers get one thread.
+    Fast tokenizers release the interpreter lock (a text of 3 MB blocked another thread for at most 0.1 s), and several
+    threads may use one as long as its settings do not change. A slow tokenizer gets one thread. Owned by the event
+    loop.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:
-        """For a large vocabulary this may take a second: do not call it on an event loop."""
+        """Create the threads. Do not call this on an event loop: with a large vocabulary it may take a second."""
         self._min_tokens = MinTokens(tokenizer)
         self._num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
-        tokenizer("a")  # switches off the truncation and padding that its file may ask for
+        tokenizer("a")  # switches off truncation and padding that the tokenizer's file may request
         self._tokenizer = tokenizer
         self._num_threads = num_threads if tokenizer.is_fast else 1
         self._turns = Turns(FairShare(self._num_threads, 1))
@@ -36,42 +37,43 @@ class TokenizerThreads:
 
     @property
     def num_running(self) -> int:
-        """Jobs that have a thread; a job whose caller has left keeps it until it is done."""
+        """Number of jobs that have a thread. A job whose caller was cancelled keeps its thread until it is done."""
         return self._turns.num_taken
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for a thread."""
+        """Number of jobs that wait for a thread."""
         return self._turns.num_waiting
 
     def limit(self, max_tokens: int) -> PromptLimit:
-        """The limit of a prompt that may have *max_tokens* tokens."""
+        """Return the limit for a prompt of at most *max_tokens* tokens."""
         return PromptLimit(self._min_tokens, self._num_ids, max_tokens)
 
     def share_among(self, num_tenants: int) -> None:
-        """Give each of so many tenants an equal share of the threads from now on."""
+        """Give each of *num_tenants* tenants an equal share of the threads from now on."""
         self._turns.share = FairShare(self._num_threads, num_tenants)
 
     async def run(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
-        """Call *work* in a thread when it is the tenant's turn, and return or raise what it does.
+        """Call *work* in a thread when it is the tenant's turn, and return its result or raise its exception.
 
-        If the caller is cancelled before its turn, *work* is not called. RuntimeError if the threads are closed before.
+        If the caller is cancelled before its turn, *work* is not called. Raises RuntimeError if the threads are closed
+        before the turn.
         """
         await self._turns.take(tenant)
         loop = asyncio.get_running_loop()
 
         def give_back(_: Future[_T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._turns.give_back, tenant)
 
         try:
             job = self._threads.submit(guarded(partial(work, self._tokenizer)))
-        except RuntimeError:  # closed while this job waited: the next job learns of it in its turn
+        except RuntimeError:  # closed while this job waited; the next job finds out at its own turn
             self._turns.give_back(tenant)
             raise
         job.add_done_callback(give_back)
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """End the threads once their jobs are done. Idempotent; any thread may call it."""
+        """End the threads once their jobs are done. May be called repeatedly and from any thread."""
         self._threads.shutdown(wait=False)

@@ -1,2 +1,1 @@
-"""kvtier as an application of Ray Serve: `AsyncLLM` in replicas, the router's policy as their request router, a sidecar
-on each node."""
+"""kvtier as a Ray Serve application: `AsyncLLM` in replicas, the router's policy, and a sidecar on each node."""

@@ -1,4 +1,4 @@
-"""build_app: the application, for `serve run`, `serve deploy` and `serve.run`."""
+"""`build_app`: the Ray Serve application, for `serve run`, `serve deploy` and `serve.run`."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,15 @@ from kvtier.routing.ray_serve.config import ray_serve_config
 from kvtier.routing.ray_serve.engine import Engine
 from kvtier.routing.ray_serve.front import Front
 
-ENDS_S = 30.0  # beyond `drain_s`, to write what is cached
+ENDS_S = 30.0  # beyond `drain_s`, to write cached blocks
 MAX_AT_ONCE = 256  # requests at one replica that have not ended; the engine has a queue of its own
-STATS_S = 2.0  # how often Ray asks replicas where they publish, which does not change
+STATS_S = 2.0  # between Ray's queries for a replica's event endpoints, which do not change
 
 
 def build_app(args: Mapping[str, object]) -> Application:
-    """The application with these arguments, see `RayServeConfig`: a `Front`, and behind it the deployment `Engine`.
+    """Return the application with these arguments, see `RayServeConfig`: a `Front` and, behind it, an `Engine`.
 
-    How many replicas there are, and what each has of the machine, is said in `replicas`, or in Ray's own configuration
-    of the deployment.
+    `replicas`, or Ray's own configuration of the deployment, sets the number of replicas and the resources of each.
     """
     config = ray_serve_config(args)
     routing = RequestRouterConfig(
@@ -40,6 +39,6 @@ def build_app(args: Mapping[str, object]) -> Application:
     }
     fronts = {"max_ongoing_requests": 16 * MAX_AT_ONCE, **config.fronts}
     engine = serve.deployment(Engine, name="Engine", **replicas)
-    # Ray replaces all replicas when what they are made of changes: how many there are is no part of it.
+    # Ray replaces all replicas when their arguments change, so the arguments leave out the number of replicas.
     made_of = msgspec.structs.replace(config, replicas={}, fronts={})
     return serve.deployment(Front, name="Front", **fronts).bind(engine.bind(made_of), made_of)

@@ -1,4 +1,4 @@
-"""Call: an HTTP request on its way from the front to a replica, and what the request router needs of it."""
+"""`Call`: an HTTP request on its way from the front to a replica, with the facts that the request router needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,17 +21,19 @@ class Call:
 
 
 class Stage(IntEnum):
-    """How far a call is."""
+    """The progress of a call."""
 
-    WAITING = 0  # its answer has not begun
+    WAITING = 0  # the answer has not begun
     ANSWERING = 1
     ENDED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The prompt of a call: its *tokens* if they are known, the *salt* that replicas name its blocks with, and *who*
-    asks."""
+    """The prompt of a call.
+
+    *tokens* are None if unknown. *salt* is the salt with which replicas name its blocks. *who* identifies the client.
+    """
 
     question: Question
     tokens: TokenArray | None
@@ -41,12 +43,13 @@ class Wanted:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Way:
-    """Where a call should go. It is an argument of the call for the request router's sake, which is in the process of
-    the caller: it sees this very object, and the replica an empty one.
+    """The routing information of a call, which is passed as an argument of the call.
 
-    The caller sets *stage* as the answer comes, from its own thread; the request router reads it, and takes a way that
-    is no more for one that has ended. A call without
-    *wanted* goes where *key* says, and without either anywhere.
+    The request router is in the caller's process and sees this very object; the replica gets an empty one. A call
+    without *wanted* goes to the replica that *key* selects, and without either it goes to any replica.
+
+    The caller sets *stage* from its own thread as the answer arrives. The request router reads it, and takes a way that
+    no longer exists for one that has ended.
     """
 
     wanted: Wanted | None = None

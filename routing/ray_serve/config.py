@@ -1,4 +1,4 @@
-"""The configuration of an application of Ray Serve: one frozen tree, which the whole application is built of."""
+"""The configuration of a Ray Serve application: one frozen tree, from which the whole application is built."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -18,13 +18,15 @@ from kvtier.engine.config import (
 from kvtier.routing.config import IndexConfig, PolicyConfig, TokensConfig
 from kvtier.sidecar.config import sidecar_config
 
-ANY_ADDRESS = "0.0.0.0"  # says what Ray's proxies may do; nothing listens there
+ANY_ADDRESS = "0.0.0.0"  # selects the rules for a server on a network; nothing listens there
 
 
 class RayServeConfig(Table, frozen=True, kw_only=True):
-    """What `build_app` gets. *config* is a file of `kvtier serve`'s configuration, *engine* are tables in place of its
-    own. *sidecar* are tables of the sidecar that each node has one of; without it replicas share nothing. The others
-    are those of `kvtier route`.
+    """The arguments of `build_app`.
+
+    *config* is a configuration file of `kvtier serve`, and *engine* has tables that override it. *sidecar* has the
+    tables of each node's sidecar; without it replicas share nothing. *policy*, *index* and *tokens* are tables of
+    `kvtier route`.
 
     *replicas* and *fronts* are options of Ray's deployments `Engine` and `Front`: `num_replicas`, `autoscaling_config`,
     `ray_actor_options` and so on.
@@ -41,31 +43,34 @@ class RayServeConfig(Table, frozen=True, kw_only=True):
     fronts: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def engine_config(self, **tables: object) -> Config:
-        """The configuration of a replica's engine, with these *tables* too. `ConfigError`."""
+        """Return the configuration of a replica's engine, with additional *tables*. Raise `ConfigError` if invalid."""
         return config_from_dict({**self.engine_tables(), **tables}, "engine")
 
     def engine_tables(self) -> Mapping[str, object]:
-        """What is given of it."""
+        """Return the given tables of the engine's configuration."""
         return with_tables({} if self.config is None else load_toml(self.config), self.engine)
 
 
 def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:
-    """The configuration in the arguments of an application. `ConfigError` for a mistake, in the engine's or the
-    sidecar's tables too."""
+    """Return the configuration in the arguments of an application.
+
+    Raises:
+        ConfigError: If the arguments, including the engine's and the sidecar's tables, are invalid.
+    """
     config: RayServeConfig = tree_from_dict(RayServeConfig, args, "ray")
     for key in _WHY_NOT.keys() & config.engine_tables().keys():
         raise ConfigError(f"engine: $.{key}: {_WHY_NOT[key]}")
     config.engine_config()
     if config.sidecar is not None:
         sidecar_config(None, config.sidecar)
-        config.engine_config(sidecar="unix:///tmp/kvtier.sock")  # refuses what the sidecar has in its place
+        config.engine_config(sidecar="unix:///tmp/kvtier.sock")  # refuses tables that belong to the sidecar
     return config
 
 
 def server_settings(config: Config) -> ServerConfig:
-    """Return the settings of the server in an engine's configuration, as an application of Ray Serve has them.
+    """Return the server settings in an engine's configuration, adapted to a Ray Serve application.
 
-    Ray's proxies listen, on addresses that are not known here, so hosts are judged as on a network.
+    Ray's proxies listen on addresses that are not known here, so hosts are checked as for a server on a network.
     """
     return msgspec.structs.replace(config.server, host=ANY_ADDRESS)
 

@@ -1,4 +1,4 @@
-"""Engine: a replica, which is `AsyncLLM` and the routes of `kvtier serve`."""
+"""`Engine`: a replica, with `AsyncLLM` and the routes of `kvtier serve`."""
 
 import asyncio
 import time
@@ -28,16 +28,18 @@ _ANY_PORT = "tcp://*:0"
 
 
 async def messages(app: ASGIApp, call: Call) -> AsyncGenerator[Message]:
-    """What *app* sends for the *call*, as it comes. If the reader leaves before the end, the app is cancelled: that is
-    how it learns that its client has left."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()  # an answer is not longer than the model writes
+    """Yield the messages that *app* sends for *call*, each when it is sent.
+
+    If the reader leaves before the end, the app is cancelled, which tells it that its client has left.
+    """
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()  # bounded by the length of the model's answer
     to_receive: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
     async def receive() -> Message:
         if to_receive:
             return to_receive.pop()
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
     async def send(message: Message) -> None:
         sent.put_nowait(message)
@@ -76,13 +78,13 @@ def _scope(call: Call) -> Scope:
 
 
 class Engine:
-    """One engine, which publishes what it has, and is attached to its node's sidecar if the application has some.
+    """One engine, which publishes KV events and attaches to its node's sidecar if the application has sidecars.
 
-    Ray Serve makes it, calls it on one event loop, and calls `__del__` before it ends the process.
+    Ray Serve creates it, calls it on one event loop, and calls `__del__` before it ends the process.
     """
 
     async def __init__(self, config: RayServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load the model. Errors are those of `LLM`."""
+        """Load the model. Raises the same errors as `LLM`."""
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id.encode()
         tables: dict[str, object] = {
@@ -102,22 +104,22 @@ class Engine:
         self._publishes = await self._serving.service.llm.ask(_publishes)
 
     def record_routing_stats(self) -> Mapping[str, object]:
-        """Where this replica tells what it has: Ray asks for it, and tells it to request routers."""
+        """Return where this replica publishes KV events. Ray passes the result on to request routers."""
         return self._publishes
 
     def check_health(self) -> None:
-        """RuntimeError if the engine has ended: Ray then starts another replica."""
+        """Raise RuntimeError if the engine has ended, so that Ray starts another replica."""
         self._serving.service.llm.statistics()
 
     async def answer(self, call: Call, way: Way) -> AsyncGenerator[Message]:
-        """The answer to a request, as ASGI messages. *way* is for the request router."""
+        """Yield the answer to a request as ASGI messages. *way* is for the request router."""
         async for message in messages(self._app, call):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name)]}  # noqa: PLW2901
             yield message
 
     async def __del__(self) -> None:
-        """Let running requests end, write what is cached, and end the engine."""
+        """Let running requests end, write cached blocks, and end the engine."""
         if (serving := getattr(self, "_serving", None)) is not None:
             await serving.close()
             self._entrance.close()

@@ -1,4 +1,4 @@
-"""Front: the application's endpoint for HTTP, which finds out a request's prompt and has a replica answer."""
+"""`Front`: the application's HTTP entry point, which reads a request's prompt and has a replica answer it."""
 
 import asyncio
 import logging
@@ -32,12 +32,12 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-MAX_TRIES = 3  # replicas that may die of one request, or by chance, before its client is told
+MAX_TRIES = 3  # replicas that may die from one request, or by chance, before its client gets an error
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """An answer that has begun: its head, the first of its body, and the rest."""
+    """An answer that has begun: its head, the first part of its body, and the rest."""
 
     head: Message
     first: Message
@@ -45,9 +45,10 @@ class _Begun:
 
 
 class Front:
-    """Passes each request on to a replica of the engine, and its answer back as it comes. Owned by the event loop.
+    """The deployment that passes each request to a replica of the engine, and streams the answer back.
 
-    A request whose replica dies before a byte has come goes to another one, if it may be asked again.
+    A request whose replica dies before the first byte goes to another replica, if the request may be repeated. Owned by
+    the event loop.
     """
 
     def __init__(self, engine: DeploymentHandle, config: RayServeConfig) -> None:
@@ -85,7 +86,7 @@ class Front:
         return Way(Wanted(question, tokens, self._salts.of(who, question.salt), who))
 
     async def _tokens_of(self, question: Question, credentials: Mapping[str, str]) -> TokenArray | None:
-        """The question's tokens, which a replica is asked for; None if none says in time."""
+        """Return the question's tokens from a replica, or None if no replica returns them in time."""
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
         if not self._tokens_config.ask or question.tokenize is None:
@@ -103,7 +104,7 @@ class Front:
                 return None
             tokens = tokens_in(b"".join(each.get("body", b"") for each in found[1:]))
         except (TimeoutError, RayActorError, RayServeException, msgspec.MsgspecError, OverflowError):
-            return None  # the text has to do
+            return None  # fall back to the text
         self._tokens.keep(asker, body, tokens)
         return tokens
 
@@ -115,7 +116,7 @@ class Front:
                 log.warning("a replica has died before it answered: %s", error)
                 if not may_repeat(call.method, call.path):
                     break
-                way = Way(way.wanted, way.key)  # the one before has ended
+                way = Way(way.wanted, way.key)  # the previous way has ended
             except RayServeException as error:
                 raise ApiError(503, f"no replica answers: {error}", code="no_replica") from None
             else:
@@ -133,7 +134,7 @@ class Front:
             raise
 
     async def _ask(self, call: Call, way: Way) -> AsyncGenerator[Message]:
-        """A replica's answer. *way* says how far it is; if the reader leaves, the replica learns of it."""
+        """Yield a replica's answer, and set its progress in *way*. If the reader leaves, cancel the call."""
         answer = self._engine.remote(call, way)
         try:
             async for message in answer:
@@ -146,7 +147,7 @@ class Front:
 
 
 async def _body(begun: _Begun) -> AsyncGenerator[bytes]:
-    """The answer's bytes. Of one that breaks off the connection ends, behind an event of an error if it has events."""
+    """Yield the answer's bytes. If the answer breaks off, end the connection, after an error event if it has events."""
     is_events = dict(begun.head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
     try:
         yield begun.first.get("body", b"")

@@ -1,4 +1,4 @@
-"""NodeSidecar: the one sidecar of a node, for all replicas of an application there."""
+"""`NodeSidecar`: the one sidecar of a node, for all replicas of an application there."""
 
 import json
 import logging
@@ -25,17 +25,17 @@ from kvtier.sidecar.config import sidecar_config
 log = logging.getLogger(__name__)
 
 NAMESPACE = "kvtier"
-LOOK_S = 1.0  # how often it is looked whether the application is still there
-AGAIN_S = 1.0  # after a sidecar has ended by itself, before the next one is started
-READY_S = 120.0  # in which a sidecar has its memory and its disk
+LOOK_S = 1.0  # between two checks whether the application is still deployed
+AGAIN_S = 1.0  # between the unexpected end of a sidecar and its restart
+READY_S = 120.0  # max time until a sidecar has its memory and its disk
 ENDS_S = 10.0  # beyond `drain_s`
 
 
 class NodeSidecar:
-    """Keeps `kvtier sidecar` running as long as the application is deployed, and then ends it and itself.
+    """An actor that keeps `kvtier sidecar` running while the application is deployed, then ends it and itself.
 
-    A detached actor, so that it is nobody's child: replicas come and go. The process that it starts ends with it. A
-    thread owns that process.
+    The actor is detached, so that it outlives the replicas, which come and go. The sidecar's process ends with the
+    actor. A thread owns that process.
     """
 
     def __init__(self, app_name: str, tables: Mapping[str, object], path: str) -> None:
@@ -45,7 +45,7 @@ class NodeSidecar:
         self._thread.start()
 
     def socket(self) -> str:
-        """Where engines attach, once they may. TimeoutError if the sidecar does not start."""
+        """Return the socket's path once engines can attach. Raise TimeoutError if the sidecar does not start."""
         give_up_at = time.monotonic() + READY_S
         while not _is_listening(self._path):
             if time.monotonic() > give_up_at or not self._thread.is_alive():
@@ -63,18 +63,21 @@ class NodeSidecar:
                 if process.returncode is None:
                     self._end(process)
                     break
-                log.warning("the node's sidecar has ended with status %d; it is started again", process.returncode)
+                log.warning("the node's sidecar has ended with status %d and is restarted", process.returncode)
                 time.sleep(AGAIN_S)
         finally:
             ray.kill(self._me, no_restart=True)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Start the sidecar. Its tables may have a token or a password: they go through a pipe, as every user of the
-        machine can read a process's arguments."""
+        """Start the sidecar.
+
+        Its tables may contain a token or a password. They go through a pipe, because every user of the machine can read
+        a process's arguments.
+        """
         command = [sys.executable, "-m", "kvtier.routing.ray_serve.sidecar_process", str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as pipe:  # one that has ended already is started again
+        with suppress(BrokenPipeError), process.stdin as pipe:  # a sidecar that has ended already is restarted
             pipe.write(json.dumps(self._tables).encode())
         return process
 
@@ -92,13 +95,13 @@ class NodeSidecar:
             return self._app_name in serve.status().applications
         except ActorDiedError:  # Serve has been shut down
             return False
-        except Exception:  # whatever Ray has is Ray's: it is not known, and the sidecar goes on
-            log.warning("whether the application is there is not known", exc_info=True)
+        except Exception:  # after an error of Ray's, nothing is known, and the sidecar keeps running
+            log.warning("cannot determine whether the application is still deployed", exc_info=True)
             return True
 
 
 async def sidecar_of_node(app_name: str, tables: Mapping[str, object]) -> str:
-    """The socket of the sidecar of this node, which is started if there is none yet."""
+    """Return the socket of this node's sidecar, which is started if there is none yet."""
     node_id = ray.get_runtime_context().get_node_id()
     path = _socket_path(app_name, node_id)
     given: dict[str, object] = {"lmcache": None, "http": {"port": "none"}, **tables, "socket": {"path": path}}
@@ -121,12 +124,12 @@ async def sidecar_of_node(app_name: str, tables: Mapping[str, object]) -> str:
 
 
 def _socket_path(app_name: str, node_id: str) -> str:
-    """A path that is short enough for a socket, in a folder that is this user's alone."""
+    """Return a path that is short enough for a socket, in a private folder of this user."""
     folder = Path(tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder}: must be a folder of this user's alone; remove it")
+        raise PermissionError(f"{folder}: must be a private folder of this user; remove it")
     return str(folder / f"{blake2b(f'{node_id} {app_name}'.encode(), digest_size=8).hexdigest()}.sock")
 
 

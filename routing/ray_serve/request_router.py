@@ -1,4 +1,4 @@
-"""PrefixRequestRouter: Ray Serve's request router that asks `kvtier route`'s policy."""
+"""`PrefixRequestRouter`: a request router for Ray Serve with the policy of `kvtier route`."""
 
 import asyncio
 import random
@@ -25,56 +25,57 @@ from kvtier.routing.ray_serve.call import Stage, Wanted, Way
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 
-EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # among a replica's routing stats: where it publishes
-MAX_RANKED = 3  # replicas that are tried in the policy's order; then the others, as Ray chooses
+EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # endpoints of its KV events in a replica's routing stats
+MAX_RANKED = 3  # replicas that are tried in the policy's order, before Ray chooses among the rest
 
 
 class Feeds:
-    """A task for each publisher that is listened to. Owned by the event loop."""
+    """The tasks that listen to publishers, one for each. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[Publisher, asyncio.Task[None]] = {}
 
     def listen(self, publisher: Publisher, take: Callable[[Batch], None], lose: Callable[[], None]) -> None:
-        """Listen from now on; nothing happens if that is so already."""
+        """Start to listen to *publisher*, unless a task does so already."""
         if publisher not in self._tasks:
             self._tasks[publisher] = asyncio.get_running_loop().create_task(EventFeed(publisher, take, lose).run())
 
     def end(self, name: str) -> None:
-        """Listen no longer to the replica of that name."""
+        """Stop listening to the replica *name*."""
         for publisher in [each for each in self._tasks if each.name == name]:
             self._tasks.pop(publisher).cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A call that was sent: where it went, and what ends it there."""
+    """A call that was sent to replica *name*, where it counts as load until *end* is closed."""
 
     prompt: RoutedPrompt
-    ranks: Mapping[str, Routed]  # the replicas that it could go to, the best first
+    ranks: Mapping[str, Routed]  # the replicas that the call could go to, best first
     name: str
     work: Work
     end: ExitStack
 
 
 class PrefixRequestRouter(LocalityMixin, RequestRouter):
-    """Knows from its replicas' KV events what each has in device, host memory and disk, and sends a call to the one
-    that has most of its prompt and has the time for it. A call that has no `Way` among its arguments goes to the less
-    busy of two random replicas.
+    """A request router that sends a call to the replica with most of its prompt, unless that replica is too busy.
 
-    Ray makes one in each process that has a handle. Owned by the event loop in which Ray routes.
+    The replicas' KV events tell it which blocks each replica has in device memory, in host memory and on disk. A call
+    without a `Way` among its arguments goes to the less busy of two random replicas.
+
+    Ray creates one router in each process that has a handle. Owned by the event loop in which Ray routes.
     """
 
     def initialize_state(self, policy: Mapping[str, object], index: Mapping[str, object]) -> None:
-        """Begin with no replica. *policy* and *index* are tables of `kvtier route`'s configuration."""
+        """Begin without replicas. *policy* and *index* are tables of `kvtier route`'s configuration."""
         policy_config: PolicyConfig = tree_from_dict(PolicyConfig, policy, "policy")
         index_config: IndexConfig = tree_from_dict(IndexConfig, index, "index")
         self._router = Router(policy_config, index_config)
         self._feeds = Feeds()
-        self._sent: dict[ReferenceType[Way], _Sent] = {}  # a way that its caller has dropped has ended
+        self._sent: dict[ReferenceType[Way], _Sent] = {}  # a call ends when its caller drops the way
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        """These are there now: listen to those that have come, and forget those that have gone."""
+        """Listen to new replicas, and forget replicas that are no longer among *replicas*."""
         super().update_replicas(list(replicas))
         there = {each.replica_id.unique_id: each for each in replicas}
         for name in self._router.replicas.keys() - there.keys():
@@ -87,14 +88,14 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
                 self._feeds.listen(publisher, partial(self._router.learn, name), partial(self._router.forget, name))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Ray has found that a replica is dead: forget it."""
+        """Forget a replica that Ray has found dead."""
         super().on_replica_actor_died(replica_id)
         self._forget(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas that a call may go to, in ranks, the best first."""
+        """Return the replicas that a call may go to, in ranks, best first."""
         way = None if pending_request is None else _way_of(pending_request)
         if pending_request is None or way is None or (way.wanted is None and way.key is None):
             return self._any(pending_request)
@@ -106,7 +107,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [*ranks, list(there.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """A replica has accepted a call: it may be another than the best."""
+        """Record the replica that has accepted a call, which may be other than the best one."""
         way, name = _way_of(pending_request), replica_id.unique_id
         sent = None if way is None else self._sent.get(ref(way))
         if way is not None and sent is not None and sent.name != name and name in self._router.replicas:
@@ -114,7 +115,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
             self._send(way, sent.prompt, sent.ranks, name)
 
     def matched(self, wanted: Wanted) -> Mapping[str, Matched]:
-        """How much of a prompt each replica has, as far as is known, of those that have something."""
+        """Return how much of a prompt each replica has, without replicas that have none of it."""
         return self._router.matched(self._prompt(wanted))
 
     def _prompt(self, wanted: Wanted) -> RoutedPrompt:
@@ -126,16 +127,16 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [[self.curr_replicas[each] for each in two]]
 
     def _ranked(self, way: Way) -> Sequence[str]:
-        """The policy's choice, and its next ones."""
+        """Return the policy's choice, and its next choices."""
         wanted = way.wanted
         assert wanted is not None, "no prompt"
-        self._take_back(way)  # all were full when it was looked at before
+        self._take_back(way)  # all replicas were full at the previous attempt
         prompt = self._prompt(wanted)
         ranks: dict[str, Routed] = {}
         while len(ranks) < MAX_RANKED and (routed := self._router.choose(prompt, ranks)) is not None:
             ranks[routed.choice.name] = routed
         if ranks:
-            # Noted now and not when Ray has sent it: calls that come meanwhile would all go the same way.
+            # Record this now and not once Ray has sent it, or calls in the meantime would all go to the same replica.
             self._send(way, prompt, ranks, next(iter(ranks)))
         return list(ranks)
 
@@ -158,7 +159,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
                 self._router.refused(sent.prompt, sent.name)
 
     def _weigh(self) -> None:
-        """Take in how far calls are, and what others have sent."""
+        """Update the load of replicas from the progress of calls and from requests that other routers have sent."""
         for reference, sent in list(self._sent.items()):
             if (way := reference()) is None or way.stage is Stage.ENDED:
                 del self._sent[reference]

@@ -1,6 +1,6 @@
-"""A process that is `kvtier sidecar`, and ends as told by SIGTERM when the one that started it has ended.
+"""A process that runs `kvtier sidecar`, and gets SIGTERM when the process that started it has ended.
 
-It reads its tables, which may have secrets, from its standard input.
+It reads its tables, which may contain secrets, from standard input.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, tables: dict[str, object]) -> int:
-    """Serve engines until a signal; the exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # of the thread that started it, which stays until then
+    """Serve engines until a signal, and return the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the thread ends that started this process
     if os.getppid() != parent:
         return 0
     config = sidecar_config(None, tables)

@@ -1,4 +1,4 @@
-"""The content blocks of an answer: its text, and a block for each call of a tool; whole, and as events of a stream."""
+"""The content blocks of an answer, for its text and for each tool call, whole or as events of a stream."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -10,16 +10,18 @@ from kvtier.web.event_stream import named_event
 
 
 class BlockStream:
-    """Writes the events of an answer's blocks, one open at a time. An answer without a call has a block of text, also
-    if that is empty. Owned by one reply."""
+    """A writer of the events of an answer's blocks, of which one is open at a time. Owned by one reply.
+
+    An answer without a tool call has a block of text, even if the text is empty.
+    """
 
     def __init__(self) -> None:
         self._num_blocks = 0  # that have begun; the last one is open
-        self._is_text = False  # the open block
+        self._is_text = False  # whether the open block is text
         self.has_calls = False
 
     def events(self, deltas: Iterable[Delta]) -> Iterator[bytes]:
-        """The events by which the answer grows."""
+        """Yield the events for *deltas*, by which the answer grows."""
         for delta in deltas:
             match delta:
                 case TextDelta(text):
@@ -32,7 +34,7 @@ class BlockStream:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def last_events(self) -> Iterator[bytes]:
-        """The end of the last block."""
+        """Yield the end of the last block."""
         if not self._num_blocks:
             yield from self._open_text()
         yield typed_event("content_block_stop", index=self._num_blocks - 1)
@@ -53,15 +55,17 @@ class BlockStream:
 
 
 def whole_blocks(answer: ReadAnswer) -> list[dict[str, object]]:
-    """The blocks of a whole answer. Arguments that were cut off are an empty object: a client would take half of one
-    for all."""
+    """Return the blocks of a whole answer.
+
+    Arguments that were cut off become an empty object, because a client would take a part of them for the whole.
+    """
     text: list[dict[str, object]] = [{"type": "text", "text": answer.text}]
     calls = [_use(call.name, _input(call.arguments)) for call in answer.calls]
     return calls if calls and not answer.text else text + calls
 
 
 def typed_event(kind: str, **fields: object) -> bytes:
-    """An event whose name is its type too."""
+    """Return an event whose name is also its type."""
     return named_event(kind, {"type": kind, **fields})
 
 

@@ -1,4 +1,4 @@
-"""Content blocks: what a message of Anthropic's consists of, and the parts of a chat that they become."""
+"""Content blocks of Anthropic's messages, and their conversion to the parts of a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -12,14 +12,14 @@ from kvtier.server.tool_calls.past_call import CalledFunction, PastCall
 
 
 class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text. A client may send a block of an answer back as it came."""
+    """Text. A client may send back a block of an answer unchanged."""
 
     text: str
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None  # remarks about the text; ignored
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """The block as parts of a chat's message."""
+        """Return the block as parts of a chat's message."""
         return [TextPart(self.text, self.cache_control)]
 
 
@@ -31,7 +31,7 @@ class TextSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class ContentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="content"):
-    """A document that is made of blocks of text."""
+    """A document that consists of text blocks."""
 
     content: str | list[TextBlock]
 
@@ -43,7 +43,7 @@ class FileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
-    """What is refused with *why*, whatever it holds."""
+    """Content that is always refused, with the reason *why*."""
 
     why: ClassVar[str]
 
@@ -51,24 +51,24 @@ class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
         raise ValueError(self.why)
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """No part: there is no such block."""
+        """Raise NotImplementedError, because no such block exists."""
         raise NotImplementedError
 
 
 class Base64Source(_Unsupported, frozen=True, tag="base64"):
     """A PDF in the request."""
 
-    why = "a PDF is not read here; send its text as a source of type text"
+    why = "PDFs are not supported; send the text as a source of type text"
 
 
 class UrlSource(_Unsupported, frozen=True, tag="url"):
-    """A PDF elsewhere."""
+    """A PDF at a URL."""
 
-    why = "nothing is fetched here; send the text as a source of type text"
+    why = "URLs are not supported; send the text as a source of type text"
 
 
 class Citations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the answer is to cite the document, which kvtier does not do."""
+    """Whether the answer should cite the document, which kvtier does not support."""
 
     enabled: bool = False
 
@@ -78,7 +78,7 @@ class Citations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A document. Its title and its context, if it has them, come before its text."""
+    """A document. Its title and its context, if any, precede its text."""
 
     source: TextSource | ContentSource | FileSource | Base64Source | UrlSource
     title: str | None = None
@@ -87,8 +87,10 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """The block as parts of a chat's message. A stored document is a part of its own, so that what was computed
-        of it ahead is found."""
+        """Return the block as parts of a chat's message.
+
+        A stored document is a part of its own, so that its precomputed blocks are hit.
+        """
         before = [text for text in (self.title, self.context) if text]
         match self.source:
             case FileSource(file_id):
@@ -103,17 +105,17 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """What a model has thought before an earlier answer, which goes to templates that take thoughts."""
+    """A model's thoughts before an earlier answer, which go to templates that take thoughts."""
 
     thinking: str = ""
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """No part."""
+        """Return no parts."""
         return []
 
 
 class RedactedThinkingBlock(ThinkingBlock, frozen=True, tag="redacted_thinking"):
-    """The same, encrypted, so that no template can be told of it."""
+    """Encrypted thoughts, which no template can use."""
 
 
 class ImageBlock(_Unsupported, frozen=True, tag="image"):
@@ -123,13 +125,13 @@ class ImageBlock(_Unsupported, frozen=True, tag="image"):
 
 
 class SearchResultBlock(_Unsupported, frozen=True, tag="search_result"):
-    """What a search has found."""
+    """The result of a search."""
 
     why = "search results are not supported; send them as documents"
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call that the model made in an earlier answer. What a client sends back beside it is left out."""
+    """A call that the model made in an earlier answer. Unknown fields are ignored."""
 
     id: str
     name: str
@@ -137,11 +139,11 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """No part: it is a call of the message."""
+        """Return no parts, because the block becomes a call of the message."""
         return []
 
     def call(self) -> PastCall:
-        """The call of a chat's message."""
+        """Return the call of a chat's message."""
         return PastCall(self.id, CalledFunction(self.name, self.input))
 
 
@@ -149,7 +151,7 @@ ResultBlock: TypeAlias = TextBlock | DocumentBlock | ImageBlock | SearchResultBl
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """What a tool has answered. A failure is told by the text: templates have no other word for it."""
+    """The result of a tool. Only its text shows a failure, because templates have no field for that."""
 
     tool_use_id: str
     content: str | list[ResultBlock] = ""
@@ -157,11 +159,11 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """No part: it is a message of its own."""
+        """Return no parts, because the block becomes a message of its own."""
         return []
 
     def message(self) -> Message:
-        """The message of a chat."""
+        """Return the message of a chat."""
         return Message("tool", [*parts_of(self.content)], self.cache_control, tool_call_id=self.tool_use_id)
 
 
@@ -179,10 +181,10 @@ Blocks: TypeAlias = str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
 def blocks_of(content: Blocks) -> Sequence[Block]:
-    """The blocks of a message with this content."""
+    """Return the blocks of a message with this content."""
     return [TextBlock(content)] if isinstance(content, str) else content
 
 
 def parts_of(content: str | Sequence[Block]) -> list[TextPart | DocumentPart]:
-    """The parts of a chat's message with this content."""
+    """Return the parts of a chat's message with this content."""
     return [TextPart(content)] if isinstance(content, str) else [part for block in content for part in block.parts()]

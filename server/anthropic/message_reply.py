@@ -19,10 +19,10 @@ from kvtier.web.event_stream import named_event
 
 
 class MessageReply:
-    """A `Reply` with one choice. Its stream begins with what the prompt took, and ends with what the answer took."""
+    """A `Reply` with one choice. Its stream begins with the prompt's usage, and ends with the answer's usage."""
 
     def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, only_warms: bool) -> None:
-        """With *only_warms* nothing of the answer is told."""
+        """Create a reply; with *only_warms* it contains nothing of the answer."""
         self._usage = usage
         self._request_id = request_id
         self._only_warms = only_warms
@@ -85,7 +85,7 @@ class MessageReply:
 
 
 def _ending(completion: Completion, *, has_calls: bool) -> dict[str, str | None]:
-    """Why the answer has ended, in Anthropic's words."""
+    """Return why the answer has ended, in Anthropic's terms."""
     if completion.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if completion.stop is not None:

@@ -1,4 +1,4 @@
-"""MessagesRequest: the body of `POST /v1/messages`, and the chat that it asks for."""
+"""MessagesRequest: the body of `POST /v1/messages`, and its conversion to a chat."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -24,23 +24,23 @@ from kvtier.server.generation_request import KvtierOptions, Text
 from kvtier.server.response_format import JsonSchemaFormat, NamedSchema
 from kvtier.server.tool_calls.tool import MAX_TOOLS
 
-# Anthropic's parameters that say nothing about the answer: any value is let pass …
+# Parameters of Anthropic that do not affect the answer: any value is accepted and ignored.
 IGNORED = frozenset(
     {
         "anthropic_beta",
         "anthropic_version",
         "betas",
-        "context_management",  # edits to save tokens: the whole conversation is read
+        "context_management",  # would edit the conversation to save tokens; all of it is used
         "diagnostics",
         "inference_geo",
         "metadata",
         "service_tier",
-        "thinking",  # a model thinks as its template has it, see chat_template_kwargs
+        "thinking",  # the template decides about it, see chat_template_kwargs
         "user_profile_id",
         "workspace_id",
     }
 )
-# … and those that would change it, with the values that ask for no change: any other value is refused.
+# Parameters that would change the answer, with the values that change nothing: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
     "mcp_servers": ([],),
@@ -49,13 +49,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """An answer in JSON, by a schema."""
+    """An answer in JSON that follows a schema."""
 
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """How to answer. The template is told of *effort* as of OpenAI's `reasoning_effort`; the rest is ignored."""
+    """Options of the answer. The template gets *effort* like OpenAI's `reasoning_effort`; the rest is ignored."""
 
     effort: Text | None = None
     format: JsonOutput | None = None
@@ -69,9 +69,9 @@ class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/messages/count_tokens`: a conversation. *cache_control* is of the last block.
+    """The body of `POST /v1/messages/count_tokens`: a conversation. *cache_control* applies to the last block.
 
-    Beyond Anthropic's: *cache_salt*, *chat_template_kwargs*, as in OpenAI's chats.
+    In addition to Anthropic's: *cache_salt* and *chat_template_kwargs*, as in OpenAI's chats.
     """
 
     model: str
@@ -81,12 +81,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_choice: ToolChoice = AutoChoice()
     cache_control: CacheControl | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: JsonOutput | None = None  # which was there before *output_config*
+    output_format: JsonOutput | None = None  # the predecessor of *output_config*
     cache_salt: Text | None = None
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Conversation.chat(self)  # which has checks of its own
+        Conversation.chat(self)  # runs the checks of ChatRequest
 
     @property
     def is_begun(self) -> bool:
@@ -94,14 +94,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.messages[-1].role == "assistant"
 
     def written(self) -> list[Message]:
-        """The messages of the chat. Those of one role in a row are one message, as Anthropic has it."""
+        """Return the chat's messages; consecutive messages of one role become one message, as in Anthropic's API."""
         messages = list(self._joined())
         if self.cache_control is not None:
             messages[-1] = msgspec.structs.replace(messages[-1], cache_control=self.cache_control)
         return messages
 
     def chat(self) -> ChatRequest:
-        """The conversation as a chat, to be counted."""
+        """Return the conversation as a chat, whose tokens can be counted."""
         asked = self.output_config.format or self.output_format
         return ChatRequest(
             model=self.model,
@@ -126,7 +126,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
-    """The assistant's message. The prompt may be kept up to the end of its calls, not between them."""
+    """Yield the assistant's message; a prompt can be kept up to the end of its calls, not between them."""
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     controls = [use.cache_control for use in uses if use.cache_control is not None]
     calls = [use.call() for use in uses] or None
@@ -136,7 +136,7 @@ def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
 
 
 def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """What tools have answered, a message each, and what the user says."""
+    """Yield the tools' results, one message each, then the message without them if it has more."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
         yield result.message()
@@ -145,9 +145,9 @@ def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Itera
 
 
 class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer. With *max_tokens* 0 its prompt is computed and kept, and nothing is answered.
+    """A conversation to answer. With *max_tokens* 0 its prompt is computed and kept, without an answer.
 
-    Beyond Anthropic's: *kvtier*, *priority* and *seed*, as in OpenAI's chats.
+    In addition to Anthropic's: *kvtier*, *priority* and *seed*, as in OpenAI's chats.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -162,11 +162,11 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def only_warms(self) -> bool:
-        """Whether nothing is to be answered."""
+        """Whether the prompt is computed without an answer."""
         return self.max_tokens == 0
 
     def chat(self) -> ChatRequest:
-        """The chat that is to be answered. To be computed a prompt has to be continued, by a token at least."""
+        """Return the chat to answer, with at least one new token, because only then its prompt is computed."""
         return msgspec.structs.replace(
             super().chat(),
             max_tokens=max(1, self.max_tokens),

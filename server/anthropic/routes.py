@@ -21,7 +21,7 @@ _T = TypeVar("_T", bound=Conversation)
 
 
 def message_routes() -> list[Route]:
-    """The routes of Anthropic's API."""
+    """Return the routes of Anthropic's API."""
     return [
         Route(MESSAGES, create_message, methods=["POST"]),
         Route(COUNT_TOKENS, count_tokens, methods=["POST"]),
@@ -44,7 +44,7 @@ async def create_message(request: Request) -> Generation:
 
 
 async def count_tokens(request: Request) -> Response:
-    """Answer `POST /v1/messages/count_tokens`: how many tokens the prompt of `/v1/messages` would have."""
+    """Answer `POST /v1/messages/count_tokens` with the tokens that the prompt of `/v1/messages` would have."""
     service: Service = request.app.state.service
     asked = await _asked(request, service, Conversation)
     service.models.lora_of(asked.model)

@@ -1,4 +1,4 @@
-"""Tools in Anthropic's words, and those of OpenAI's chats that they become."""
+"""Tools in Anthropic's format, and their conversion to tools of OpenAI's chats."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -10,9 +10,9 @@ from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 
 
 class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the client runs. How its input is streamed is not the client's choice.
+    """A tool that the client runs. *eager_input_streaming* has no effect.
 
-    What Anthropic's servers are told of a tool beside the model, is ignored: the model is told of all tools.
+    Fields for Anthropic's servers rather than for the model are ignored: the model sees all tools.
     """
 
     name: FunctionName
@@ -28,58 +28,60 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.type not in (None, "custom"):
-            raise ValueError("type: a tool that the server runs is not there; describe one of yours by input_schema")
+            raise ValueError(
+                "type: a tool that the server runs is not supported; describe a tool of yours by input_schema"
+            )
         if self.input_schema is None:
             raise ValueError("input_schema: is missing")
 
     def tool(self) -> Tool:
-        """The tool of a chat."""
+        """Return the tool of a chat."""
         return Tool(
             Function(self.name, self.description, self.input_schema, self.strict), cache_control=self.cache_control
         )
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """Which tools the model has to use. By default it may use several at once."""
+    """A choice of the tools that the model must use. By default it may use several at once."""
 
     disable_parallel_tool_use: bool = False
 
 
 class AutoChoice(_Choice, frozen=True, tag="auto"):
-    """Whether the model uses any is its choice."""
+    """The model may use a tool or not."""
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """The choice in a chat."""
+        """Equivalent choice in a chat."""
         return "auto"
 
 
 class AnyChoice(_Choice, frozen=True, tag="any"):
-    """It has to use one."""
+    """The model must use a tool."""
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """The choice in a chat."""
+        """Equivalent choice in a chat."""
         return "required"
 
 
 class NoneChoice(_Choice, frozen=True, tag="none"):
-    """It may use none."""
+    """The model must not use a tool."""
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """The choice in a chat."""
+        """Equivalent choice in a chat."""
         return "none"
 
 
 class NamedChoice(_Choice, frozen=True, kw_only=True, tag="tool"):
-    """It has to use the one of that *name*."""
+    """The model must use the tool *name*."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """The choice in a chat."""
+        """Equivalent choice in a chat."""
         return NamedTool(NamedFunction(self.name))
 
 

@@ -1,4 +1,4 @@
-"""DocumentClient: asks a running `kvtier serve` over HTTP about its documents."""
+"""DocumentClient: an HTTP client for the documents of a running `kvtier serve`."""
 
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -10,13 +10,13 @@ TIMEOUT_S = 60.0
 
 
 class DocumentClient:
-    """Asks one server about its documents; methods return the JSON objects that it answers.
+    """A client for the documents of one server. Methods return the JSON objects that the server answers.
 
-    Each raises Refused if the server refuses, OSError if no server answers, ValueError for an impossible id.
+    Methods raise Refused if the server refuses, OSError if no server answers, and ValueError for an invalid id.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """*url* is the server's address, *key* an API key. ValueError for either if it cannot be one."""
+        """Create a client of the server at *url*; raise ValueError if *url* or the API key *key* is malformed."""
         self._client = JsonClient(url, key, "--api-key or KVTIER_API_KEY", "kvtier serve --model …", TIMEOUT_S)
 
     def list(self) -> dict[str, Any]:
@@ -28,15 +28,15 @@ class DocumentClient:
         return self._ask("PUT", _path(document_id), content)
 
     def get(self, document_id: str) -> dict[str, Any]:
-        """The document with its status."""
+        """Return the document with its status."""
         return self._ask("GET", _path(document_id))
 
     def warm(self, document_id: str, tier: str) -> dict[str, Any]:
-        """Have the server begin to bring the document to *tier*."""
+        """Ask the server to start loading the document into *tier*."""
         return self._ask("POST", f"{_path(document_id)}/warm?{urlencode({'tier': tier})}")
 
     def pin(self, document_id: str, ttl_s: float) -> dict[str, Any]:
-        """Have the document kept in host memory for *ttl_s* seconds."""
+        """Keep the document in host memory for *ttl_s* seconds."""
         return self._ask("POST", f"{_path(document_id)}/pin", {"ttl_s": ttl_s})
 
     def unpin(self, document_id: str) -> dict[str, Any]:
@@ -52,5 +52,5 @@ class DocumentClient:
 
 
 def _path(document_id: str) -> str:
-    check_id(document_id)  # an id with a slash would be another path
+    check_id(document_id)  # an id with a slash would change the path
     return f"/{quote(document_id, safe='')}"

@@ -12,44 +12,44 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Form(StrEnum):
-    """Where a document stands in the prompts about it, which decides the tokens that are computed ahead."""
+    """The place of a document in its prompts, which determines the tokens that are computed ahead."""
 
-    TEXT = "text"  # its tokens begin the prompt
-    CHAT = "chat"  # it begins the first user message of a conversation, which the chat template writes
+    TEXT = "text"  # the prompt begins with its tokens
+    CHAT = "chat"  # the first user message of a chat begins with it, in the chat template's format
 
 
 @dataclass(eq=False, slots=True)
 class Document:
     """One document of one tenant. Owned by the event loop; the fields that the engine's thread reads never change.
 
-    *token_ids* are computed ahead: they are the beginning that all prompts about the document have in common.
+    *token_ids*, which are computed ahead, are the common prefix of all prompts about the document.
     """
 
     id: str
     tenant: str | None
     form: Form
     text: str | None  # None: the client put token ids
-    system: str | None  # the system message before it, in a chat
+    system: str | None  # the system message before the document, in a chat
     token_ids: npt.NDArray[np.int32] = field(repr=False)
     lora: str | None  # the adapter that computes it; None: the model itself
     cache_salt: str | None = field(repr=False)
-    created_at: float  # seconds since 1970, as *pinned_until*
+    created_at: float  # seconds since 1970, like *pinned_until*
     was_ready: bool = False
     pinned_until: float | None = None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are computed ahead."""
+        """Number of tokens that are computed ahead."""
         return len(self.token_ids)
 
     def has_content_of(self, other: "Document") -> bool:
-        """Whether *other* has the same content, in the same form."""
+        """Return whether *other* has the same content in the same form."""
         mine = (self.form, self.text, self.system, self.lora, self.cache_salt)
         theirs = (other.form, other.text, other.system, other.lora, other.cache_salt)
         return mine == theirs and np.array_equal(self.token_ids, other.token_ids)
 
 
 def check_id(document_id: str) -> None:
-    """Refuse what cannot be a document's id with a ValueError; "." and ".." mean something else in a path."""
+    """Raise ValueError if *document_id* is not valid; "." and ".." have another meaning in a path."""
     if not _ID.fullmatch(document_id) or document_id in (".", ".."):
         raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

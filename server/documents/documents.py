@@ -26,33 +26,33 @@ from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE = 8  # documents that are asked about between two steps of the engine
+_NUM_AT_ONCE = 8  # documents per query to the engine's thread, which takes steps between queries
 
 _T = TypeVar("_T")
 
 
 class TooManyDocuments(Exception):
-    """The tenant has as many documents as it may have; the message says what to do."""
+    """Error raised when a tenant already has its maximum number of documents."""
 
 
 class Documents:
-    """Documents by tenant and id; a tenant reaches its own only. Owned by the event loop.
+    """Documents by tenant and id; a tenant can reach only its own. Owned by the event loop.
 
-    With a folder each change is on disk before it is answered; without one documents end with the process. A change
-    goes on to its end if its caller is cancelled, so that the folder, this object and the engine's thread agree.
+    With a folder, each change is on disk before the call returns. Without one, documents end with the process. A change
+    runs to completion even if its caller is cancelled, so that the folder, this object and the engine's thread agree.
     """
 
     def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
-        """Begin without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
+        """Create an empty instance; `open` also reads the *folder*. Only the thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder
         self._max_per_tenant = max_per_tenant
         self._documents: dict[tuple[str | None, str], Document] = {}
-        self._damaged: dict[str, str] = {}  # why, by file name
-        # One change of a tenant at a time, so that disk and memory agree; and no tenant waits for another's changes.
+        self._damaged: dict[str, str] = {}  # reason by file name
+        # One change at a time per tenant, so that disk and memory agree. Tenants do not wait for each other.
         self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
+        self._changes: set[asyncio.Task[object]] = set()  # running, or waiting for their turn
         self._is_closed = False
         self._closing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -61,16 +61,20 @@ class Documents:
     async def open(
         cls, llm: AsyncLLM, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
     ) -> Self:
-        """Open the folder of *config* with the documents and pins of the last process; queue those never computed.
+        """Open the folder of *config*, restore its documents and pins, and queue documents that were never computed.
 
-        *salt_of* gives the cache_salt that a document's blocks are named with. *num_tenants* share what may be pinned.
-        OSError if the folder cannot be used, FolderInUse if another process has it open.
+        *salt_of* returns the cache_salt that a document's blocks are named with. *num_tenants* share the memory for
+        pins.
+
+        Raises:
+            OSError: The folder cannot be used.
+            FolderInUse: Another process has the folder open.
         """
         async with AsyncExitStack() as undo:
             folder = await _open_folder(llm, config)
             undo.push_async_callback(folder.close)
             worker = await llm.attend(lambda core: DocumentWorker(core, salt_of, num_tenants))
-            undo.callback(llm.neglect, worker)  # or blocks of documents without an owner would stay pinned
+            undo.callback(llm.neglect, worker)  # otherwise blocks would stay pinned without an owner
             documents = cls(llm, worker, folder, config.documents.max_per_tenant)
             undo.callback(documents._stop)
             await documents._read()
@@ -79,35 +83,40 @@ class Documents:
 
     @property
     def are_kept(self) -> bool:
-        """Whether documents survive the process."""
+        """Whether documents outlive the process."""
         return self._folder.is_kept
 
     def of(self, tenant: str | None) -> list[Document]:
-        """All documents of the tenant, the oldest first."""
+        """Return all documents of the tenant, oldest first."""
         found = [document for (owner, _), document in self._documents.items() if owner == tenant]
         return sorted(found, key=lambda document: document.created_at)
 
     def find(self, tenant: str | None, document_id: str) -> Document | None:
-        """The tenant's document of that id; None if there is none."""
+        """Return the tenant's document with this id; None if there is none."""
         return self._documents.get((tenant, document_id))
 
     def damaged_files(self, tenant: str | None) -> dict[str, str]:
-        """Why files of the tenant could not be read, by file name."""
+        """Return the reasons why files of the tenant could not be read, by file name."""
         prefix = tenant_prefix(tenant)
         return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
 
     def why_damaged(self, tenant: str | None, document_id: str) -> str | None:
-        """Why the file of the tenant's document could not be read; None if it could, or there is none."""
+        """Return why the document's file could not be read; None if it was read or does not exist."""
         return self._damaged.get(file_name(tenant, document_id))
 
     async def put(
         self, tenant: str | None, document_id: str, draft: Draft, max_tokens: int | None = None
     ) -> tuple[Document, bool]:
-        """Put a document, and have it computed; the document, and whether it is new. One of other content is replaced.
+        """Put a document and queue its computation; return the document, and whether it is new.
 
-        ValueError for an impossible id, text or token ids; jinja2's TemplateError if the chat template does not take
-        it; TooManyDocuments; OSError if it cannot be written, and then nothing has changed. A call that is cancelled
-        while the text is tokenized has done nothing; cancelled later, it is carried out all the same.
+        A document with the same id and other content is replaced. A call that is cancelled during tokenization has no
+        effect. A call that is cancelled later still completes.
+
+        Raises:
+            ValueError: The id, the text, the token ids or the adapter is not valid here.
+            TemplateError: The chat template rejects the document (jinja2's error).
+            TooManyDocuments: The tenant already has its maximum number of documents.
+            OSError: The document cannot be written to disk; nothing has changed.
         """
         check_id(document_id)
         limit = self._llm.tokenizers.limit(self._longest(max_tokens))
@@ -124,16 +133,16 @@ class Documents:
             time.time(),
         )
         self._check_length(document, max_tokens)
-        await self._ask(lambda worker: worker.extra_of(document))  # ValueError if its adapter is not there
+        await self._ask(lambda worker: worker.extra_of(document))  # raises ValueError if its adapter is not configured
         return await self._make_change(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
-        """Where the document is now."""
+        """Return where the document is now."""
         (residence,) = await self.residences([document])
         return residence
 
     async def residences(self, documents: Sequence[Document]) -> list[Residence]:
-        """Where several documents are now. The engine steps in between, so they are not of one moment."""
+        """Return where several documents are now; not a snapshot, because the engine steps in between."""
         found: list[Residence] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
@@ -141,57 +150,59 @@ class Documents:
         return found
 
     async def warm(self, document: Document, tier: Tier) -> None:
-        """Begin to bring the document to the device or to host memory. NoRoomToPin."""
+        """Start to load the document into *tier*; raise NoRoomToPin if host memory has no room."""
         await self._ask(lambda worker: worker.warm(document, tier))
 
     async def pin(self, document: Document, ttl_s: float) -> None:
-        """Keep the document in host memory for *ttl_s* seconds from now, also over restarts.
+        """Keep the document in host memory for *ttl_s* seconds from now, also across restarts.
 
-        NoRoomToPin; OSError if the pin cannot be written to disk, and then the document is not pinned.
+        Raises:
+            NoRoomToPin: The tenant's share of host memory has no room.
+            OSError: The pin cannot be written to disk; an earlier pin stays as it was.
         """
         await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MAX_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
-        """End the document's pin. OSError if that cannot be written to disk, and then it stays pinned."""
+        """End the document's pin; raise OSError, and keep the pin, if the change cannot be written to disk."""
         await self._make_change(document.tenant, lambda: self._unpin(document))
 
     async def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
     ) -> bool:
-        """Keep what is cached of a prompt in host memory for *ttl_s* seconds.
+        """Pin the cached part of a prompt in host memory for *ttl_s* seconds.
 
-        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        Returns:
+            False if the tenant's share has no room, or if no block of the prompt can be pinned.
         """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
     async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Keep what is cached of a prompt in host memory up to its breakpoints, each until it has not been read for its
-        time; but not those for which the tenant's share has no room."""
+        """Pin the cached part of a prompt up to its breakpoints, see `KeptPrefixes.keep`."""
         return await self._ask(lambda worker: worker.prefixes.keep(prompt))
 
     async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """What of a prompt is kept already, which counts as read."""
+        """Return the part of a prompt that is kept already; this counts as a read of it."""
         return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what may be pinned among *num_tenants*, from the engine's next step on.
+        """Divide the memory for pins among *num_tenants*, from the engine's next step on.
 
         Pins beyond the new share stay until they end or are renewed.
         """
         self._llm.tell(lambda _: self._worker.share_among(num_tenants))
 
     async def delete(self, tenant: str | None, document_id: str) -> bool:
-        """Delete a document, or its damaged file; False if there is neither.
+        """Delete a document, or its damaged file; return False if there is neither.
 
-        OSError if its file cannot be removed, and then it is still there. Its blocks stay cached until their room is
-        needed.
+        The document's blocks stay cached until they are evicted. Raises OSError if the file cannot be removed; the
+        document then still exists.
         """
         return await self._make_change(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
 
-        The engine keeps its pins until it ends. If the caller is cancelled, closing goes on; a second call waits for
+        The engine keeps its pins until it ends. Closing continues if the caller is cancelled; a second call waits for
         it.
         """
         self._stop()
@@ -200,11 +211,11 @@ class Documents:
         await asyncio.shield(self._closing)
 
     def _stop(self) -> None:
-        """Ignore from now on that documents become ready."""
+        """Ignore notifications of ready documents from now on."""
         self._is_closed = True
 
     async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
-        """The result of *question*, which is called in the engine's thread, the worker's owner."""
+        """Call *question* in the engine's thread, which owns the worker, and return its result."""
         return await self._llm.ask(lambda _: question(self._worker))
 
     async def _close(self) -> None:
@@ -213,7 +224,7 @@ class Documents:
         await self._folder.close()
 
     async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
-        """The result of *change*, which is made in its turn, also if the caller is cancelled."""
+        """Run *change* in its turn, even if the caller is cancelled, and return its result."""
         return await asyncio.shield(self._start_change(tenant, change))
 
     def _start_change(
@@ -236,7 +247,7 @@ class Documents:
                 await self.warm(before, Tier.DEVICE)
             return before, False
         if before is None and len(self.of(tenant)) >= self._max_per_tenant:
-            raise TooManyDocuments(f"there are {self._max_per_tenant} documents already; delete one")
+            raise TooManyDocuments(f"this tenant already has {self._max_per_tenant} documents, its maximum; delete one")
         await self._folder.write(document)
         if before is not None:
             await self._ask(lambda worker: worker.drop(before))
@@ -250,7 +261,7 @@ class Documents:
         try:
             await self._set_pin(document, time.time() + ttl_s)
         except OSError:
-            await self._ask(lambda worker: worker.unpin(document, _pinned_s(document)))  # the earlier end
+            await self._ask(lambda worker: worker.unpin(document, _pinned_s(document)))  # restore the earlier end
             raise
 
     async def _unpin(self, document: Document) -> None:
@@ -270,12 +281,12 @@ class Documents:
         return True
 
     async def _read(self) -> None:
-        """Read the folder's documents, and note the damaged files."""
+        """Read the folder's documents, and record the damaged files."""
         known: list[tuple[Document, bool]] = []
         for file, outcome in await self._folder.read_all():
             if isinstance(outcome, Damaged):
                 self._damaged[file.name] = str(outcome)
-                log.warning("documents: %s is left out: %s", file, outcome)
+                log.warning("documents: skipped the file %s: %s", file, outcome)
             else:
                 known.append(outcome)
         for document, is_of_tokenizer in sorted(known, key=lambda pair: pair[0].created_at):
@@ -295,13 +306,15 @@ class Documents:
                 await self._tokenize_again(document)
             await self._ask(take)
         except (ValueError, TemplateError) as error:
-            self._damaged[file_name(document.tenant, document.id)] = f"{error}; serve it as it was, or put it again"
+            self._damaged[file_name(document.tenant, document.id)] = (
+                f"{error}; restore the server's previous settings, or put the document again"
+            )
         else:
             self._documents[document.tenant, document.id] = document
 
     async def _tokenize_again(self, document: Document) -> None:
         if document.text is None:
-            raise ValueError("its token ids are another tokenizer's")
+            raise ValueError("its token ids were made by another tokenizer")
         draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
         limit = self._llm.tokenizers.limit(self._longest(None))
         _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit))
@@ -314,11 +327,11 @@ class Documents:
         if document.num_tokens > longest:
             raise TooManyTokens(document.num_tokens, longest)
         if not document.num_tokens:
-            raise ValueError("the document has 0 tokens; give it one at least")
+            raise ValueError("the document has 0 tokens; give it at least one")
 
     def _longest(self, max_tokens: int | None) -> int:
-        """How many tokens a document may have."""
-        longest = self._llm.longest_request - 2  # a question and an answer of one token each
+        """Return the maximum number of tokens of a document."""
+        longest = self._llm.longest_request - 2  # room for a question and an answer of one token each
         return longest if max_tokens is None else min(longest, max_tokens)
 
     async def _set_pin(self, document: Document, until: float | None) -> None:
@@ -330,7 +343,7 @@ class Documents:
             raise
 
     def _tell_ready(self, document: Document) -> None:
-        """Tell the event loop, from the engine's thread, that the document has been computed."""
+        """Notify the event loop, from the engine's thread, that the document has been computed."""
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._on_ready, document)
 
@@ -344,18 +357,18 @@ class Documents:
         if self.find(document.tenant, document.id) is document:
             try:
                 await self._folder.write(document)
-            except OSError as error:  # no more is lost than this: after a restart the document is computed once more
-                log.warning("documents: the file of one that has become ready could not be written: %s", error)
+            except OSError as error:  # the only loss: after a restart the document is computed again
+                log.warning("documents: cannot write the file of a document that has become ready: %s", error)
 
 
 def _pinned_s(document: Document) -> float:
-    """For how many seconds more the document is pinned; 0 if it is not."""
+    """Return how many more seconds the document is pinned; 0 if it is not."""
     return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
 
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
-        log.info("documents last as long as this process; %s", how_to_keep(config.sidecar))
+        log.info("documents end with this process; %s", how_to_keep(config.sidecar))
         return NoFolder()
     cipher = await llm.ask(lambda core: core.cipher)
     tokenizer = await llm.with_tokenizer(tokenizer_digest)
@@ -363,8 +376,10 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 
 
 def documents_path(config: Config) -> Path | None:
-    """The folder of documents: as configured, else beside the store's folder; None without a [disk] of the engine's
-    own. A sidecar's disk may be where this process can write nothing."""
+    """Return the folder of documents: the configured one, else one next to the store's folder.
+
+    Returns None without a [disk] of the engine's own, because a sidecar's disk may not be writable for this process.
+    """
     if config.documents.path is not None:
         return Path(config.documents.path)
     if config.disk is None:
@@ -374,8 +389,8 @@ def documents_path(config: Config) -> Path | None:
 
 
 def how_to_keep(sidecar: str | None) -> str:
-    """What to do for documents that are to outlive the process."""
-    return f"to keep them give [documents] a path{', or have a [disk]' if sidecar is None else ''}"
+    """Return advice on how to keep documents after the process has ended."""
+    return f"to keep them, set documents.path{' or configure [disk]' if sidecar is None else ''}"
 
 
 def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[Residence]:

@@ -1,4 +1,4 @@
-"""Draft: a document as a client puts it, before it is tokenized."""
+"""Draft: a document as the client sends it, before it is tokenized."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from kvtier.tiers.naming.request_text import check_text
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A *text* or *token_ids* to put. Without a *form* a text is for chats if the tokenizer has a chat template.
+    """A document to put, as *text* or as *token_ids*.
 
-    ValueError for text that is no valid Unicode.
+    Without a *form*, a text is for chats if the tokenizer has a chat template. Raises ValueError for text that is not
+    valid Unicode.
     """
 
     text: str | None
@@ -35,19 +36,19 @@ class Draft:
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
-    """Tokenize the draft: the form it has in prompts, and the token ids to compute ahead.
+    """Tokenize the draft; return its form in prompts, and the token ids to compute ahead.
 
-    ValueError for a text beyond *limit* (`TooManyTokens`), for unknown token ids, and for a form or system message that
-    the draft cannot have. Raises what the chat template raises.
+    Raises ValueError for a text beyond *limit* (`TooManyTokens`), for unknown token ids, and for a form or a system
+    message that the draft cannot have. Errors of the chat template pass through.
     """
     form = draft.form
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
     if draft.system is not None and form is Form.TEXT:
-        raise ValueError('system: is only for a document with "as": "chat"; leave it out')
+        raise ValueError('system: only a document with "as": "chat" can have one; leave it out')
     if draft.text is None:
         if form is Form.CHAT:
-            raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')
+            raise ValueError('as: token ids cannot be a document for chats; send text, or "as": "text"')
         limit.check_ids(draft.token_ids or ())
         return form, draft.token_ids or ()
     if form is Form.TEXT:
@@ -59,7 +60,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """A digest that changes when the tokenizer or its chat template would make other token ids of a text."""
+    """Return a digest that changes if the tokenizer or its chat template would produce other token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -1,7 +1,7 @@
-"""DocumentFolder: documents on disk, a file for each, which only its owner can read; encrypted as blocks are.
+"""DocumentFolder: documents on disk, one file each, readable only by their owner, and encrypted if blocks are.
 
-A file is MAGIC, then in clear digest (xxh3_128, 16 bytes) ‖ content, or with a key what `Cipher.encrypt` makes of the
-two; content is the msgpack of a `_Record`. Its name is made of digests of tenant and id.
+A file is magic ‖ digest (xxh3_128, 16 bytes) ‖ content, where content is the msgpack of a `_Record`. With a key, the
+output of `Cipher.encrypt` replaces digest and content. The file's name consists of digests of tenant and id.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 CLEAR, ENCRYPTED = b"kvtdoc1\0", b"kvtdoc1E"
 SUFFIX = ".doc"
-_UNFINISHED = ".new"  # behind a file's name while it is being written
+_UNFINISHED = ".new"  # suffix of a file that is being written
 
 
 class Damaged(ValueError):
-    """A file that is no document, or none for this configuration; the message says why."""
+    """Error for a file that is not a document, or not one for this configuration; the message says why."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -50,15 +50,15 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class DocumentFolder:
-    """Writes, reads and removes the files of documents. One thread at a time may use it; every method may block.
+    """The folder with the files of documents. One thread at a time may use it; every method may block.
 
-    A lock keeps other processes out: they would remove what this one is writing, and know nothing of its changes.
+    A lock keeps other processes out. They would remove files that this process is writing, and miss its changes.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
-        """Open the folder at *path*, or make it. *tokenizer*: a digest of what makes token ids here.
+        """Open the folder at *path*, or create it. *tokenizer* is the digest of the current tokenizer.
 
-        FolderInUse if another process has it open; OSError if it cannot be opened.
+        Raises FolderInUse if another process has the folder open, and OSError if it cannot be opened.
         """
         self.path = path
         self._cipher = cipher
@@ -78,7 +78,7 @@ class DocumentFolder:
             raise OSError(f"documents {path}: {error.strerror}; give [documents] another path") from error
 
     def close(self) -> None:
-        """Give the lock back, so that another process can open the folder. A second call does nothing."""
+        """Release the lock, so that another process can open the folder. A second call does nothing."""
         self._let_go.close()
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class DocumentFolder:
         self.close()
 
     def write(self, document: Document) -> None:
-        """Write a document's file whole, or leave the one before. It survives a crash of the machine then. OSError."""
+        """Write a document's file atomically, safe against a crash of the machine; raise OSError if that fails."""
         content = msgspec.msgpack.encode(
             _Record(
                 document.id,
@@ -115,17 +115,20 @@ class DocumentFolder:
         sync_folder(self._folder.here)
 
     def remove(self, name: str) -> None:
-        """Remove the file *name*, if there is one. OSError."""
+        """Remove the file *name* if it exists; raise OSError if that fails."""
         with suppress(FileNotFoundError):
             (self._folder.here / name).unlink()
             sync_folder(self._folder.here)
 
     def names(self) -> list[str]:
-        """The names of all files of documents. OSError."""
+        """Return the names of all document files; raise OSError if the folder cannot be read."""
         return sorted(file.name for file in self._folder.here.glob(f"*{SUFFIX}"))
 
     def read(self, name: str) -> tuple[Document, bool]:
-        """The document in the file *name*, and whether this tokenizer made its token ids. Damaged if there is none."""
+        """Return the document in the file *name*, and whether the current tokenizer made its token ids.
+
+        Raises Damaged if the file does not hold a readable document.
+        """
         try:
             with open(self._folder.here / name, "rb", opener=open_own) as file:
                 value = file.read()
@@ -149,9 +152,9 @@ class DocumentFolder:
         except Damaged:
             raise
         except (msgspec.DecodeError, ValueError) as error:
-            raise Damaged("its content is no document") from error
+            raise Damaged("its content is not a document") from error
         if file_name(document.tenant, document.id) != name:
-            raise Damaged("it is another document's")
+            raise Damaged("it belongs to another document")
         return document, record.tokenizer == self._tokenizer
 
     def _sealed(self, name: str, content: bytes) -> bytes:
@@ -167,7 +170,7 @@ class DocumentFolder:
         if magic == ENCRYPTED and self._cipher is None:
             raise Damaged("it is encrypted; give [disk] the key")
         if magic == CLEAR and self._cipher is not None:  # another process could have written it without the key
-            raise Damaged("it is not encrypted, but [disk] has a key; put it again")
+            raise Damaged("it is not encrypted, but [disk] has a key; put the document again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)
             try:
@@ -177,24 +180,24 @@ class DocumentFolder:
         elif self._cipher is None and magic == CLEAR:
             digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
         else:
-            raise Damaged("it does not begin as a document's file does")
+            raise Damaged("it does not begin like a document's file")
         if xxhash.xxh3_128_digest(content) != digest:
-            raise Damaged("its bytes are not those that were written")
+            raise Damaged("its bytes do not match their digest")
         return bytes(content)
 
 
 def file_name(tenant: str | None, document_id: str) -> str:
-    """The name of a document's file, made of digests: it tells neither tenant nor id."""
+    """Return the name of a document's file, whose digests reveal neither tenant nor id."""
     return f"{tenant_prefix(tenant)}{_digest('id', document_id)}{SUFFIX}"
 
 
 def tenant_prefix(tenant: str | None) -> str:
-    """The beginning that the names of all files of a tenant have."""
+    """Return the prefix of the names of all files of a tenant."""
     return _digest("nobody" if tenant is None else "tenant", tenant or "")[:16] + "-"
 
 
 def read_all(folder: DocumentFolder) -> Iterator[tuple[str, tuple[Document, bool] | Damaged]]:
-    """Yield each file's name, with what `DocumentFolder.read` returns or raises for it."""
+    """Yield each file's name with the result of `DocumentFolder.read`, or with the error that it raised."""
     for name in folder.names():
         try:
             yield name, folder.read(name)

@@ -1,4 +1,4 @@
-"""FolderThread: a DocumentFolder for coroutines, in a thread of its own. NoFolder: its double that keeps nothing."""
+"""FolderThread: a DocumentFolder for coroutines, in its own thread. NoFolder: a stand-in that keeps nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,33 +21,33 @@ Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
 
 
 class DocumentFiles(Protocol):
-    """A place that keeps documents beyond the process (`FolderThread`), or does not (`NoFolder`)."""
+    """Storage of documents that outlives the process (`FolderThread`), or keeps nothing (`NoFolder`)."""
 
     is_kept: bool
 
     async def read_all(self) -> list[Found]:
-        """Read all files. OSError."""
+        """Read all files; raise OSError if the folder cannot be read."""
 
     async def write(self, document: Document) -> None:
-        """Write a document's file whole, or leave the one before. OSError."""
+        """Write a document's file atomically; raise OSError if that fails."""
 
     async def remove(self, name: str) -> None:
-        """Remove the file *name*, if there is one. OSError."""
+        """Remove the file *name* if it exists; raise OSError if that fails."""
 
     async def close(self) -> None:
-        """Finish the calls before, and close the folder, so that another process can open it."""
+        """Finish earlier calls, and close the folder, so that another process can open it."""
 
 
 class FolderThread:
-    """Calls a DocumentFolder in one thread, in the order of the calls.
+    """A DocumentFolder whose methods run in one thread, in the order of the calls.
 
-    A call that has begun goes on to its end if its caller is cancelled.
+    A call that has started runs to completion even if its caller is cancelled.
     """
 
     is_kept = True
 
     def __init__(self, thread: ThreadPoolExecutor, folder: DocumentFolder) -> None:
-        """Owns *thread* and *folder*, and ends both in `close`. `open` makes one."""
+        """Take ownership of *thread* and *folder*, which `close` ends. Use `open` to create one."""
         self._thread = thread
         self._folder = folder
 
@@ -67,32 +67,28 @@ class FolderThread:
             raise
 
     async def read_all(self) -> list[Found]:
-        """Read all files. OSError."""
         folder = self._folder
         return await _in_thread(self._thread, lambda: [(folder.path / name, found) for name, found in read_all(folder)])
 
     async def write(self, document: Document) -> None:
-        """Write a document's file whole, or leave the one before. OSError."""
         await _in_thread(self._thread, lambda: self._folder.write(document))
 
     async def remove(self, name: str) -> None:
-        """Remove the file *name*, if there is one. OSError."""
         await _in_thread(self._thread, lambda: self._folder.remove(name))
 
     async def close(self) -> None:
-        """Finish the calls before, and close the folder; also if the caller is cancelled."""
+        """Finish earlier calls, and close the folder, even if the caller is cancelled."""
         closing = self._thread.submit(guarded(self._folder.close))
         self._thread.shutdown(wait=False)
         await asyncio.wrap_future(closing)
 
 
 class NoFolder:
-    """Keeps no files: documents end with the process."""
+    """A stand-in for a folder that keeps no files: documents end with the process."""
 
     is_kept = False
 
     async def read_all(self) -> list[Found]:
-        """No files."""
         return []
 
     async def write(self, document: Document) -> None:

@@ -1,4 +1,4 @@
-"""KeptPrefixes: beginnings of prompts that stay in host memory until they have not been read for a while."""
+"""KeptPrefixes: prefixes of prompts that stay in host memory until they have not been read for a while."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.tiers.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A place in a prompt: what comes before it is to be kept until it has not been read for *ttl_s* seconds."""
+    """A position in a prompt. The prefix before it is kept until it has not been read for *ttl_s* seconds."""
 
     num_tokens: int  # before the breakpoint
     ttl_s: float
@@ -20,7 +20,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedPrompt:
-    """A prompt with breakpoints, in their order, and what its blocks are named with."""
+    """A prompt, its breakpoints in order, and the keys that the names of its blocks depend on."""
 
     tenant: str | None
     token_ids: Sequence[int]
@@ -31,25 +31,26 @@ class MarkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What of a prompt is kept."""
+    """The part of a prompt that is kept."""
 
     num_before: int = 0  # tokens that were kept already
-    breakpoints: Sequence[Breakpoint] = ()  # up to which it is kept now, in whole blocks
+    breakpoints: Sequence[Breakpoint] = ()  # those up to which the prompt is kept now, at block ends
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    start: int  # tokens before it, which are kept already: the end of a prefix that this one begins with
-    end: int  # of the prefix
+    start: int  # where the pin begins: the end of a shorter kept prefix, or 0
+    end: int  # of the prefix, in tokens
     ttl_s: float
-    pin: Pin  # of the tokens in between
+    pin: Pin  # of the tokens from *start* to *end*
 
 
 class KeptPrefixes:
-    """Pins prefixes within each tenant's share. Owned by the engine's thread.
+    """Pinned prefixes of prompts, within each tenant's share. Owned by the engine's thread.
 
-    A prefix is pinned from the end of the longest kept one that it begins with, so what both have counts once. A prefix
-    lasts as long as every one that continues it: who reads these reads it too, and its ttl is the longest of theirs.
+    A prefix is pinned from the end of the longest kept prefix that it extends, so shared tokens count once. A prefix
+    lasts as long as each prefix that extends it: a read of the longer one also reads the shorter one, whose ttl is the
+    maximum of theirs.
     """
 
     def __init__(self, core: EngineCore, shares: PinShares) -> None:
@@ -58,10 +59,10 @@ class KeptPrefixes:
         self._kept: dict[str | None, dict[BlockName, _Kept]] = {}  # by tenant and the name of the last block
 
     def keep(self, prompt: MarkedPrompt) -> Keeping:
-        """Keep what is cached of a prompt up to its breakpoints.
+        """Pin the cached part of a prompt up to its breakpoints.
 
-        These are moved back to the end of a block. The tenant's prefixes that the prompt begins with count as read. A
-        breakpoint within the first block is left out, and so is one for which the tenant's share has no room.
+        Breakpoints are moved back to the end of a block. The tenant's kept prefixes of the prompt count as read. A
+        breakpoint is skipped if it lies within the first block, or if the tenant's share has no room for it.
         """
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
@@ -73,7 +74,7 @@ class KeptPrefixes:
         return Keeping(num_before, kept)
 
     def read(self, prompt: MarkedPrompt) -> Keeping:
-        """What of a prompt is kept already, which counts as read."""
+        """Return the part of a prompt that is kept already; this counts as a read of it."""
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
         kept = [each for each in self._in_whole_blocks(prompt, chain) if each.num_tokens <= _end_of(path)]
@@ -89,7 +90,7 @@ class KeptPrefixes:
                 yield Breakpoint(num_tokens, each.ttl_s)
 
     def _pin(self, breakpoint_: Breakpoint, tenant: str | None, chain: BlockChain, path: list[_Kept]) -> bool:
-        """Pin what is not kept before the breakpoint, as the new end of *path*; False if the share has no room."""
+        """Pin the tokens from the end of *path* to the breakpoint; return False if the share has no room."""
         start, end, ttl_s = _end_of(path), breakpoint_.num_tokens, breakpoint_.ttl_s
         pin = self._shares.pin(tenant, chain, end, until=self._core.pins.now() + ttl_s, start=start)
         if pin is None:
@@ -104,13 +105,13 @@ class KeptPrefixes:
             self._core.pins.prolong(prefix.pin, self._core.pins.now() + prefix.ttl_s)
 
     def _begun_with(self, tenant: str | None, chain: BlockChain) -> list[_Kept]:
-        """The tenant's kept prefixes that the prompt begins with, the shortest first, without a gap between them."""
+        """Return the tenant's kept prefixes of the prompt, shortest first, without gaps between them."""
         self._forget_ended()
         mine, path = self._kept.get(tenant, {}), list[_Kept]()
         for name in [name for name in chain.names if name in mine]:
             if mine[name].start <= _end_of(path):
                 path.append(mine[name])
-            else:  # what it continues has just ended, as its own time is over too
+            else:  # the prefix that it extends has just ended, so its own time is over too
                 self._core.pins.unpin(mine.pop(name).pin)
         return path
 
@@ -124,5 +125,5 @@ class KeptPrefixes:
 
 
 def _end_of(path: Sequence[_Kept]) -> int:
-    """Tokens up to which a prompt is kept by prefixes that it begins with."""
+    """Return the number of tokens that the prefixes in *path* keep."""
     return path[-1].end if path else 0

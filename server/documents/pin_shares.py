@@ -7,10 +7,10 @@ from kvtier.tiers.pins import Pin
 
 
 class PinShares:
-    """Pins documents and prompts of each tenant within its equal share of the half of host memory that may be pinned.
+    """Pins of documents and prompts. Tenants have equal shares of the half of host memory that may be pinned.
 
-    Whether there is room depends on the tenant's own pins alone, so it tells nothing of other tenants. Owned by the
-    engine's thread. *num_tenants* may be set; when it grows, pins beyond the new share stay until they end or are
+    Whether there is room depends on the tenant's own pins alone, so it reveals nothing about other tenants. Owned by
+    the engine's thread. *num_tenants* may be set. When it grows, pins beyond the new share stay until they end or are
     renewed.
     """
 
@@ -20,7 +20,7 @@ class PinShares:
 
     @property
     def share_bytes(self) -> int:
-        """Bytes that one tenant may have pinned."""
+        """Number of bytes that one tenant may pin."""
         return FairShare(self._core.cache.pinnable_bytes, self.num_tenants).each
 
     def pin(
@@ -33,10 +33,12 @@ class PinShares:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Keep what is cached of so many tokens until then, in the place of the tenant's earlier pin *instead_of*;
-        without what comes before token *start*, which another pin of the tenant's keeps.
+        """Pin the cached blocks of tokens *start* to *num_tokens*, replacing the tenant's earlier pin *instead_of*.
 
-        None if the tenant's share has no room; then the earlier pin stays as it was.
+        Another pin of the tenant keeps the tokens before *start*.
+
+        Returns:
+            None if the tenant's share has no room; the earlier pin then stays as it was.
         """
         pins = self._core.pins
         left_bytes = self.share_bytes - pins.num_bytes(tenant)

@@ -1,4 +1,4 @@
-"""DocumentPins: keeps documents in host memory: pinned ones until their pin ends, warming ones until they have come."""
+"""DocumentPins: keeps pinned documents in host memory until their pin ends, and warming ones until they are loaded."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from kvtier.server.documents.pin_shares import PinShares
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 
-RENEW_S = 30.0  # how often a pin is made anew, which brings lost blocks back
-WARM_S = 600.0  # how long a document may take to come to host memory
-MAX_LOOKED_AT = 64  # documents after one step: 50 us
+RENEW_S = 30.0  # how often a pin is renewed, which reloads lost blocks
+WARM_S = 600.0  # timeout for loading a document into host memory
+MAX_LOOKED_AT = 64  # documents to check after one step, which takes 50 us
 
 
 class NoRoomToPin(Exception):
-    """Host memory has no room to pin the document; the message says what to do."""
+    """Error raised when host memory has no room to pin a document; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Until when a document is kept because it is pinned, and because it is warming; 0: it is not."""
+    """Times until which a document is kept because it is pinned or because it is warming; 0 if it is not."""
 
     pinned: float = 0.0
     warming: float = 0.0
@@ -33,7 +33,7 @@ class _Ends:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """A document that is kept: until when, and its pin, which is None while there is no room for one."""
+    """The end times and the pin of a document that is kept; the pin is None while there is no room for one."""
 
     ends: _Ends = _Ends()
     pin: Pin | None = None
@@ -45,9 +45,10 @@ class _Kept:
 
 
 class DocumentPins:
-    """Pins documents within each tenant's share, and forgets those whose time is over. Owned by the engine's thread.
+    """Pins of documents within each tenant's share of host memory. Owned by the engine's thread.
 
-    A pin ends by itself (`TimedPins`). It is made anew every half minute, so that a block that was lost comes back.
+    A pin ends by itself (`TimedPins`), and its document is then forgotten. Until then the pin is renewed every half
+    minute, which reloads lost blocks.
     """
 
     def __init__(
@@ -57,52 +58,55 @@ class DocumentPins:
         compute: Callable[[Document], None],
         shares: PinShares,
     ) -> None:
-        """*chain_of* names a document's blocks. *compute* is called for a document with blocks that are in no tier."""
+        """Pin nothing yet; *chain_of* names a document's blocks, *compute* computes blocks that no tier holds."""
         self._core = core
         self._chain_of = chain_of
         self._compute = compute
         self._shares = shares
         self._kept: dict[Document, _Kept] = {}
-        # The order in which documents are looked at; entries that were dropped since are skipped.
+        # The order in which documents are checked; entries of dropped documents are skipped.
         self._turns: deque[tuple[Document, _Kept]] = deque()
 
     def warm(self, document: Document) -> None:
-        """Bring a document to host memory, and let go of it once it is there. NoRoomToPin."""
+        """Load a document into host memory, then release it; raise NoRoomToPin if it does not fit."""
         self._keep(document, replace(self._ends(document), warming=self._core.pins.now() + WARM_S))
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room; an earlier pin
-        then stays as it was."""
+        """Keep a document in host memory for *ttl_s* seconds from now.
+
+        If there is no room and *must_have_room*, raises NoRoomToPin, and an earlier pin stays as it was. Otherwise the
+        document waits for room.
+        """
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
     def unpin(self, document: Document, in_s: float = 0.0) -> None:
-        """End its pin so many seconds from now; a document that is not kept is left alone."""
+        """End the document's pin in *in_s* seconds; do nothing if the document is not kept."""
         if document in self._kept:
             kept = self._kept[document]
             kept.ends = replace(kept.ends, pinned=self._core.pins.now() + in_s)
             self._look_at(document, kept)
 
     def drop(self, document: Document) -> None:
-        """Let go of a document, pinned or warming."""
+        """Release a document, pinned or warming."""
         kept = self._kept.pop(document, None)
         if kept is not None and kept.pin is not None:
             self._core.pins.unpin(kept.pin)
 
     def end(self) -> None:
-        """Let go of all documents."""
+        """Release all documents."""
         for document in list(self._kept):
             self.drop(document)
 
     def is_held(self, document: Document) -> bool:
-        """Whether all blocks of the document are held in host memory now."""
+        """Return whether all blocks of the document are held in host memory now."""
         return document in self._kept and self._kept[document].is_whole
 
     def is_warming(self, document: Document) -> bool:
-        """Whether the document is on its way to host memory."""
+        """Return whether the document is being loaded into host memory."""
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Look at the next documents in turn: forget one whose time is over, or bring lost blocks of one back."""
+        """Check the next documents in turn, until one of them was forgotten or its pin was renewed."""
         for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -112,7 +116,7 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Forget a document whose time is over, or pin it anew if that is due; True if it did either, which is slow."""
+        """Forget a document whose time is over, or renew a pin that is due; return whether it did either (slow)."""
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
@@ -130,26 +134,30 @@ class DocumentPins:
     def _keep(self, document: Document, ends: _Ends, must_have_room: bool = True) -> None:
         sidecar = self._core.config.sidecar
         if not self._core.cache.pinnable_bytes and must_have_room:
-            why = "there is none; give host.capacity a size" if sidecar is None else f"{sidecar} is not there; start it"
+            why = (
+                "not configured; set host.capacity"
+                if sidecar is None
+                else f"the sidecar {sidecar} does not answer; start it"
+            )
             raise NoRoomToPin(f"host tier: {why}")
         kept = self._kept.get(document) or _Kept()
         if not self._renew(document, kept, ends, must_have_room):
             needed = document.num_tokens * self._core.bytes_per_token / 2**20
             share = self._shares.share_bytes / 2**20
             raise NoRoomToPin(
-                f"host tier: the document takes {needed:.1f} MiB, more than is left of the {share:.1f} MiB that may "
-                "be kept for you; "
-                f"unpin another, or raise {'host.capacity' if sidecar is None else 'the host memory of the sidecar'}"
+                f"host tier: the document takes {needed:.1f} MiB, more than is free of your share of {share:.1f} MiB; "
+                "unpin another document, or raise "
+                f"{'host.capacity' if sidecar is None else 'the host memory of the sidecar'}"
             )
         if document not in self._kept:
             self._kept[document] = kept
             self._turns.append((document, kept))
 
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
-        """Pin the document anew until *ends*, as if for the first time, and compute what of it is in no tier.
+        """Replace the document's pin by one until *ends*, and compute blocks that no tier holds.
 
-        If its tenant's share has no room and *must_have_room*, it changes nothing and returns False. Otherwise the
-        earlier pin ends, and the next renewal tries again.
+        If the tenant's share has no room and *must_have_room*, returns False without a change. If it has no room
+        otherwise, the earlier pin ends, and the next renewal tries again.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

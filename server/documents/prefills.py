@@ -1,4 +1,4 @@
-"""DocumentPrefills: computes documents one after the other, behind all requests of clients."""
+"""DocumentPrefills: computes documents one at a time, with a lower priority than all requests of clients."""
 
 import time
 from collections import deque
@@ -11,9 +11,9 @@ from kvtier.engine.scheduling.request import FinishReason, Request, RequestOptio
 from kvtier.server.documents.document import Document
 from kvtier.tiers.naming.block_hash import ExtraKeys
 
-PRIORITY = 101  # behind every priority that a client may ask for; lower is more urgent
+PRIORITY = 101  # less urgent than every priority that a client may ask for; lower is more urgent
 ORDINARY = 0  # the priority of a request that asks for none
-PATIENCE_S = 60.0  # after so long without a token computed a document gets the ordinary priority
+PATIENCE_S = 60.0  # a document without progress for this long gets the ordinary priority
 _BEHIND_ALL = RequestOptions(priority=PRIORITY)
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -23,14 +23,14 @@ class _Running:
     document: Document
     request: Request
     patient_until: float
-    num_computed: int = 0  # the most tokens it has had computed
+    num_computed: int = 0  # the maximum so far
 
 
 class DocumentPrefills:
-    """A queue of documents, one of which at a time is a request of low priority: tenant by tenant, each in its order.
+    """A queue of documents, one of which at a time is a low-priority request. Tenants take turns.
 
-    A document of which no token was computed for a minute becomes a request of ordinary priority: it waits for those
-    that came before it, and not for all that are to come. Owned by the engine's thread.
+    The documents of one tenant keep their order. A document without progress for a minute becomes a request of ordinary
+    priority, so that it waits only for requests that arrived before it. Owned by the engine's thread.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class DocumentPrefills:
         on_ended: Callable[[Document, str | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*extra_of* gives what a document's blocks are named with beside its tokens.
+        """Create an empty queue; *extra_of* returns the extra keys of a document's block names.
 
-        *on_ended* is called with each document that is done, and with the reason if it could not be computed.
+        *on_ended* is called with each finished document, and with the reason if it could not be computed.
         """
         self._core = core
         self._extra_of = extra_of
@@ -51,30 +51,30 @@ class DocumentPrefills:
         self._queue: deque[Document] = deque()
         self._running: _Running | None = None
         self._num_begun = 0
-        self._begun: dict[str | None, int] = {}  # by tenant: the number of the document begun last
+        self._begun: dict[str | None, int] = {}  # by tenant: the number of its last started document
 
     def add(self, document: Document) -> None:
-        """Queue a document, unless it waits already: its turn brings it to the device, by loading and computing."""
+        """Queue a document unless it is queued already; its turn loads or computes it on the device."""
         if not self.has(document):
             self._queue.append(document)
 
     def has(self, document: Document) -> bool:
-        """Whether the document waits or is being computed."""
+        """Return whether the document is queued or being computed."""
         return document in self._queue or self.is_running(document)
 
     def is_running(self, document: Document) -> bool:
-        """Whether the document is being computed."""
+        """Return whether the document is being computed."""
         return self._running is not None and self._running.document is document
 
     @property
     def num_computed(self) -> int:
-        """Tokens done of the document that is being computed; fewer again after it was preempted."""
+        """Number of computed tokens of the running document, which drops when its request is preempted."""
         if self._running is None:
             return 0
         return min(self._running.request.num_computed, self._running.document.num_tokens)
 
     def remove(self, document: Document) -> None:
-        """Take a document out of the queue, or abort its request; what is computed of it stays cached."""
+        """Remove a document from the queue, or abort its request; its computed blocks stay cached."""
         if document in self._queue:
             self._queue.remove(document)
         if self._running is not None and self._running.document is document:
@@ -82,13 +82,13 @@ class DocumentPrefills:
             self._running = None
 
     def end(self) -> None:
-        """Take all documents out, and abort the one that is being computed."""
+        """Remove all documents, and abort the running one."""
         self._queue.clear()
         if self._running is not None:
             self.remove(self._running.document)
 
     def tick(self) -> None:
-        """Report a document that is done, and begin with the next one."""
+        """Report a finished document, and start the next one."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
             self._on_ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
@@ -96,7 +96,7 @@ class DocumentPrefills:
             self._hurry(self._running)
         max_waiting = self._core.config.scheduler.max_waiting
         while self._running is None and self._queue and self._core.num_waiting < max_waiting:
-            document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # of equals the first
+            document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # the first on a tie
             self._queue.remove(document)
             self._num_begun += 1
             self._begun[document.tenant] = self._num_begun
@@ -112,7 +112,7 @@ class DocumentPrefills:
             self._running = _Running(document, request, self._clock() + PATIENCE_S)
 
     def _hurry(self, running: _Running) -> None:
-        """Give a document the ordinary priority if no token of it was computed for a minute."""
+        """Give a document the ordinary priority if it made no progress for a minute."""
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S

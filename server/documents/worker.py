@@ -1,4 +1,4 @@
-"""DocumentWorker: computes and pins documents in the engine's thread, and says where they are."""
+"""DocumentWorker: computes and pins documents in the engine's thread, and reports where they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvtier.server.documents.prefills import DocumentPrefills
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 from kvtier.tiers.naming.tier import Tier
 
-PROMPT_PIN_S = 3600.0  # for a request that pins its prompt and does not say for how long
+PROMPT_PIN_S = 3600.0  # for a request that pins its prompt without a ttl_s
 
 
 class Status(StrEnum):
@@ -23,77 +23,79 @@ class Status(StrEnum):
     QUEUED = "queued"
     PREFILLING = "prefilling"
     READY = "ready"  # all of it is cached, in any tier
-    EVICTED = "evicted"  # it was ready; a part of it is in no tier any more
+    EVICTED = "evicted"  # was ready; part of it is no longer in any tier
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """Where a document is at one moment, by value. A token counts for the warmest tier that has it."""
+    """A snapshot of where a document is. Each token counts for the warmest tier that has it."""
 
     status: Status
     error: str | None
-    num_computed: int  # tokens done while it is prefilling; else all or none
+    num_computed: int  # tokens so far while prefilling; otherwise all or none
     tokens: Mapping[str, int]  # by tier, and "nowhere"
     num_bytes: Mapping[str, int]  # by tier
-    load_s: float | None  # to load it to the device, by the lanes' speeds and queues; None: not known yet
-    compute_s: float | None  # to compute all of it; None: not known yet
-    is_warming: bool  # on its way to host memory
+    load_s: float | None  # time to load it to the device, from the lanes' speeds and queues; None: unknown yet
+    compute_s: float | None  # time to compute all of it; None: unknown yet
+    is_warming: bool  # being loaded into host memory
     is_held: bool  # all of it is in host memory, and stays there while it is pinned
 
 
 class DocumentWorker:
-    """Computes documents, and keeps documents and prompts in host memory. Owns their queue, pins and tenants' shares.
+    """A worker that computes documents, and keeps documents and prompts in host memory.
 
-    It is made, called and ended in the engine's thread, which calls `tick` after every step (`AsyncLLM.attend`).
+    Owns their queue, their pins and the tenants' shares. It is created, called and ended in the engine's thread, which
+    calls `tick` after every step (`AsyncLLM.attend`).
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
-        """*salt_of* gives the cache_salt that a document's blocks are named with."""
+        """Create a worker; *salt_of* returns the cache_salt that a document's blocks are named with."""
         self._core = core
         self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
         self._errors: dict[Document, str] = {}
-        self._on_ready: dict[Document, Callable[[], None]] = {}  # of documents that were never computed
+        self._on_ready: dict[Document, Callable[[], None]] = {}  # callbacks of documents that were never computed
         self._shares = PinShares(core, num_tenants)
         self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
         self.prefixes = KeptPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
-        """What a document's blocks are named with beside its tokens. ValueError if its adapter is not configured."""
+        """Return the extra keys of a document's block names; raise ValueError if its adapter is not configured."""
         return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
 
     def add(self, document: Document, on_ready: Callable[[], None]) -> None:
-        """Take a new document, and compute it unless it was ready before.
+        """Add a new document, and compute it unless it was ready before.
 
-        *on_ready* is called when it has been computed for the first time.
+        *on_ready* is called when the document has been computed for the first time.
         """
         if not document.was_ready:
             self._on_ready[document] = on_ready
             self._compute(document)
 
     def warm(self, document: Document, tier: Tier) -> None:
-        """Bring a document to the device or to host memory, and compute what is in no tier. NoRoomToPin."""
+        """Load a document into *tier*, and compute blocks that no tier holds; raise NoRoomToPin if it does not fit."""
         if tier is Tier.DEVICE:
             self._compute(document)
         else:
             self._pins.warm(document)
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep a document in host memory for *ttl_s* seconds from now. NoRoomToPin, unless it may wait for room."""
+        """Keep a document in host memory for *ttl_s* seconds from now, see `DocumentPins.pin`."""
         self._pins.pin(document, ttl_s, must_have_room)
 
     def unpin(self, document: Document, in_s: float = 0.0) -> None:
-        """End its pin so many seconds from now."""
+        """End the document's pin in *in_s* seconds."""
         self._pins.unpin(document, in_s)
 
     def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
     ) -> bool:
-        """Keep what is cached of a prompt for *ttl_s* seconds.
+        """Pin the cached part of a prompt for *ttl_s* seconds.
 
-        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        Returns:
+            False if the tenant's share has no room, or if no block of the prompt can be pinned.
         """
         chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
         pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
@@ -103,11 +105,11 @@ class DocumentWorker:
         return False
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what may be pinned among *num_tenants* from now on."""
+        """Divide the memory for pins among *num_tenants* from now on."""
         self._shares.num_tenants = num_tenants
 
     def drop(self, document: Document) -> None:
-        """Forget a document. Its blocks stay cached until their room is needed."""
+        """Forget a document. Its blocks stay cached until they are evicted."""
         self._prefills.remove(document)
         self._pins.drop(document)
         self._chains.pop(document, None)
@@ -120,12 +122,12 @@ class DocumentWorker:
         self._pins.end()
 
     def tick(self) -> None:
-        """Go on with the queue and with the pins."""
+        """Advance the queue and the pins."""
         self._prefills.tick()
         self._pins.tick()
 
     def residence(self, document: Document) -> Residence:
-        """Where the document is now."""
+        """Return where the document is now."""
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)

@@ -1,1 +1,1 @@
-"""What the server tells of its own routes: `/openapi.json`, and `/docs` for people. Start with `operation.py`."""
+"""The documentation of the server's routes: `/openapi.json`, and `/docs` for people. Start with `operation.py`."""

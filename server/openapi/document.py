@@ -1,4 +1,4 @@
-"""The OpenAPI document of some operations: its schemas are made from the structs that requests are read as."""
+"""The OpenAPI document of some operations. Its schemas are made from the structs that requests are parsed as."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -15,28 +15,35 @@ Object = dict[str, Any]
 
 WHY = {
     400: "a parameter is wrong or unknown, or the prompt is too long",
-    401: "no key, or an unknown one",
-    403: "not for this tenant",
-    404: "there is no such thing",
-    405: "another method",
-    408: "the body came too slowly",
-    409: "not as things are now",
+    401: "the key is missing or unknown",
+    403: "not allowed for this tenant",
+    404: "not found",
+    405: "the route does not support the method",
+    408: "the body arrived too slowly",
+    409: "not possible in the current state",
     413: "the body is too large",
-    429: "the queue is full; Retry-After says when to come again",
-    503: "the model is loading, or the server is about to end",
-    504: "not done in time",
+    429: "the queue is full; Retry-After says when to retry",
+    503: "the model is loading, or the server is shutting down",
+    504: "timeout",
     507: "no room in host memory or on disk",
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, as OpenAI's clients send it"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "as Anthropic's send it"},
+    "x-api-key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "an API key, as Anthropic's clients send it",
+    },
     "operator": {"type": "http", "scheme": "bearer", "description": "an operator's token"},
 }
 
 
 def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict: bool) -> Object:
-    """The document, as JSON has it. *needs_key*: the server has a file of keys; *is_strict*: tenants share nothing, so
-    some routes are for few."""
+    """Return the document as a JSON object.
+
+    *needs_key*: the server has a key file. *is_strict*: tenants share nothing, so some routes are for few tenants.
+    """
     kinds = list(_kinds(operations))
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(id, kinds), found, strict=True))
@@ -58,7 +65,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict
 
 
 class _Writer:
-    """Writes operations, whose types have *schemas* by their identity."""
+    """A writer of operations; *schemas* has the schemas of their types by identity."""
 
     def __init__(self, schemas: Mapping[int, Object], needs_key: bool, is_strict: bool) -> None:
         self._schemas = schemas
@@ -110,13 +117,13 @@ class _Writer:
         return {"description": outcome.what, "content": content}
 
     def _media_type(self, name: str, kind: object) -> Object:
-        if name == EVENTS:  # OpenAPI 3.1 has no word for the schema of an event
+        if name == EVENTS:  # OpenAPI 3.1 cannot describe the schema of an event
             return {}
         return {"schema": {"type": "string"} if kind is None else self._schemas[id(kind)]}
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
-    """The types that schemas are wanted of; some come several times."""
+    """Yield the types that need schemas; some come several times."""
     yield ErrorAnswer
     yield AnthropicErrorAnswer
     for operation in operations:
@@ -128,19 +135,19 @@ def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
 
 
 def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping[str, Object]) -> None:
-    """Add the fields that are let pass to the struct's, which has none of them."""
+    """Add the ignored and neutral fields, which the structs lack, to their schemas."""
     for kind in body.kinds:
         name = schemas[id(kind)]["$ref"].rpartition("/")[2]
         properties = components[name].setdefault("properties", {})
         for field in sorted(body.ignored):
-            properties.setdefault(field, {"description": "let pass, and ignored"})
+            properties.setdefault(field, {"description": "accepted and ignored"})
         for field, values in sorted(body.neutral.items()):
-            allowed = {"enum": [*values, None], "description": "let pass where it asks for nothing; else refused"}
+            allowed = {"enum": [*values, None], "description": "accepted if it changes nothing, else refused"}
             properties.setdefault(field, allowed)
 
 
 def _tidy(schema: Object) -> Object:
-    """The schema of a struct with its docstring as one line."""
+    """Return the schema of a struct with its docstring as one line."""
     if "description" in schema:
         schema["description"] = " ".join(schema["description"].split())
     return schema

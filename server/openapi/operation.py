@@ -1,4 +1,4 @@
-"""Operation: what may be asked of one route by one method, and what comes back."""
+"""Operation: one method of one route, its parameters and its answers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object that is read as one of *kinds*, which are structs.
+    """A JSON object that is parsed as one of *kinds*, which are structs.
 
-    Fields in *ignored* may have any value, those in *neutral* only the values there, as `request_body.fit` has it.
+    Fields in *ignored* may have any value, fields in *neutral* only the values there, see `request_body.fit`.
     """
 
     kinds: Sequence[type]
@@ -21,7 +21,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an answer of one status has in it: by media type a struct, or None for what is no JSON."""
+    """The content of an answer with one status: by media type a struct, or None if it is not JSON."""
 
     what: str
     content: Mapping[str, object]
@@ -29,20 +29,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one route. *errors* are the statuses that its errors may have, beside those of every route."""
+    """One method of one route. *errors* are the statuses of its errors, in addition to those of every route."""
 
     tag: str
     method: str
-    path: str  # as OpenAPI writes it: a name in braces for each part that is given
+    path: str  # in OpenAPI's notation, with the names of parameters in braces
     summary: str
     outcomes: Mapping[int, Outcome]
     errors: Collection[int] = ()
     body: Body | None = None
-    query: Mapping[str, object] = field(default_factory=dict)  # types by name; none has to be given
-    is_deprecated: bool = False  # the same is to be had by another path
+    query: Mapping[str, object] = field(default_factory=dict)  # types by name; all are optional
+    is_deprecated: bool = False  # another path offers the same
 
     @property
     def operation_id(self) -> str:
-        """A name that no other operation has."""
+        """Unique name of the operation."""
         words = self.path.replace("{", "").replace("}", "").replace("-", "_").replace(".", "_").split("/")
         return "_".join([self.method.lower(), *filter(None, words)])

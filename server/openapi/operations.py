@@ -1,4 +1,4 @@
-"""OPERATIONS: all that may be asked of the server, in the order in which people read it."""
+"""OPERATIONS: all operations of the server, in the order in which the page shows them."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -44,7 +44,7 @@ from kvtier.web.paths import (
 
 _OF_A_BODY = (400, 408, 413)
 _GENERATED = (*_OF_A_BODY, 404, 429, 503)
-_RANGE = {"range": Annotated[float, msgspec.Meta(ge=1, le=366 * 86_400, description="seconds until now")]}
+_RANGE = {"range": Annotated[float, msgspec.Meta(ge=1, le=366 * 86_400, description="length in seconds, up to now")]}
 _DOCUMENT = f"{DOCUMENTS}/{{id}}"
 
 
@@ -53,7 +53,7 @@ def _json(what: str, kind: object) -> Outcome:
 
 
 def _answered(what: str, kind: object) -> dict[int, Outcome]:
-    """An answer as a whole, or as a stream."""
+    """Return the outcome of an answer that is whole or a stream."""
     return {200: Outcome(what, {JSON: kind, EVENTS: None})}
 
 
@@ -64,7 +64,7 @@ _OPENAI = [
         "POST",
         COMPLETIONS,
         "Continue prompts, or score them.",
-        _answered("the continuations, or with stream their pieces as events", answers.CompletionAnswer),
+        _answered("the continuations; with stream, their pieces as events", answers.CompletionAnswer),
         _GENERATED,
         Body([CompletionRequest], COMPLETION_IGNORED, NEUTRAL),
     ),
@@ -73,16 +73,18 @@ _OPENAI = [
         "POST",
         CHAT,
         "Answer a conversation.",
-        _answered("the answers, or with stream their pieces as events", answers.ChatAnswer),
+        _answered("the answers; with stream, their pieces as events", answers.ChatAnswer),
         _GENERATED,
         Body([ChatRequest], IGNORED, CHAT_NEUTRAL),
     ),
-    Operation("OpenAI", "GET", MODELS, "List the model and its adapters.", {200: _json("them", answers.ModelList)}),
+    Operation(
+        "OpenAI", "GET", MODELS, "List the model and its adapters.", {200: _json("the models", answers.ModelList)}
+    ),
     Operation(
         "OpenAI",
         "GET",
         f"{MODELS}/{{model}}",
-        "Tell of one model.",
+        "Show one model.",
         {200: _json("the model", answers.ModelObject)},
         (404,),
     ),
@@ -93,7 +95,7 @@ _ANTHROPICS = [
         "POST",
         MESSAGES,
         "Answer a conversation.",
-        _answered("the answer, or with stream its pieces as events", answers.MessageAnswer),
+        _answered("the answer; with stream, its pieces as events", answers.MessageAnswer),
         _GENERATED,
         Body([MessagesRequest], messages_request.IGNORED, messages_request.NEUTRAL),
     ),
@@ -102,7 +104,7 @@ _ANTHROPICS = [
         "POST",
         COUNT_TOKENS,
         "Count the tokens of a conversation.",
-        {200: _json("their number", answers.CountedTokens)},
+        {200: _json("the number of tokens", answers.CountedTokens)},
         (*_OF_A_BODY, 404, 503),
         Body([Conversation], messages_request.IGNORED, messages_request.NEUTRAL),
     ),
@@ -112,8 +114,8 @@ _TOKENS = [
         "tokens",
         "POST",
         TOKENIZE,
-        "Tell a prompt's token ids.",
-        {200: _json("the ids", answers.Tokenized)},
+        "Convert a prompt to token ids.",
+        {200: _json("the token ids", answers.Tokenized)},
         (*_OF_A_BODY, 404),
         Body([TokenizeCompletion, TokenizeChat]),
     ),
@@ -121,7 +123,7 @@ _TOKENS = [
         "tokens",
         "POST",
         DETOKENIZE,
-        "Tell the text of token ids.",
+        "Convert token ids to text.",
         {200: _json("the text", answers.Detokenized)},
         (*_OF_A_BODY, 404),
         Body([Detokenize]),
@@ -140,8 +142,8 @@ _DOCUMENTS = [
         "documents",
         "PUT",
         _DOCUMENT,
-        "Put a document, which is computed ahead of questions.",
-        {200: _TOLD_OF_DOCUMENT, 201: _json("the document, which is new", answers.DocumentObject)},
+        "Put a document, which is computed before questions about it arrive.",
+        {200: _TOLD_OF_DOCUMENT, 201: _json("the new document", answers.DocumentObject)},
         (*_OF_A_BODY, 404, 409, 503, 507),
         Body([PutRequest]),
     ),
@@ -150,7 +152,7 @@ _DOCUMENTS = [
         "documents",
         "POST",
         f"{_DOCUMENT}/warm",
-        "Bring a document to a tier.",
+        "Load a document into a tier.",
         {202: _TOLD_OF_DOCUMENT},
         (400, 404, 503),
         query={"tier": Literal["host", "device"]},
@@ -177,7 +179,7 @@ _DOCUMENTS = [
         "DELETE",
         _DOCUMENT,
         "Delete a document.",
-        {200: _json("it is gone", answers.DocumentDeleted)},
+        {200: _json("the document is deleted", answers.DocumentDeleted)},
         (400, 404, 503, 507),
     ),
 ]
@@ -186,7 +188,7 @@ _EXPLAINED = [
         "explain",
         "GET",
         f"{EXPLAIN}/{{id}}",
-        "Tell why a request's prompt was found in the cache or not.",
+        "Explain why a request's prompt hit or missed the cache.",
         {200: _json("an explanation for each choice", answers.Explanations)},
         (404, 503),
     ),
@@ -194,42 +196,48 @@ _EXPLAINED = [
         "explain",
         "POST",
         EXPLAIN,
-        "Tell what would be found of a prompt now.",
+        "Explain which part of a prompt would hit the cache now.",
         {200: _json("the explanation", answers.Explanations)},
         (*_OF_A_BODY, 404, 409, 503),
         Body([ExplainRequest]),
     ),
 ]
 _WATCHED = [
-    Operation("watching", "GET", HEALTH, "Tell that the process lives.", {200: _json("it does", answers.Standing)}),
+    Operation(
+        "watching",
+        "GET",
+        HEALTH,
+        "Check that the process is alive.",
+        {200: _json("the process is alive", answers.Standing)},
+    ),
     Operation(
         "watching",
         "GET",
         READY,
-        "Tell whether requests are answered.",
-        {200: _json("they are", answers.Standing), 503: _json("not yet, or not any more", answers.Standing)},
+        "Check whether the server is ready for requests.",
+        {200: _json("ready", answers.Standing), 503: _json("loading or shutting down", answers.Standing)},
     ),
-    Operation("watching", "GET", VERSION, "Tell the version.", {200: _json("of kvtier", answers.Version)}),
-    Operation("watching", "GET", METRICS, "Tell metrics to Prometheus.", {200: Outcome("the metrics", {TEXT: None})}),
-    Operation("watching", "GET", STATS, "Tell all counters.", {200: _json("the counters", dict[str, Any])}),
+    Operation("watching", "GET", VERSION, "Show the version.", {200: _json("the version of kvtier", answers.Version)}),
+    Operation("watching", "GET", METRICS, "Export metrics to Prometheus.", {200: Outcome("the metrics", {TEXT: None})}),
+    Operation("watching", "GET", STATS, "Show all counters.", {200: _json("the counters", dict[str, Any])}),
     Operation("watching", "GET", PAGE, "Show the dashboard.", {200: Outcome("a page", {"text/html": None})}),
     Operation(
         "watching",
         "GET",
         f"{ASSETS}/{{file}}",
-        "A file of the dashboard.",
+        "Show a file of the dashboard.",
         {200: Outcome("the file", {"text/css": None, "text/javascript": None, "image/svg+xml": None})},
         (404,),
     ),
     Operation(
-        "watching", "GET", STREAM, "Follow the dashboard's data.", {200: Outcome("events", {EVENTS: None})}, (503,)
+        "watching", "GET", STREAM, "Stream the dashboard's data.", {200: Outcome("events", {EVENTS: None})}, (503,)
     ),
     Operation(
         "watching",
         "GET",
         HISTORY,
-        "Tell the dashboard's data of a time.",
-        {200: _json("by column", answers.HistoryStretch)},
+        "Show the dashboard's data of a time range.",
+        {200: _json("the data by column", answers.HistoryStretch)},
         (400,),
         query=_RANGE,
     ),
@@ -238,7 +246,7 @@ _WATCHED = [
             "watching",
             "GET",
             path,
-            "The dashboard's data of a time, as a file.",
+            "Download the dashboard's data of a time range.",
             {200: Outcome("the file", {media_type: kind})},
             (400,),
             query=_RANGE,
@@ -247,8 +255,12 @@ _WATCHED = [
             DOWNLOADS, (("text/csv", None), (JSON, answers.HistoryStretch)), strict=True
         )
     ),
-    Operation("watching", "GET", OPENAPI, "Tell all of this to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}),
-    Operation("watching", "GET", DOCS, "Show all of this to people.", {200: Outcome("a page", {"text/html": None})}),
+    Operation(
+        "watching", "GET", OPENAPI, "Show this documentation to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}
+    ),
+    Operation(
+        "watching", "GET", DOCS, "Show this documentation to people.", {200: Outcome("a page", {"text/html": None})}
+    ),
 ]
 _OPERATED = [
     Operation(
@@ -256,7 +268,7 @@ _OPERATED = [
         "POST",
         f"{OPERATE}/{verb}",
         (kind.__doc__ or "").split("\n\n", maxsplit=1)[0],
-        {200: _json("what it has done", answers.VerbAnswer)},
+        {200: _json("what the verb has done", answers.VerbAnswer)},
         (*_OF_A_BODY, 401, 404, 409, 503, 504, 507),
         Body([kind], is_required=False),
     )

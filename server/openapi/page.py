@@ -1,4 +1,4 @@
-"""The page at `/docs`: the OpenAPI document for people, written here, as a browser may be where there is no network."""
+"""The page at `/docs`: the OpenAPI document as HTML, without external files, because a browser may be offline."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def docs_page(document: Mapping[str, Any], document_path: str) -> str:
-    """The page, as HTML without scripts. *document_path*: where programs find the document."""
+    """Return the page as HTML without scripts; *document_path* is where programs find the document."""
     return "".join(_parts(document, document_path))
 
 
@@ -79,12 +79,12 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
 
 
 def _content(told: Mapping[str, Any]) -> str:
-    """What comes in which media type."""
+    """Return the media types of the content, each with its type."""
     return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 
 def _fields(schema: Mapping[str, Any]) -> str:
-    """The fields of a struct as a table."""
+    """Return the fields of a struct as a table."""
     required = schema.get("required", ())
     rows = (
         f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td>"
@@ -95,7 +95,7 @@ def _fields(schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in a few words; structs are links."""
+    """Return a type in a few words; structs are links."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: what the server that is asked has, for programs and for people."""
+"""`/openapi.json` and `/docs`: the documentation of this server's routes, for programs and for people."""
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,8 +14,10 @@ from kvtier.web.paths import DOCS, OPENAPI
 
 
 class OpenApiRoutes:
-    """Answers for one app. Both are written once, as anybody may ask: they have nothing of a tenant's, so they need no
-    key. Owned by the event loop."""
+    """The two routes of one app. Owned by the event loop.
+
+    Both documents are written once. They contain nothing of a tenant's, so they need no key.
+    """
 
     def __init__(self, needs_key: bool, is_strict: bool) -> None:
         self._needs_key = needs_key
@@ -23,7 +25,7 @@ class OpenApiRoutes:
         self._written: tuple[bytes, str] | None = None  # the document and the page
 
     def routes(self) -> list[Route]:
-        """The two routes."""
+        """Return the two routes."""
         return [Route(OPENAPI, self._document), Route(DOCS, self._page)]
 
     async def _document(self, request: Request) -> Response:
@@ -41,6 +43,6 @@ class OpenApiRoutes:
 
 
 def _is_served(app: Starlette, operation: Operation) -> bool:
-    """Whether one of the app's routes answers the operation: those of operators are there if they have tokens."""
+    """Return whether the app has the operation: operators' routes exist only if operators have tokens."""
     scope = {"type": "http", "path": operation.path, "method": operation.method}
     return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -1,1 +1,1 @@
-"""Tools in chats: what a request says of them, how families of models write calls, and how calls are read."""
+"""Tools in chats: their description in requests, how model families write calls, and how calls are read."""

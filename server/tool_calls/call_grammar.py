@@ -1,4 +1,4 @@
-"""CallGrammar: the grammar of answers that call tools, in the shape of a family, with arguments by their schemas."""
+"""CallGrammar: grammars of answers that call tools, in a family's shape, with arguments that follow their schemas."""
 
 import json
 import re
@@ -14,30 +14,32 @@ _TAIL = r"/[ \n]{1,4}/"
 
 
 class CallGrammar:
-    """Writes grammars in Lark's notation, as llguidance has it. An answer has one call of one of the *functions* or, if
-    it *is_parallel*, also several."""
+    """A writer of grammars in llguidance's variant of Lark's notation.
+
+    An answer has one call of one of the *functions* or, if it *is_parallel*, one or more calls.
+    """
 
     def __init__(
         self, shape: CallShape, functions: Sequence[Function], special: Mapping[str, int], *, is_parallel: bool
     ) -> None:
-        """*special* are the ids of special tokens, which are no text to a grammar, by what the shape has for them."""
+        """Prepare grammars; *special* maps the text of special tokens, which grammars cannot match, to their ids."""
         self._shape = shape
         self._functions = functions
         self._special = special
         more = f"( {self._literal(shape.separator)} call )*" if is_parallel else ""
-        # A model that goes on with a line feed may still end: it need not call once more.
+        # A model that continues with a line feed may still end without another call.
         self._end = f"{more} {self._literal(shape.closing)}" + (f" ( {_TAIL} )?" if is_parallel else "")
 
     def forced(self) -> str:
-        """The answer is calls."""
+        """Return the grammar of an answer that consists of calls."""
         return self._with_rules("start: calls")
 
     def or_json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
-        """The answer is calls, or JSON that is valid by the *schema*."""
+        """Return the grammar of an answer that consists of calls, or of JSON that follows the *schema*."""
         return self._with_rules("start: calls | other", f"other: {_json(schema, 'response_format.', strict=strict)}")
 
     def free(self, trigger: str) -> str:
-        """The answer is any text; where it has the *trigger*, with which the shape begins, calls follow to its end."""
+        """Return the grammar of any text, in which *trigger*, a prefix of the shape, starts calls up to the end."""
         if trigger in self._special:
             begun = [f"begun: TEXT {self._literal(trigger)}"]
         else:
@@ -48,7 +50,7 @@ class CallGrammar:
         return self._with_rules(start, f"TEXT: {_ANY_TEXT}", *begun)
 
     def free_but_json(self) -> str:
-        """The answer is calls, or any text that does not begin with a bracket of JSON."""
+        """Return the grammar of calls, or of any text that does not begin with a bracket of JSON."""
         return self._with_rules("start: calls | TEXT", r"TEXT: /[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/")
 
     def _with_rules(self, *rules: str) -> str:
@@ -74,7 +76,7 @@ class CallGrammar:
 
 
 def _arguments(function: Function) -> str:
-    """The arguments, which are an object also where the schema does not say so; an empty one if it takes none."""
+    """Return the rule of the arguments: always an object, an empty one if the function takes none."""
     if not function.takes_arguments:
         return json.dumps("{}")
     where = f"tools.{function.name}.parameters."
@@ -82,7 +84,9 @@ def _arguments(function: Function) -> str:
 
 
 def _json(schema: Mapping[str, Any], where: str, *, strict: bool) -> str:
-    """JSON by a schema. Unless it is *strict*, keywords that no grammar can have are left out of it, and named with
-    *where* it is."""
+    """Return the rule of JSON that follows a schema.
+
+    Unless *strict*, keywords that no grammar can express are left out, and reported with the schema's location *where*.
+    """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options, '$comment': where}, ensure_ascii=False)}"

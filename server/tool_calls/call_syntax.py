@@ -1,4 +1,4 @@
-"""CallSyntax: how one family of models writes calls, and how what it wrote is read."""
+"""CallSyntax: how one family of models writes tool calls, and how they are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Protocol
 
 
 class NotACall(ValueError):
-    """What began like a call is none."""
+    """Error for a text that begins like a call but is not one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that is read: the tool's name, and its arguments, the text of a JSON object."""
+    """A call that was read: the tool's name, and its arguments as the text of a JSON object."""
 
     name: str
     arguments: str
@@ -19,31 +19,31 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One call or several that are written together, and where they end in the text."""
+    """One or more calls that are written together, and where they end in the text."""
 
     end: int
     calls: Sequence[Call]
 
 
 class BlockReader(Protocol):
-    """Reads one block, in a text that grows."""
+    """A reader of one block in a growing text."""
 
     def read(self, text: str) -> Block | None:
-        """The block, once *text* has all of it, until then None. `NotACall` as soon as it is sure to be none."""
+        """Return the block once *text* has all of it, else None; raise `NotACall` once it cannot be one."""
 
 
 class BlockBegin(Protocol):
-    """Makes the reader of a block."""
+    """A factory of block readers."""
 
     def __call__(self, start: int) -> BlockReader:
-        """The reader of the block that may begin at *start*."""
+        """Return the reader of the block that may begin at *start*."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How the grammar has a family's calls written, character by character.
+    """The exact text of a family's calls that the grammar enforces.
 
-    An answer is *opening*, calls with the *separator* between them, *closing*; a call is *before*, the tool's name,
+    An answer is *opening*, calls with the *separator* between them, *closing*. A call is *before*, the tool's name,
     *between*, the arguments, *after*.
     """
 
@@ -56,16 +56,17 @@ class CallShape:
 
     @property
     def marker(self) -> str:
-        """With which the first call begins."""
+        """Text with which the first call begins."""
         return self.opening + self.before
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """What a family writes where it is free to: *markers* begin blocks, and one of the *trailers* may follow a block.
+    """The format of a family's calls without a grammar.
 
-    A family that *is_bare* may also begin its answer with a block, without a marker. *special* are the texts of tokens
-    that a tokenizer may call special, and leave out of a text, though they mean something here.
+    *markers* begin blocks, and one of the *trailers* may follow a block. A family that *is_bare* may also begin its
+    answer with a block, without a marker. *special* are the texts of tokens that a tokenizer may treat as special and
+    drop from decoded text, although they are a part of calls.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Deltas: what an answer grows by, text and calls of tools, in the order in which they are told."""
+"""Deltas: the pieces by which an answer grows, text and tool calls, in the order in which they are sent."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The call of that number in the answer begins; it is of the tool *name*."""
+    """The beginning of call number *index* of the answer, to the tool *name*."""
 
     index: int
     name: str
@@ -22,7 +22,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of the arguments of the call of that number, a text of JSON."""
+    """More of the arguments, as JSON text, of call number *index*."""
 
     index: int
     text: str
@@ -32,24 +32,22 @@ Delta: TypeAlias = TextDelta | CallBegin | ArgumentsDelta
 
 
 class Reader(Protocol):
-    """Reads one answer, whose text comes in pieces. How it is cut into pieces makes no difference to what is told."""
+    """A reader of one answer that arrives in pieces. The result does not depend on how the text is cut."""
 
     def push(self, text: str) -> list[Delta]:
-        """What *text*, which goes on from before, makes sure."""
+        """Return the deltas that *text*, the next piece, makes certain."""
 
     def end(self) -> list[Delta]:
-        """What is left, now that the answer has ended."""
+        """Return the remaining deltas, now that the answer has ended."""
 
 
 class TextReader:
-    """A `Reader` of an answer in which nothing is a call."""
+    """A `Reader` of an answer without calls."""
 
     def push(self, text: str) -> list[Delta]:
-        """The text as it is."""
         return [TextDelta(text)] if text else []
 
     def end(self) -> list[Delta]:
-        """Nothing."""
         return []
 
 
@@ -69,7 +67,7 @@ class ReadAnswer:
     calls: list[Called] = field(default_factory=list)
 
     def add(self, deltas: Iterable[Delta]) -> None:
-        """Let the answer grow."""
+        """Append *deltas* to the answer."""
         for delta in deltas:
             match delta:
                 case TextDelta(text):
@@ -81,7 +79,7 @@ class ReadAnswer:
 
 
 def read_whole(reader: Reader, text: str) -> ReadAnswer:
-    """The answer with this *text*, which *reader* has read nothing of."""
+    """Return the answer with this *text*; *reader* must be new."""
     answer = ReadAnswer()
     answer.add(reader.push(text))
     answer.add(reader.end())

@@ -1,4 +1,4 @@
-"""The families of models whose calls are read, and which of them a model belongs to, by its chat template."""
+"""The families of models whose calls can be read, and the choice of a model's family by its chat template."""
 
 import logging
 
@@ -20,12 +20,12 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _listed(name: str, opening: str, closing: str, *markers: str, trailers: tuple[str, ...] = ()) -> CallSyntax:
-    """A family that writes one list of calls behind a marker."""
+    """Return the syntax of a family that writes one list of calls behind a marker."""
     shape = CallShape(_NAME, _ARGUMENTS, separator=", ", opening=opening, closing=closing)
     return CallSyntax(name, shape, JsonBlock, markers, trailers, special=(*markers, *trailers))
 
 
-# A family found first is preferred, so those that need no marker come last.
+# The first family that matches is chosen, so families without a marker come last.
 _SYNTAXES = (
     CallSyntax(  # Qwen 2.5 and 3, Hermes, SmolLM2 and 3, Granite 4
         "hermes",
@@ -49,7 +49,7 @@ _SYNTAXES = (
         (_TOOL_CALLS,),
         special=(_TOOL_CALLS, ARGS, CALL_ID),
     ),
-    _listed("granite", "<|tool_call|>[", "]", "<|tool_call|>"),  # before 4
+    _listed("granite", "<|tool_call|>[", "]", "<|tool_call|>"),  # before version 4
     _listed("jamba", "<tool_calls>[", "]</tool_calls>", "<tool_calls>", trailers=("</tool_calls>",)),
     _listed("phi4_mini_json", "functools[", "]", "functools"),
     CallSyntax(
@@ -68,10 +68,10 @@ SYNTAXES: dict[str, CallSyntax] = {syntax.name: syntax for syntax in _SYNTAXES}
 
 
 def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> CallSyntax:
-    """How a model with this tokenizer writes calls, or how *asked* says that it does.
+    """Return how a model with this tokenizer writes calls, or the syntax named *asked*.
 
-    The family is the first one that reads a call as the model's template writes one; else, or if that is plain JSON,
-    the one whose marker template or tokenizer have; else plain JSON.
+    The first family that can read a call as the model's template writes it is chosen. If there is none, or only plain
+    JSON, it is the family whose marker the template or the tokenizer has; else it is plain JSON.
     """
     if asked is not None:
         return SYNTAXES[asked]
@@ -81,19 +81,19 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
         return found
     named = next((syntax for syntax in _SYNTAXES if not syntax.is_bare and _names(tokenizer, syntax)), _PLAIN)
     if traits.writes_tools and found is None:
-        log.info("tools: the chat template writes no call that is known; answers' are read as %s", named.name)
+        log.info("tools: the chat template writes no known kind of call; calls in answers are read as %s", named.name)
     return named
 
 
 def _writes(syntax: CallSyntax, call: str | None) -> bool:
-    """Whether the family writes the call of PROBE so."""
+    """Return whether *call*, a call of PROBE, is in the family's format."""
     if call is None or _key(syntax) not in call:
         return False
     return any(each.name == PROBE for each in read_whole(FreeReader(syntax, [PROBE]), call).calls)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
-    """Whether template or tokenizer have a marker of the family."""
+    """Return whether the template or the tokenizer has a marker of the family."""
     template = [] if tokenizer.chat_template is None else [tokenizer.get_chat_template(tools=[{}])]
     known = [*template, *tokenizer.get_added_vocab()]
     key = _key(syntax)
@@ -102,5 +102,5 @@ def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
 
 
 def _key(syntax: CallSyntax) -> str:
-    """What stands between name and arguments, without JSON's marks."""
+    """Return the text between name and arguments, without JSON's punctuation."""
     return syntax.shape.between.strip('", :')

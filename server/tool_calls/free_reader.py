@@ -1,4 +1,4 @@
-"""FreeReader: reads an answer whose model was free to call tools or not; what is no call stays text."""
+"""FreeReader: reads an answer whose model was free to call tools or not. Text that is not a call stays text."""
 
 from collections.abc import Collection
 
@@ -8,34 +8,32 @@ from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Te
 
 
 class FreeReader:
-    """A `Reader`. A call is told when all of it is there and is one, since what was told cannot be taken back.
+    """A `Reader` that reports a call once it is complete and valid, because a delta cannot be taken back.
 
-    White space before a call is left out, and so is what comes between calls. Invariant: what is held back is white
-    space, then what may become a marker, or is a block so far. Owned by one answer.
+    White space before a call is dropped, and so is the separator between calls. Invariant: the held text is white
+    space, then a possible marker or an incomplete block. Owned by one answer.
     """
 
     def __init__(self, syntax: CallSyntax, names: Collection[str], *, is_parallel: bool = True) -> None:
-        """Calls of other *names* are none. Unless it *is_parallel*, only the first call is told."""
+        """Create a reader; calls of other *names* stay text. Unless it *is_parallel*, only the first call counts."""
         self._syntax = syntax
         self._names = names
         self._is_parallel = is_parallel
         self._held = ""
         self._block: BlockReader | None = None
-        self._block_at = 0  # where in what is held the block begins, its marker first
-        self._body_at = 0  # where its marker ends
+        self._block_at = 0  # where the block, with its marker, begins in the held text
+        self._body_at = 0  # where the block's marker ends
         self._is_behind_block = False
         self._has_text = False  # other than white space
-        self._follows_call = False  # with nothing told in between
+        self._follows_call = False  # with no text in between
         self._num_calls = 0
         self._deltas: list[Delta] = []
 
     def push(self, text: str) -> list[Delta]:
-        """What *text* makes sure."""
         self._held += text
         return self._read(is_last=False)
 
     def end(self) -> list[Delta]:
-        """What is left."""
         return self._read(is_last=True)
 
     def _read(self, is_last: bool) -> list[Delta]:
@@ -45,7 +43,7 @@ class FreeReader:
         return self._deltas
 
     def _step(self, is_last: bool) -> bool:
-        """Read on; whether there may be more to read."""
+        """Read on; return whether there may be more to read."""
         if self._is_behind_block:
             return self._skip_trailer(is_last)
         if self._block is None:
@@ -53,7 +51,7 @@ class FreeReader:
         return self._read_block(self._block, is_last)
 
     def _seek(self, is_last: bool) -> bool:
-        """Look for where a block begins, and tell the text before it."""
+        """Look for the beginning of a block, and report the text before it."""
         begin = self._begin()
         if begin is not None:
             self._block_at, self._body_at = begin
@@ -68,7 +66,7 @@ class FreeReader:
         return False
 
     def _begin(self) -> tuple[int, int] | None:
-        """Where the first marker begins and ends, or twice where a block without one begins."""
+        """Return where the first marker begins and ends, or twice where a block without a marker begins."""
         found = [(place, place + len(m)) for m in self._syntax.markers if (place := self._held.find(m)) >= 0]
         if self._syntax.is_bare and not self._has_text:
             place = len(self._held) - len(self._held.lstrip())
@@ -82,7 +80,7 @@ class FreeReader:
             if block is None and not is_last:
                 return False
             self._take(block)
-        except NotACall:  # the marker is text, and what follows it is looked at again
+        except NotACall:  # the marker is text; look again at the text after it
             self._tell(max(self._body_at, self._block_at + 1))
         self._block = None
         return True

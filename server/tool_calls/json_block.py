@@ -1,4 +1,4 @@
-"""JsonBlock: calls in JSON, an object or a list of them, with a name and arguments."""
+"""JsonBlock: reads calls in JSON, an object or a list of objects with a name and arguments."""
 
 import re
 
@@ -7,13 +7,13 @@ import msgspec
 from kvtier.server.tool_calls.call_syntax import Block, Call, NotACall
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 
-_FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # of a text that may end anywhere in it
+_FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # the text may end anywhere in it
 _ABSENT = msgspec.Raw()
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 
 
 class _Written(msgspec.Struct):
-    """A call in JSON; families differ in the key of the arguments, and may have an id or a type beside it."""
+    """A call in JSON. Families differ in the key of the arguments, and may add an id or a type."""
 
     name: str
     arguments: msgspec.Raw = _ABSENT
@@ -28,7 +28,6 @@ class JsonBlock:
         self._extent: JsonExtent | None = None
 
     def read(self, text: str) -> Block | None:
-        """The block, see `BlockReader`."""
         if self._extent is None:
             self._start = skip_space(text, self._start)
             if self._start == len(text):
@@ -42,11 +41,12 @@ class JsonBlock:
 
 
 class BareBlock(JsonBlock):
-    """One that no marker tells apart from an answer in JSON: its first key has to be one of a call's, or the answer
-    would be held back for nothing."""
+    """A JSON block without a marker that distinguishes it from an answer in JSON.
+
+    Its first key must be a key of a call. Otherwise an answer would be held back without need.
+    """
 
     def read(self, text: str) -> Block | None:
-        """The block, see `BlockReader`."""
         first = _FIRST_KEY.match(text, self._start)
         if first is not None and first["key"] is not None:
             fits = first["key"] in _KEYS if first["ended"] else any(key.startswith(first["key"]) for key in _KEYS)
@@ -74,7 +74,7 @@ def _call(written: _Written) -> Call:
 
 
 def arguments_of(text: str) -> str:
-    """The arguments that *text*, which is JSON, says: an object, or a text that is one. Else `NotACall`."""
+    """Return the JSON object in *text*, or in the string that *text* is; raise `NotACall` if there is none."""
     try:
         value = msgspec.json.decode(text)
         if isinstance(value, str):
@@ -87,5 +87,5 @@ def arguments_of(text: str) -> str:
 
 
 def skip_space(text: str, place: int) -> int:
-    """The first place from *place* on that is no white space."""
+    """Return the first place from *place* on that is not white space."""
     return len(text) - len(text[place:].lstrip())

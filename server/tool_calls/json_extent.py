@@ -1,30 +1,33 @@
-"""JsonExtent: where an object or a list of JSON ends in a text that grows."""
+"""JsonExtent: finds the end of a JSON object or list in a growing text."""
 
 import re
 
-_OUTSIDE = re.compile(r"[\s,:0-9a-zA-Z.+-]*")  # of strings and brackets
-_INSIDE = re.compile(r'[^"\\]*')  # of a string, up to what means something
+_OUTSIDE = re.compile(r"[\s,:0-9a-zA-Z.+-]*")  # characters outside of strings and brackets
+_INSIDE = re.compile(r'[^"\\]*')  # characters of a string, up to a quote or backslash
 _OPENING, _CLOSING = "{[", "}]"
 
 
 class NotJson(ValueError):
-    """The text is sure to be no JSON."""
+    """Error for a text that is certainly not JSON."""
 
 
 class JsonExtent:
-    """Follows brackets and strings; each character is looked at once. Whether what is between them is JSON it does not
-    say. Owned by whoever reads the text."""
+    """A scanner of brackets and strings that looks at each character once. Owned by the reader of the text.
+
+    It does not check whether the text between brackets is valid JSON.
+    """
 
     def __init__(self, start: int) -> None:
-        """The object or the list begins at *start*."""
+        """Scan from *start*, where the object or list begins."""
         self._place = start
         self._depth = 0
         self._in_string = False
 
     def end_in(self, text: str) -> int | None:
-        """Where it ends in *text*, which may only have grown since the last call; None if that is still to come.
+        """Return where the value ends in *text*; None if the end has not arrived yet.
 
-        `NotJson` if it begins with no bracket, or has between strings what JSON has not.
+        *text* may only have grown since the last call. Raises `NotJson` if the value does not begin with a bracket, or
+        has characters outside of strings that JSON does not allow.
         """
         while self._place < len(text):
             if self._in_string:
@@ -36,14 +39,14 @@ class JsonExtent:
     def _skip_string(self, text: str) -> None:
         place = _end(_INSIDE, text, self._place)
         if place < len(text) and text[place] == "\\":
-            place += 2  # the one behind it means nothing, also if it is still to come
+            place += 2  # skip the escaped character, even if it has not arrived yet
         elif place < len(text):
             self._in_string = False
             place += 1
         self._place = place
 
     def _skip_mark(self, text: str) -> bool:
-        """Go behind the next bracket or quote; whether the first bracket is closed now."""
+        """Go behind the next bracket or quote; return whether the first bracket is closed now."""
         place = _end(_OUTSIDE, text, self._place) if self._depth else self._place
         if place < len(text):
             mark = text[place]
@@ -64,5 +67,5 @@ class JsonExtent:
 
 def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
     found = pattern.match(text, place)
-    assert found is not None, "it matches no character too"
+    assert found is not None, "the pattern matches the empty text"
     return found.end()

@@ -1,4 +1,4 @@
-"""MistralBlock: what follows [TOOL_CALLS], a list in JSON or, of newer models, a name, [ARGS] and arguments."""
+"""MistralBlock: reads calls after [TOOL_CALLS]: a JSON list, or for newer models a name, [ARGS] and arguments."""
 
 import re
 
@@ -9,18 +9,17 @@ from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.-]+")
 _ID = re.compile(r"\w*")
-_MAX_NAME = 256  # characters; none has more
+_MAX_NAME = 256  # characters
 
 
 class MistralBlock:
-    """A `BlockReader` of either form."""
+    """A `BlockReader` of both formats."""
 
     def __init__(self, start: int) -> None:
         self._start = start
         self._form: BlockReader | None = None
 
     def read(self, text: str) -> Block | None:
-        """The block, see `BlockReader`."""
         if self._form is None:
             self._start = skip_space(text, self._start)
             head = text[self._start : self._start + 1]
@@ -31,7 +30,7 @@ class MistralBlock:
 
 
 class _NamedBlock:
-    """A name, perhaps an id, and arguments."""
+    """A reader of a name, an optional id, and arguments."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -42,7 +41,7 @@ class _NamedBlock:
     def read(self, text: str) -> Block | None:
         if self._extent is None and not self._read_name(text):
             return None
-        assert self._extent is not None, "made with the name"
+        assert self._extent is not None, "set with the name"
         try:
             end = self._extent.end_in(text)
         except NotJson:
@@ -53,19 +52,19 @@ class _NamedBlock:
         return Block(end, [Call(self._name, arguments_of(text[self._place : end]))])
 
     def _read_name(self, text: str) -> bool:
-        """Whether *text* goes on to where the arguments begin."""
+        """Read the name; return whether *text* reaches the beginning of the arguments."""
         name = _NAME.match(text, self._start)
         if name is None or len(name[0]) > _MAX_NAME:
             raise NotACall
         place, rest = name.end(), text[name.end() :]
         if rest.startswith(CALL_ID):
             found = _ID.match(text, place + len(CALL_ID))
-            assert found is not None, "it matches no character too"
+            assert found is not None, "the pattern matches the empty text"
             place = found.end()
             rest = text[place:]
         if rest.startswith(ARGS):
             place += len(ARGS)
-        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # also nothing: the name may go on
+        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # an empty rest too, because the name may continue
             return False
         place = skip_space(text, place)
         if place == len(text):

@@ -1,4 +1,4 @@
-"""PastCall: a call in the history of a chat, which the model made in an earlier answer."""
+"""PastCall: a tool call in the history of a chat, which the model made in an earlier answer."""
 
 import hashlib
 from typing import Any, Literal
@@ -7,25 +7,25 @@ import msgspec
 
 from kvtier.engine.text.template_traits import TemplateTraits
 
-_SHORT_ID = 9  # characters; Mistral's templates refuse others
+_SHORT_ID = 9  # characters; Mistral's templates refuse other lengths
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """Which function was called, and its arguments, a text of JSON."""
+    """The name of the called function, and its arguments as JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = "{}"
 
 
 class PastCall(msgspec.Struct, frozen=True):
-    """A call that a client sends back as it came: fields that are unknown here are left out."""
+    """A call that a client sends back unchanged. Unknown fields are ignored."""
 
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
 
     def for_template(self, traits: TemplateTraits) -> dict[str, Any]:
-        """The call as the model's template wants it."""
+        """Return the call in the format of the model's template."""
         function = {"name": self.function.name, "arguments": self._arguments(traits)}
         return {"id": template_id(self.id, traits), "type": "function", "function": function}
 
@@ -37,13 +37,13 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 def _as_object(arguments: str | None) -> dict[str, Any]:
-    """Return the arguments as the object that templates go through, also if they are none.
+    """Return the arguments as the object that templates iterate over, even if they are not an object.
 
-    A model may have written them, or `max_tokens` cut them off: what is there of them is the object's only value.
+    A model may have written other JSON, or `max_tokens` may have cut it off: it is then the object's only value.
     """
     try:
         read = msgspec.json.decode(arguments or "null")
-        if isinstance(read, str):  # JSON within JSON
+        if isinstance(read, str):  # JSON text within JSON
             read = msgspec.json.decode(read)
     except (msgspec.DecodeError, RecursionError):
         read = arguments
@@ -53,7 +53,7 @@ def _as_object(arguments: str | None) -> dict[str, Any]:
 
 
 def template_id(call_id: str, traits: TemplateTraits) -> str:
-    """The id of a call as the template takes it, which is the same for the call and for what the tool answered."""
+    """Return a call's id in the format of the template, the same for the call and for its result."""
     fits = len(call_id) == _SHORT_ID and call_id.isalnum()
     if not traits.ids_are_short or fits:
         return call_id

@@ -1,4 +1,4 @@
-"""ShapedReader: reads an answer that a grammar held to its family's shape; calls are told while they are written."""
+"""ShapedReader: reads an answer whose grammar enforces a family's shape, and reports calls as they are written."""
 
 from enum import Enum, auto
 
@@ -19,18 +19,17 @@ class ShapedReader:
     """A `Reader`. An answer that was cut off may end within the arguments. Owned by one answer."""
 
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
-        """After the *trigger*, with which the shape's marker begins, the model has to go on with a call."""
+        """Create a reader; after *trigger*, a prefix of the shape's marker, the model must continue with a call."""
         self._shape = shape
         self._trigger = trigger
         self._held = ""
         self._place = _In.TEXT
         self._num_begun = 0  # calls
-        self._extent = JsonExtent(0)  # of the arguments in what is held
-        self._num_told = 0  # of their characters
+        self._extent = JsonExtent(0)  # of the arguments in the held text
+        self._num_told = 0  # characters of the arguments
         self._deltas: list[Delta] = []
 
     def push(self, text: str) -> list[Delta]:
-        """What *text* makes sure."""
         self._held += text
         self._deltas = []
         reading = {_In.TEXT: self._text, _In.NAME: self._name, _In.ARGUMENTS: self._arguments, _In.GAP: self._gap}
@@ -39,14 +38,14 @@ class ShapedReader:
         return self._deltas
 
     def end(self) -> list[Delta]:
-        """What is left: text that might have gone on as a call, unless it had to."""
+        """Return the held text, unless it is a call that was cut off."""
         begun = self._held.lstrip()
         is_call = begun.startswith(self._trigger)
         is_text = self._place is _In.TEXT and self._held != "" and not is_call
         return [TextDelta(self._held)] if is_text else []
 
     def _text(self) -> bool:
-        """Tell the text before the first call; white space right before the call is left out."""
+        """Report the text before the first call, without white space right before the call."""
         text, marker, rest = self._held.partition(self._shape.marker)
         if not marker:
             text = text[: len(text) - num_begun(text, [self._shape.marker])]
@@ -78,7 +77,7 @@ class ShapedReader:
         return True
 
     def _gap(self) -> bool:
-        """Skip what the shape has between calls."""
+        """Skip the shape's text between calls."""
         _, before, rest = self._held.partition(self._shape.before)
         if not before:
             return False

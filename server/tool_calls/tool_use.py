@@ -1,4 +1,4 @@
-"""ToolUse: what one request may call, and how its answers are read; ToolFormat: how the served model writes calls."""
+"""ToolUse: the tools of one request, and readers of its answers. ToolFormat: how the served model writes calls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How the served model writes calls, and the ids of special tokens that it writes them with, by their texts."""
+    """The syntax of the served model's calls, and the ids of the special tokens in them by text."""
 
     syntax: CallSyntax
     special: Mapping[str, int]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> Self:
-        """That of a model with this tokenizer, or the one *asked* for."""
+        """Return the format of a model with this tokenizer, or the one *asked* for."""
         syntax = syntax_of(tokenizer, asked)
         tokens = tokenizer.added_tokens_decoder.items()
         special = {token.content: token_id for token_id, token in tokens if token.special}
@@ -38,8 +38,8 @@ class ToolFormat:
 class ToolUse:
     """The tools of one request. Each choice of its answer has a reader of its own.
 
-    A grammar holds the answer to the family's shape where a call is asked for, and where a tool is strict: then a call
-    is told while it is written. Else it is told when it is whole.
+    A grammar enforces the family's shape if a call is required, or if a tool is strict. Calls are then reported as they
+    are written. Otherwise a call is reported once it is complete.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ToolUse:
         form: ToolFormat,
         answer: StructuredOutputs | None,
     ) -> None:
-        """The text of an answer without a call has to be an *answer*; None: any will do."""
+        """Prepare the tools; *answer* is the required format of an answer without a call, None if any will do."""
         self._form = form
         self._answer = answer
         self._is_used = bool(tools) and choice != "none"
@@ -61,11 +61,11 @@ class ToolUse:
         self._is_strict = any(function.strict for function in self._functions)
 
     def reader(self) -> Reader:
-        """A reader of an answer that begins."""
+        """Return a reader of a new answer."""
         syntax = self._form.syntax
         if not self._is_used:
             return TextReader()
-        is_free = syntax.is_bare or self._answer is not None  # then a text may have what looks like a call in it
+        is_free = syntax.is_bare or self._answer is not None  # then the text itself may contain what looks like a call
         if self._is_forced:
             return ShapedReader(syntax.shape)
         if self._is_strict and not is_free:
@@ -73,12 +73,12 @@ class ToolUse:
         return FreeReader(syntax, {function.name for function in self._functions}, is_parallel=self._is_parallel)
 
     def shown(self, sampling: SamplingParams) -> SamplingParams:
-        """*sampling* with the tokens in the text that calls are written with."""
+        """Return *sampling* with the special tokens of calls shown in the text."""
         return replace(sampling, shown_token_ids=tuple(self._form.special.values())) if self._is_used else sampling
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """What the text has to be, calls included. `WrongParameter` if no grammar can have the answer beside calls."""
+        """Required format of the text, calls included. Raises `WrongParameter` if it cannot be combined with calls."""
         answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
             return answer

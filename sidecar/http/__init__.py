@@ -1,1 +1,1 @@
-"""HTTP beside the sidecar: how it is, for people and for machines, and what operators may have it do."""
+"""The sidecar's HTTP server: its state for people and for machines, and the operators' actions."""

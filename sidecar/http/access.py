@@ -1,4 +1,4 @@
-"""What happens around every request: its ids, whether it is let in, and its count in the metrics."""
+"""The outermost layer of every HTTP request: its ids, its authentication, and its count in the metrics."""
 
 import logging
 from pathlib import Path
@@ -20,13 +20,16 @@ from kvtier.web.request_ids import RequestIds, request_id_of
 
 log = logging.getLogger(__name__)
 
-# Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
+# Needs no token, because a supervisor that probes it has none. The page needs none either, because it contains no data.
 HEALTH = "/health"
 
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
-    """What requests must bring, None if they need nothing. ValueError for a token that is too short, and for a file
-    that cannot be read. Logs a warning when other users may use the file."""
+    """Return the token that requests must carry; None if they need none.
+
+    Logs a warning if other users may use the token's file. Raises ValueError if the token is too short, or if the file
+    cannot be read.
+    """
     if not config.has_token:
         return None
     token, where = config.token or "", "http.token"
@@ -47,7 +50,7 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
 
 
 def browser_rules(config: HttpConfig) -> BrowserRules:
-    """Return what a browser may ask for other sites' pages, where requests need no token."""
+    """Return what pages of other sites may request through a browser if no token is needed."""
     return BrowserRules.of(
         config.host,
         config.allowed_hosts,
@@ -58,10 +61,10 @@ def browser_rules(config: HttpConfig) -> BrowserRules:
 
 
 class Access:
-    """The outermost ASGI layer: gives each request its id, refuses those without the token, and counts all by path and
-    status.
+    """The outermost ASGI layer: gives each request its id, refuses requests without the token, and counts all requests.
 
-    Without a token any process of this machine may ask, but no page that a browser on it shows, see `BrowserRules`.
+    Requests are counted by path and status. Without a token any process of this machine may send requests, but no page
+    that a browser on it shows: see `BrowserRules`.
     """
 
     def __init__(
@@ -73,8 +76,11 @@ class Access:
         metrics: RequestMetrics,
         has_operators: bool = False,
     ) -> None:
-        """*paths* are those that there are: others are counted as one, since a client could make up any number.
-        *has_operators*: the paths of operators' verbs are there, which check the operators' own tokens."""
+        """Wrap *app*.
+
+        Paths that are not in *paths* are counted as one, because a client could make up any number. With
+        *has_operators* there are paths of operators' verbs, which check the operators' own tokens.
+        """
         self._has_operators = has_operators
         self._app = app
         self._token = token
@@ -83,7 +89,7 @@ class Access:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then count."""
+        """Answer the request, then count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -106,7 +112,7 @@ class Access:
             self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
 
     def _label(self, path: str) -> str:
-        """The label of a path in metrics: no client can make them grow."""
+        """Return the label of a path in metrics. Clients cannot create labels."""
         if path.startswith(f"{ASSETS}/"):
             return PAGE
         if path in self._paths:

@@ -1,4 +1,4 @@
-"""The routes beside the sidecar: what it is and has, and what operators may have it do."""
+"""The routes of the sidecar's HTTP server: its state, and the operators' actions."""
 
 import logging
 import math
@@ -41,11 +41,11 @@ from kvtier.web.paths import DATA_PATHS, KVTIER, OPERATE
 
 log = logging.getLogger(__name__)
 
-SPILL_S = 10.0  # that `/spill` waits, unless it is told otherwise …
-MAX_SPILL_S = 60.0  # … up to this
+SPILL_S = 10.0  # default wait of `/spill`
+MAX_SPILL_S = 60.0  # longest wait of `/spill`
 
 OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")
-BELOW = (KVTIER, "")  # where they are, and where they were before
+BELOW = (KVTIER, "")  # current prefix of the routes, and the former one
 PATHS = frozenset(
     {HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(below + path for below in BELOW for path in OWN)}
 )
@@ -54,7 +54,7 @@ Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class SidecarRoutes:
-    """Answers by asking the thread that owns the tiers. Owned by the event loop."""
+    """Routes that are answered by asking the thread that owns the tiers. Owned by the event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SidecarRoutes:
         dashboard: Dashboard,
         operating: Operating | None,
     ) -> None:
-        """*operating*: operators' verbs; None: there are none."""
+        """Create the routes. *operating* has the operators' verbs; None if there are none."""
         self._operating = operating
         self._owner = owner
         self._dashboard = dashboard
@@ -76,7 +76,7 @@ class SidecarRoutes:
         self._metrics = metrics
 
     def app(self) -> Starlette:
-        """The app of all routes."""
+        """Return the app with all routes."""
         routes: list[BaseRoute] = [
             Route(HEALTH, self._health),
             Route("/ready", self._ready),
@@ -107,7 +107,7 @@ class SidecarRoutes:
         return await operating.answer(request, self._operated)
 
     async def _health(self, _: Request) -> Response:
-        """The process lives, and the owner's thread answers."""
+        """Answer 200 if the process is alive and the owner's thread responds."""
         await self._owner.ask(lambda: None)
         return json_response({"status": "alive"})
 
@@ -135,7 +135,7 @@ class SidecarRoutes:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _spill(self, request: Request) -> Response:
-        """Wait until nothing is in host memory only: the owner's thread writes it in any case."""
+        """Wait until no chunk is only in host memory. The owner's thread writes the chunks in any case."""
         timeout_s = _seconds(_options(request, {"timeout_s"}).get("timeout_s"))
         await spilled(self._owner, timeout_s)
         return json_response({"num_left": 0})
@@ -157,7 +157,10 @@ class SidecarRoutes:
         return json_response({"cleared": cleared} | ({} if remote is None else {"note": remote_stays(remote)}))
 
     async def _check(self, request: Request) -> Response:
-        """All books agree, or the sentence that says which do not. The owner's thread goes on between two layouts."""
+        """Verify all bookkeeping; an error names what is inconsistent.
+
+        The owner's thread serves engines between two layouts.
+        """
         _options(request, frozenset())
         layouts = await checked(self._owner)
         return json_response({"status": "in order", "num_layouts": len(layouts)})
@@ -170,14 +173,14 @@ class SidecarRoutes:
 
 
 def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:
-    """What follows the `?`. 400 for a key that is not known, and for one that is there twice."""
+    """Return the query parameters. Raise ApiError 400 for an unknown key or one that is given twice."""
     found: dict[str, str] = {}
     for key, value in request.query_params.multi_items():
         if key not in known:
-            there = f"there is {', '.join(sorted(known))}" if known else "there are none"
-            raise ApiError(400, f"no option {key[:64]!r}; {there}", param=key[:64])
+            there = f"use {', '.join(sorted(known))}" if known else "this route has no options"
+            raise ApiError(400, f"unknown option {key[:64]!r}; {there}", param=key[:64])
         if key in found:
-            raise ApiError(400, f"the option {key!r} is there twice", param=key)
+            raise ApiError(400, f"the option {key!r} is given twice", param=key)
         found[key] = value
     return found
 
@@ -198,11 +201,11 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own: no such route, or not with this method."""
-    what = f"no such route; there are {', '.join(sorted(PATHS))}" if error.status_code == 404 else error.detail
+    """Answer Starlette's own errors: an unknown route, or a wrong method."""
+    what = f"no such route; the routes are {', '.join(sorted(PATHS))}" if error.status_code == 404 else error.detail
     return ApiError(error.status_code, f"{request.method}: {what}", headers=error.headers).response()
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
-    log.error("http: an answer failed: %r", error)
-    return ApiError(500, "something went wrong; the sidecar's log has it").response()
+    log.error("http: a request failed: %r", error)
+    return ApiError(500, "internal error; see the sidecar's log").response()

@@ -1,4 +1,4 @@
-"""Building the HTTP server beside a sidecar: the one place where its parts are made and put together."""
+"""The construction of the HTTP server: the one place where its parts are created and connected."""
 
 import socket
 from dataclasses import replace
@@ -16,7 +16,7 @@ from kvtier.web.dashboard.keeper import history_path, keeper_of
 from kvtier.web.gate import ConnectionLimits, Gate
 from kvtier.web.operating.routes import Operating
 
-# Monitoring, probes and a few people; only `/pin` has a body that is read, see `pin_routes.BODY`.
+# For monitoring, probes and a few people. Only `/pin` and `/explain` read a body, see `pin_routes.BODY`.
 LIMITS = ConnectionLimits(max_header_bytes=16 << 10, header_timeout_s=10.0, max_connections=64, max_per_address=64)
 
 
@@ -27,9 +27,11 @@ def serve_http(
     bound: socket.socket | None = None,
     operating: Operating | None = None,
 ) -> HttpThread:
-    """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer; at *bound* if there is a socket
-    already. *operating* has operators' verbs, by default there are none. OSError, ValueError, with what to do, for
-    what cannot be had."""
+    """Start the HTTP server of *sidecar*, whose thread may take *answer_s* seconds for an answer.
+
+    The server listens at *bound*, if that is given. *operating* has the operators' verbs; by default there are none.
+    Raises OSError or ValueError, with what to do, if an address or a setting cannot be used.
+    """
     assert config.http.port != "none", "nothing to serve"
     metrics = SidecarMetrics(config.metrics.compat)
     gate = Gate(limits_of(config), lambda why: metrics.requests.connections_refused.labels(why).inc())
@@ -44,7 +46,7 @@ def serve_http(
 
 
 def limits_of(config: SidecarConfig) -> ConnectionLimits:
-    """The limits of connections, with room for all that may watch the dashboard."""
+    """Return the connection limits, with room for all viewers of the dashboard."""
     num_viewers = config.dashboard.max_viewers
     return replace(
         LIMITS,

@@ -1,4 +1,4 @@
-"""What operators have the sidecar do that takes a while: the event loop looks again and again."""
+"""Operators' actions that take a while, during which the event loop polls the owner's thread."""
 
 import asyncio
 import logging
@@ -11,12 +11,12 @@ from kvtier.web.api_error import ApiError
 
 log = logging.getLogger(__name__)
 
-SPILL_LOOK_S = 0.05  # how often it is looked whether all has been written
-CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does nothing else meanwhile
+SPILL_LOOK_S = 0.05  # polling interval
+CHECK_S = 60.0  # time limit for checking one layout, during which the owner's thread does nothing else
 
 
 async def spilled(owner: Owner, timeout_s: float) -> None:
-    """Wait until nothing is in host memory only. ApiError if there is no disk, or not in time."""
+    """Wait until no chunk is only in host memory. Raise ApiError if there is no disk, writes fail, or time runs out."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         saving = await owner.ask(owner.sidecar.saving)
@@ -33,8 +33,11 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 
 
 async def checked(owner: Owner) -> list[Layout]:
-    """The layouts, whose books all agree, and those of endpoints and pins. ApiError with the sentence that says which do
-    not. The owner's thread goes on between two layouts."""
+    """Verify the bookkeeping of all layouts, endpoints and pins; return the layouts.
+
+    The owner's thread serves engines between two layouts. Raises ApiError with the sentence that says what is
+    inconsistent.
+    """
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:
         for layout in layouts:

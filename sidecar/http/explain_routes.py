@@ -1,4 +1,4 @@
-"""`/v1/kvtier/explain`: why chunks of a prompt that an engine looked up were found or not."""
+"""`/v1/kvtier/explain`: why the chunks of a prompt that an engine looked up were found or not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,8 +25,10 @@ EXPLAIN = "/v1/kvtier/explain"
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST`: the token ids of a prompt, as no sidecar has a tokenizer. With *request_id* that lookup is
-    explained, which must have had this prompt."""
+    """Body of the `POST` request: the token ids of a prompt, because a sidecar has no tokenizer.
+
+    With *request_id* the past lookup of that request is explained; it must have had this prompt.
+    """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     prompt: TokenIds
@@ -35,7 +37,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExplainRoutes:
-    """Explains by asking the thread that owns the tiers. Owned by the event loop."""
+    """Explanations of lookups, from the thread that owns the tiers. Owned by the event loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -51,7 +53,7 @@ class ExplainRoutes:
         asked = parse(await read_body(request, BODY), ExplainRequest, (), {})
         explainer = self._layouts.explainer
         if explainer is None:
-            raise ApiError(404, "engines of kvtier explain their own requests: ask them", code="no_endpoint")
+            raise ApiError(404, "kvtier's own engines explain their requests themselves: ask them", code="no_endpoint")
         chain = BlockChain(explainer.block_size, ExtraKeys(cache_salt=asked.cache_salt or None))
         await asyncio.to_thread(chain.extend, asked.prompt)
         if asked.request_id is None:
@@ -70,7 +72,10 @@ class ExplainRoutes:
         return _answer(await self._explained(explainer, pasts))
 
     async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
-        """Explain one lookup after the other: the owner's thread serves engines between them, and works out none."""
+        """Explain one lookup after the other.
+
+        The owner's thread only collects evidence, and serves engines in between.
+        """
         found = []
         for past in pasts:
             evidence = await self._owner.ask(partial(explainer.evidence, past))
@@ -78,13 +83,13 @@ class ExplainRoutes:
         return found
 
     async def _pasts(self, request_id: str) -> Sequence[Past]:
-        """The lookups of that id. ApiError 404 if there is none."""
+        """Return the lookups of that id. Raise ApiError 404 if there is none."""
         explainer = self._layouts.explainer
         found = [] if explainer is None else await self._owner.ask(lambda: explainer.find(request_id, None))
         if not found:
             message = (
-                "no lookup of that id is remembered: thousands have come since, or an engine of kvtier made it, which "
-                "explains its own requests"
+                "no lookup of that id is remembered: thousands of lookups have come since, or one of kvtier's "
+                "own engines made it, which explains its requests itself"
             )
             raise ApiError(404, message, code="request_not_found")
         return found

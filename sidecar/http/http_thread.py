@@ -16,22 +16,22 @@ from kvtier.web.http_connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
-_LEAVING_S = 1  # for the last bytes of answers
-_END_S = 10.0  # of the thread, which has nothing to wait for by then
+_LEAVING_S = 1  # time for the last bytes of answers
+_END_S = 10.0  # time for the thread to end; it has nothing to wait for by then
 
 
 class Beside(Protocol):
-    """What runs on the server's event loop, and has answers that go on until it ends."""
+    """A task on the server's event loop, with answers that continue until the task ends."""
 
     async def run(self) -> None:
         """Run until `end`."""
 
     def end(self) -> None:
-        """End those answers, and `run` soon."""
+        """End the answers, and make `run` return soon."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which ends what is *beside* it first: it waits for answers to end by themselves."""
+    """uvicorn's server, but one that ends *beside* first, because uvicorn waits for answers to end by themselves."""
 
     def __init__(self, settings: uvicorn.Config, beside: Beside) -> None:
         super().__init__(settings)
@@ -44,11 +44,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpThread:
-    """Serves *app* from the moment it is made until `close`. The thread owns an event loop and nothing else; what it
-    fails of is in the log, and the sidecar goes on without it."""
+    """A thread with an event loop that serves *app* from its creation until `close`.
+
+    A failure of the server is logged, and the sidecar continues without it.
+    """
 
     def __init__(self, app: ASGIApp, gate: Gate, bound: socket.socket, beside: Beside) -> None:
-        """*bound* listens, and is this thread's from now on. *beside* runs as long as the server does."""
+        """Start the thread, which takes over the listening socket *bound*. *beside* runs as long as the server does."""
         self._bound = bound
         self._beside = beside
         self.port: int = bound.getsockname()[1]
@@ -68,11 +70,11 @@ class HttpThread:
 
     @property
     def file(self) -> int:
-        """The descriptor of the socket that listens."""
+        """Descriptor of the listening socket."""
         return self._bound.fileno()
 
     def close(self) -> None:
-        """Answer no more, and end the thread. Idempotent."""
+        """Stop answering, and end the thread. Idempotent."""
         self._server.should_exit = True
         self._thread.join(_END_S)
         self._bound.close()
@@ -88,8 +90,8 @@ class HttpThread:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except Exception:  # a thread's top: engines are served all the same
-            log.exception("http: the server has ended")
+        except Exception:  # top of the thread; engines are served in any case
+            log.exception("http: the server has failed")
 
     async def _serve(self) -> None:
         beside = asyncio.create_task(self._beside.run())
@@ -101,7 +103,7 @@ class HttpThread:
 
 
 def bound_at(host: str, port: int) -> socket.socket:
-    """A socket that listens there. OSError, with what to do, if nothing can."""
+    """Return a socket that listens at this address. Raise OSError, with what to do, if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,4 @@
-"""What the sidecar's `/metrics` answers."""
+"""The sidecar's metrics for Prometheus."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,19 @@ _COPIES = (Route.HOST_TO_DISK, Route.DISK_TO_HOST)  # the other lanes move no by
 
 
 class SidecarMetrics:
-    """What `/metrics` answers: a snapshot, and what the HTTP server has counted. No label is a client's to choose: not
-    a model's name, a layout or a client. Owned by the event loop."""
+    """The answer to `/metrics`: a snapshot of the sidecar, and the counters of the HTTP server.
+
+    Clients cannot choose labels, so no label is a model's name, a layout or a client. Owned by the event loop.
+    """
 
     def __init__(self, compat: Sequence[str] = ()) -> None:
-        """*compat* as in the configuration."""
+        """Create the HTTP server's counters. *compat* is as in the configuration."""
         self._registry = CollectorRegistry()
         self._compat = compat
         self.requests = RequestMetrics(self._registry)
 
     def text(self, snapshot: Snapshot) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(_SnapshotCollector(snapshot, self._compat))
         return generate_latest(registry) + generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""OperatedSidecar: operators' verbs on a sidecar."""
+"""OperatedSidecar: the operators' verbs on a sidecar."""
 
 import asyncio
 
@@ -16,41 +16,46 @@ BELOW = frozenset({Tier.HOST, Tier.DISK})
 
 
 class OperatedSidecar:
-    """See `Operated`. The thread that owns the tiers does each verb in parts. Owned by the event loop."""
+    """The operators' verbs, see `Operated`. Owned by the event loop.
+
+    The thread that owns the tiers carries out each verb in parts.
+    """
 
     def __init__(self, owner: Owner, pins: PinRoutes) -> None:
         self._owner = owner
         self._sidecar = owner.sidecar
         self._pins = pins
-        self._purging = asyncio.Lock()  # two at a time would only make both slower
+        self._purging = asyncio.Lock()  # two concurrent evictions would only slow each other down
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict what is meant from host memory and disk, of all engines that are attached, and of earlier ones. The
-        answer says that a remote tier keeps its blocks."""
+        """Evict the selected blocks of all engines, attached or not, from host memory and disk.
+
+        The answer says that a remote tier keeps its blocks.
+        """
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         answer = await self._purged(PurgeOrder(BELOW, tenant, asked.namespace))
         remote = self._sidecar.remote_where
         return answer if remote is None else {**answer, "note": remote_stays(remote)}
 
     async def evict(self, asked: Evict) -> Answer:
-        """Evict the oldest of one tier."""
+        """Evict the oldest blocks of one tier."""
         tier = Tier(asked.tier)
         is_there = tier is Tier.HOST or (tier is Tier.DISK and (await self._owner.ask(self._sidecar.saving)).is_there)
         if not is_there:
-            raise ApiError(409, f"there is no {tier} tier here; /tiers has those that there are", code="no_tier")
+            raise ApiError(409, f"there is no {tier} tier here; /tiers lists the tiers", code="no_tier")
         order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
-        """Have everything in host memory written to disk."""
+        """Write everything that is in host memory to disk."""
         await spilled(self._owner, asked.seconds)
         return {"left": 0}
 
     async def pin(self, asked: Pin) -> Answer:
-        """Keep what is cached of a prompt in host memory."""
+        """Keep the cached part of a prompt in host memory."""
         if asked.model is None or asked.token_ids is None:
             what = "token_ids" if asked.token_ids is None else "model"
-            raise ApiError(400, f"{what}: a sidecar has no tokenizer and many models; give it", param=what)
+            raise ApiError(400, f"{what} is missing: a sidecar has no tokenizer and serves many models", param=what)
         salt = asked.salt or asked.tenant or ""
         answer = await self._pins.carry_out(PinRequest(asked.model, asked.token_ids, asked.seconds, salt))
         return {name: answer[name] for name in ("pin", "num_chunks", "num_tokens")}
@@ -62,10 +67,13 @@ class OperatedSidecar:
         return {"pin": asked.pin}
 
     async def check(self, asked: Check) -> Answer:
-        """Verify the books, those of a layout at a time."""
+        """Verify the bookkeeping, one layout at a time."""
         if not asked.now and any(client.leases for client in await self._owner.ask(self._sidecar.clients)):
             raise ApiError(
-                409, "engines load or store, and would wait; ask again, or say now", code="busy", param="now"
+                409,
+                "engines are loading or storing, and would have to wait; retry, or set now",
+                code="busy",
+                param="now",
             )
         layouts = await checked(self._owner)
         return {

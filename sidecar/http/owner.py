@@ -1,4 +1,4 @@
-"""Owner: questions of the HTTP server's event loop to the thread that owns the tiers."""
+"""Owner: questions from the HTTP server's event loop to the thread that owns the tiers."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,20 +13,22 @@ _Answer = TypeVar("_Answer")
 
 
 class Owner:
-    """Asks, and waits for an answer no longer than a deadline. Owned by the event loop."""
+    """The event loop's access to the thread that owns the tiers, with a deadline for each question."""
 
     def __init__(self, sidecar: Sidecar, answer_s: float = ANSWER_S) -> None:
         self.sidecar = sidecar
         self._answer_s = answer_s
 
     async def ask(self, question: Callable[[], _Answer], answer_s: float | None = None) -> _Answer:
-        """What *question* comes to on the owner's thread; its errors are raised. A 503 after *answer_s* seconds: then
-        the question is not answered later either, unless that has begun."""
+        """Run *question* on the owner's thread, and return its result or raise its exception.
+
+        Raises ApiError 503 after *answer_s* seconds. The question is then not run later either, unless it has begun.
+        """
         wait_s = self._answer_s if answer_s is None else answer_s
         answer = asyncio.wrap_future(self.sidecar.ask(question))
         try:
             await asyncio.wait({answer}, timeout=wait_s)
-        finally:  # also when this server ends meanwhile: an answer must not come to a loop that is closed
+        finally:  # also if this server ends meanwhile, because no answer may reach a closed loop
             is_answered = answer.done()
             answer.cancel()
         if not is_answered:

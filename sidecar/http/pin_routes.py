@@ -1,4 +1,4 @@
-"""`/pin`: operators have prompts kept in host memory for a while."""
+"""`/pin`: operators keep prompts in host memory for a while."""
 
 import asyncio
 import hashlib
@@ -23,15 +23,15 @@ from kvtier.web.request_body import parse, read_body
 
 BODY = ServerConfig(max_body=parse_bytes("8MiB"), body_timeout_s=20.0)  # a million token ids
 MAX_S = 7 * 86_400.0
-COMING_S = 10.0  # that an answer waits for what is read from disk …
-LOOK_S = 0.05  # … and how often it looks meanwhile
+COMING_S = 10.0  # longest wait of an answer for reads from disk
+LOOK_S = 0.05  # polling interval meanwhile
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1, max_length=1 << 20)]  # more than any model's context
 
 
 class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be kept, and for how long: *seconds* from now, 0 to end it."""
+    """The prompt to keep, and for how long: *seconds* from now, or 0 to end the pin."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     token_ids: TokenIds
@@ -40,28 +40,30 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def pin_id(self) -> str:
-        """The pin's name: the same for the same prompt."""
+        """Name of the pin, which is the same for the same prompt."""
         running = hashlib.sha256(msgspec.json.encode([self.model, self.salt]))
         running.update(msgspec.json.encode(self.token_ids))
         return running.hexdigest()[:16]
 
 
 class PinRoutes:
-    """Pins by asking the thread that owns the tiers. Prompts are named on a thread of their own. Owned by the event
-    loop."""
+    """Pins through the thread that owns the tiers. Owned by the event loop.
+
+    The names of a prompt's chunks are computed on another thread.
+    """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._sidecar = owner.sidecar
 
     async def pin(self, request: Request) -> Response:
-        """Keep what is cached of a prompt in host memory; the answer waits until that is there."""
+        """Keep the cached part of a prompt in host memory, and answer once it is there."""
         if request.query_params:
-            raise ApiError(400, "what to pin belongs into the body, as JSON")
+            raise ApiError(400, "/pin has no options; send what to pin as a JSON body")
         return json_response(await self.carry_out(parse(await read_body(request, BODY), PinRequest, (), {})))
 
     async def carry_out(self, asked: PinRequest) -> dict[str, object]:
-        """Keep what is asked for; the answer. ApiError if that cannot be."""
+        """Carry out the request, and return the answer. Raise ApiError if that is not possible."""
         if not asked.seconds:
             pin_id = asked.pin_id
             await self._owner.ask(lambda: self._sidecar.pins.unpin(pin_id))
@@ -94,7 +96,7 @@ class PinRoutes:
         return json_response(_answer(pin_id, 0.0, []))
 
     async def _settled(self, pin_id: str) -> list[PinnedLayout]:
-        """What the pin keeps once nothing more comes, or after `COMING_S`."""
+        """Return what the pin keeps once no more reads are in flight, or after `COMING_S`."""
         give_up_at = time.monotonic() + COMING_S
         while True:
             found = await self._owner.ask(lambda: self._sidecar.pins.view(pin_id)) or []
@@ -103,7 +105,7 @@ class PinRoutes:
             await asyncio.sleep(LOOK_S)
 
     def _layouts(self, model: str) -> list[tuple[AnyChunkLayout, LayoutTiers]]:
-        """Those whose chunks have names made of tokens and salt alone."""
+        """Return the model's layouts whose chunks are named by tokens and salt alone."""
         every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
         return [
             (layout, tiers) for layout, tiers in every if isinstance(layout, AnyChunkLayout) and layout.model == model

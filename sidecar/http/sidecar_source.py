@@ -1,4 +1,4 @@
-"""SidecarSource: what the dashboard shows of `kvtier sidecar`."""
+"""SidecarSource: the dashboard's data about `kvtier sidecar`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from kvtier.web.dashboard.dashboard import NoSample
 from kvtier.web.dashboard.health import as_facts, disk_conditions, remote_conditions, tier_conditions
 from kvtier.web.dashboard.sample import Sample
 
-NUM_CLIENTS = 64  # that are shown
+NUM_CLIENTS = 64  # shown at most
 NUM_PINS = 64
 TIERS = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
@@ -30,7 +30,7 @@ _CHUNKS: Mapping[str, Callable[[ConnectorCounts], int]] = {
 
 
 class SidecarSource:
-    """Samples of a sidecar, out of the statistics that `/metrics` and `/stats` have. Owned by the event loop."""
+    """Samples of a sidecar, from the same statistics as `/metrics` and `/stats`. Owned by the event loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -54,7 +54,7 @@ class SidecarSource:
         }
 
     async def sample(self, at: float, monotonic_s: float) -> Sample:
-        """The sidecar now. `NoSample` while its thread does not answer."""
+        """Return a sample of the current state. Raise `NoSample` while the sidecar's thread does not answer."""
         try:
             snapshot = await self._owner.ask(partial(snapshot_of, self._owner.sidecar))
         except ApiError as error:
@@ -62,7 +62,7 @@ class SidecarSource:
         return self._sampled(snapshot, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """The slowest look-ups."""
+        """Return the slowest lookups."""
         sidecar = self._owner.sidecar
         try:
             records = await self._owner.ask(sidecar.records.slowest)

@@ -1,4 +1,4 @@
-"""What the sidecar's figures look like as JSON."""
+"""The sidecar's state and counters as JSON."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 Object = dict[str, object]
 
-# What the lanes of a sidecar do: the routes have the names that they have beside a device.
+# What a sidecar's lanes do. It has no device, so the routes to and from a device carry digests.
 LANES = {
     Route.HOST_TO_DISK: "store",
     Route.DISK_TO_HOST: "load",
@@ -33,8 +33,11 @@ SET = "(set)"  # in place of a secret
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sidecar at one moment. *why_not_ready* is empty if it is; *pins* are shown as who leases what they keep;
-    *quarantined* are clients whose session has ended; times are the sidecar's clock's."""
+    """The state of a sidecar at one moment.
+
+    *why_not_ready* is empty if the sidecar is ready. *pins* are shown as clients that lease what they keep.
+    *quarantined* are clients whose session has ended. Times are by the sidecar's clock.
+    """
 
     statistics: SidecarStatistics
     why_not_ready: str
@@ -46,7 +49,7 @@ class Snapshot:
 
 
 def snapshot_of(sidecar: Sidecar) -> Snapshot:
-    """The sidecar now; its own thread asks."""
+    """Return the sidecar's current state. Call it on the sidecar's own thread."""
     return Snapshot(
         sidecar.statistics(),
         sidecar.why_not_ready,
@@ -59,7 +62,7 @@ def snapshot_of(sidecar: Sidecar) -> Snapshot:
 
 
 def stats_view(snapshot: Snapshot) -> Object:
-    """Everything but each single client."""
+    """Return everything except the single clients."""
     statistics = snapshot.statistics
     return {
         "segment": statistics.segment_name,
@@ -83,17 +86,17 @@ def stats_view(snapshot: Snapshot) -> Object:
 
 
 def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
-    """By tier: what is there now, and what has left it."""
+    """Return by tier what is in it now, and what has left it."""
     return {tier.value: _tier_view(found) for tier, found in tiers.items()}
 
 
 def what_if_view(ratios: HitRatios) -> Object:
-    """By tier: the hit ratio down to it, were it so many times as large."""
+    """Return by tier the hit ratio down to that tier, if the tier were this many times as large."""
     return {tier.value: {f"{size:g}": ratio for size, ratio in each.items()} for tier, each in ratios.items()}
 
 
 def clients_view(snapshot: Snapshot) -> list[Object]:
-    """Each client that is attached."""
+    """Return each attached client."""
     return [
         {
             "name": client.name,
@@ -106,7 +109,7 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Each lease of each client and pin, oldest first, and what is in quarantine."""
+    """Return each lease of clients and pins, and those in quarantine, oldest first."""
     holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
     leases = [(lease, client) for client in holders for lease in client.leases]
     return [
@@ -123,7 +126,7 @@ def leases_view(snapshot: Snapshot) -> list[Object]:
 
 
 def layout_view(layout: Layout) -> Object:
-    """What an engine has registered."""
+    """Return a layout as an engine has registered it."""
     return {
         "digest": layout.digest.hex(),
         "model": layout.model,
@@ -133,7 +136,7 @@ def layout_view(layout: Layout) -> Object:
 
 
 def config_view(config: SidecarConfig) -> Object:
-    """The configuration without secrets: a tenant's salt is one, so is a command that prints a key."""
+    """Return the configuration without secrets, such as a tenant's salt or a command that prints a key."""
     view: Object = msgspec.to_builtins(config, enc_hook=int)
     view["tenants"] = [msgspec.to_builtins(tenant, enc_hook=int) for tenant in config.tenants.values()]
     view["http"] = msgspec.to_builtins(config.http) | ({} if config.http.token is None else {"token": SET})
@@ -187,5 +190,5 @@ def _age(snapshot: Snapshot, since: float) -> float:
 
 
 def digests_of(layouts: Iterable[LayoutStatistics]) -> dict[str, Layout]:
-    """The layouts by their digest in hexadecimal."""
+    """Return the layouts by their digest in hexadecimal."""
     return {each.layout.digest.hex(): each.layout for each in layouts}

@@ -1,1 +1,1 @@
-"""LMCache's multiprocess protocol, served: an unmodified vLLM attaches with it. No torch and no lmcache in here."""
+"""The endpoint for LMCache's multiprocess protocol, at which an unmodified vLLM attaches. No torch and no lmcache."""

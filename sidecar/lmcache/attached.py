@@ -1,4 +1,4 @@
-"""What is told of the clients that are attached with LMCache's protocol."""
+"""The clients that are attached with LMCache's protocol, and their leases."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,8 +15,11 @@ def attached(
     promises: Iterable[Promise],
     stores: Iterable[Store],
 ) -> Iterator[AttachedClient]:
-    """Each worker by the number that it has registered with, and each connection of another, such as a scheduler's, by
-    its descriptor here. Promises are the connection's that asked for them, copies the worker's."""
+    """Yield each worker by the number that it has registered, and each other connection by its descriptor here.
+
+    Other connections are those of schedulers, for example. A promise belongs to the connection that asked for it, a
+    copy to its worker.
+    """
     workers, all_promises, all_stores = list(instances), list(promises), list(stores)
     for client in clients:
         own = [instance for instance in workers if instance.client is client]
@@ -29,12 +32,12 @@ def attached(
 
 
 def copied(instance: Instance, promises: Iterable[Promise], stores: Iterable[Store]) -> tuple[Lease, ...]:
-    """Return what the worker copies out of the segment and into it now."""
+    """Return the leases on slots from and to which the worker copies now."""
     return (*_read(instance, promises), *_written(instance, stores))
 
 
 def worker_name(instance: Instance) -> str:
-    """Return what people know the worker by."""
+    """Return the worker's name, for people."""
     return f"worker {instance.instance_id:x}"
 
 

@@ -1,11 +1,14 @@
-"""ChunkPart: what a chunk of an LMCache client's KV has of one KV cache group."""
+"""ChunkPart: the part of an LMCache client's chunk that belongs to one KV cache group."""
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
+import numpy as np
+
 from kvtier.sidecar.layout import MAX_SLOTS, LayoutRefused
-from kvtier.sidecar.lmcache.chunk_layout import ChunkMemory
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.transfer.segment import Segment
 
@@ -21,14 +24,57 @@ ELEMENT_BYTES = {
 }
 
 
+class ChunkMemory:
+    """The slots for chunks of one size, see `SlotMemory`.
+
+    Each extent can be cut into slots of this memory. Slots begin at page boundaries, and their numbers continue from
+    extent to extent.
+    """
+
+    num_copiers = 1
+
+    def __init__(self, segment: Segment, extent_bytes: int, chunk_bytes: int) -> None:
+        """Create the slots. *extent_bytes* is a multiple of the page size, and not less than *chunk_bytes*."""
+        self.block_bytes = chunk_bytes
+        self._extent_bytes = extent_bytes
+        self._stride = -(-chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.slots_per_extent = extent_bytes // self._stride
+        self.num_host_slots = self.slots_per_extent * (segment.num_bytes // extent_bytes)
+        self._bytes = memoryview(segment.memory.data)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Number of bytes of the segment that a slot takes, including its part of what is left over in an extent."""
+        return self._extent_bytes // self.slots_per_extent
+
+    def offset(self, slot: int) -> int:
+        extent, place = divmod(slot, self.slots_per_extent)
+        return extent * self._extent_bytes + place * self._stride
+
+    def host_block(self, slot: int) -> memoryview:
+        offset = self.offset(slot)
+        return self._bytes[offset : offset + self.block_bytes]
+
+    def slots_of(self, extent: int) -> Ids:
+        first = extent * self.slots_per_extent
+        return np.arange(first, first + self.slots_per_extent)
+
+    def extent_of_each(self, slots: Ids) -> Ids:
+        return slots // self.slots_per_extent
+
+    def extents_of(self, slots: Ids) -> list[int]:
+        return [int(extent) for extent in np.unique(self.extent_of_each(slots))]
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """The last *num_tokens* tokens of a chunk, in each of *num_planes* planes (keys and values, or both fused) and each
-    of *num_layers* layers with *width* elements for each token. A hit needs it of its last *window_chunks* chunks, of
-    all if that is 0.
+    """The last *num_tokens* tokens of a chunk in one KV cache group.
 
-    The engine's own blocks have *block_size* tokens. Where *is_recurrent*, they are states, which to this process are
-    bytes as any others.
+    Each of *num_planes* planes (keys and values, or both fused) and each of *num_layers* layers has *width* elements
+    for each token. A hit needs the part of its last *window_chunks* chunks, or of all chunks if that is 0.
+
+    The engine's own blocks have *block_size* tokens. If the group *is_recurrent*, they are states, which the sidecar
+    handles as bytes like any others.
     """
 
     dtype: str  # torch's name, such as "bfloat16"
@@ -42,13 +88,13 @@ class ChunkPart:
 
     @property
     def shape(self) -> list[int]:
-        """Of the part as a tensor; the planes only if there are several."""
+        """Shape of the part as a tensor. The planes are a dimension only if there are several."""
         shape = [self.num_layers, self.num_tokens, self.width]
         return shape if self.num_planes == 1 else [self.num_planes, *shape]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part of one chunk."""
+        """Number of bytes of the part of one chunk."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def group(self, chunk_tokens: int) -> AttentionGroup:
@@ -59,7 +105,7 @@ class ChunkPart:
 
 
 def check_fields(values: object) -> None:
-    """Raise `LayoutRefused` if an unsigned field of this dataclass, or its dtype, is what no chunk can have."""
+    """Raise `LayoutRefused` if a number or the dtype in this dataclass is one that no chunk can have."""
     for field in fields(values):  # type: ignore[arg-type]
         value = getattr(values, field.name)
         if field.name == "dtype" and value not in ELEMENT_BYTES:
@@ -71,8 +117,7 @@ def check_fields(values: object) -> None:
 def memories_of(
     parts: Sequence[ChunkPart], num_ranks: int, chunk_tokens: int, segment: Segment, extent_bytes: int
 ) -> Sequence[ChunkMemory]:
-    """Return the slots of each rank's parts, the ranks one after the other. Raise `LayoutRefused` if they have no place
-    in the segment's extents."""
+    """Return the slots of each rank's parts, rank by rank. Raise `LayoutRefused` if they do not fit in the extents."""
     for part in parts:
         if part.num_bytes > extent_bytes:
             raise LayoutRefused(
@@ -81,7 +126,7 @@ def memories_of(
             )
     memories = [ChunkMemory(segment, extent_bytes, part.num_bytes) for _ in range(num_ranks) for part in parts]
     num_slots = sum(memory.num_host_slots for memory in memories)
-    if num_slots > MAX_SLOTS:  # before the books of one rank are made
+    if num_slots > MAX_SLOTS:  # check before the bookkeeping of any rank is allocated
         raise LayoutRefused(
             f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
             f"have {num_slots} slots in host memory; at most {MAX_SLOTS} are served, since each costs memory besides "

@@ -1,4 +1,4 @@
-"""DigestLane: digests of chunks in host memory, taken beside the owner's thread."""
+"""DigestLane: digests of chunks in host memory, taken on other threads than the owner's."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 8 << 20  # a millisecond's work: the lane's threads share what one request has, and another's comes soon
+BATCH_BYTES = 8 << 20  # a millisecond's work, so that threads share a request and other requests have a turn soon
 BATCH_CHUNKS = 32
-MAX_UNDER_WAY = 8  # batches that the lane has: the rest waits here, where clients have turns
+MAX_UNDER_WAY = 8  # batches in the lane; the rest waits here, where clients take turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
-"""Told of each part of what was asked for: which places, and their digests, None if they could not be taken."""
+"""A callback for each part of a request, with its places and their digests; None if these could not be taken."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """Slots on their way, the caller's places of them, and whom to tell."""
+    """Slots whose digests are being taken, the caller's places of them, and the callback."""
 
     memory: HostMemory
     slots: Sequence[int]
@@ -28,9 +28,11 @@ class Batch:
 
 
 class DigestLane:
-    """What the lane is not to have yet waits here: each client's in order, and the clients have turns, so that one with
-    much to do delays no other. The caller keeps a lease on every slot until it is told of it. Owned by the sidecar's
-    thread."""
+    """The queue in front of a lane that takes digests. Owned by the sidecar's thread.
+
+    Each client's batches wait in order, and the clients take turns, so that a client with much to do delays no other
+    client. The caller keeps a lease on every slot until the callback for it.
+    """
 
     def __init__(self, transfers: TransferEngine, route: Route) -> None:
         self._transfers = transfers
@@ -39,8 +41,10 @@ class DigestLane:
         self._waiting: OrderedDict[object, deque[Batch]] = OrderedDict()  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
-        """Have the digests of these slots taken for the client, which is anything that is equal to itself alone;
-        *deliver* is called within a later `poll` of the transfers."""
+        """Take the digests of these slots; *deliver* is called within a later `poll` of the transfers.
+
+        *client*, in whose turns they are taken, is any object that is equal only to itself.
+        """
         limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))
@@ -72,7 +76,10 @@ class DigestLane:
 
 
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
-    """What the lane does. As if several did it: the interpreter's lock is given up, so that the owner's thread, which
-    answers engines, waits for no digest."""
+    """Return the digests of these slots, on the lane's thread.
+
+    The digest for two threads releases the interpreter's lock, so the owner's thread, which answers engines, waits for
+    none.
+    """
     digest = digest_among(2)
     return [digest(memory.host_block(slot)) for slot in slots]

@@ -1,4 +1,4 @@
-"""Endpoint: LMCache's multiprocess protocol for the tiers of the sidecar. Frames in, calls of `LayoutTiers`, frames out."""
+"""LmcacheEndpoint: LMCache's multiprocess protocol for the sidecar. Translates frames into calls of `LayoutTiers`."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -43,23 +43,23 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-HELD_S = 0.05  # an answer to "how much?" waits so long for it: an engine's scheduler may be waiting for the answer
+HELD_S = 0.05  # longest wait of an answer about a lookup, because an engine's scheduler may block on it
 MAX_HELD = 4096
 
 
 class EndedConnections:
-    """The sidecar's ends of connections that the port reads no more, kept open while workers of theirs may copy.
+    """Connections that the port reads no more, kept open on the sidecar's side while their workers may copy.
 
-    A worker's process closes its end when it ends, or when its client is closed, which waits for copies under way. To
-    the client nothing is said: libzmq would close its end at once, whatever the worker's other threads do. Owned by the
-    endpoint's thread.
+    A worker's process closes its end when it ends, or when its client is closed, which waits for copies in flight. The
+    client is sent nothing: libzmq would then close the client's end at once, whatever the worker's other threads are
+    doing. Owned by the endpoint's thread.
     """
 
     def __init__(self) -> None:
         self._lifelines: dict[Client[list[bytes]], Lifeline] = {}
 
     def add(self, client: Client[list[bytes]], *, is_watched: bool) -> None:
-        """Take over the connection of *client*, which is closed at once unless it *is_watched*."""
+        """Take over the connection of *client*, and close it at once unless it *is_watched*."""
         if is_watched:
             self._lifelines[client] = Lifeline(client.connection)
         else:
@@ -76,7 +76,7 @@ class EndedConnections:
         return True
 
     def close(self) -> None:
-        """Close what is still open."""
+        """Close the connections that are still open."""
         for lifeline in self._lifelines.values():
             lifeline.close()
         self._lifelines.clear()
@@ -84,7 +84,7 @@ class EndedConnections:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, and where its answer goes."""
+    """One request, with the client and the ids for its answer."""
 
     client: Client[list[bytes]]
     uid: bytes
@@ -93,18 +93,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An answer that waits until the promise is settled, at most *until* then."""
+    """An answer that waits until the promise is settled, or at most until the time *until*."""
 
     call: Call
     promise: Promise
     until: float
     answer: Callable[[], object]
-    load: "Load | None" = None  # that the answer begins
+    load: "Load | None" = None  # the load that the answer starts
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker asks to copy out of the segment."""
+    """A worker's request to copy chunks out of the segment."""
 
     instance: Instance
     rank: int
@@ -113,7 +113,7 @@ class Load:
 
 
 class _Later:
-    """What a call gives that is answered later."""
+    """The type of `_LATER`, which a call returns if it is answered later."""
 
 
 _LATER = _Later()
@@ -121,7 +121,7 @@ _LATER = _Later()
 
 @dataclass(frozen=True, slots=True)
 class EndpointStatistics:
-    """Everything counted at the endpoint, by value."""
+    """All counters of the endpoint, by value."""
 
     operations: Mapping[str, int]
     refused: Mapping[str, int]
@@ -134,14 +134,15 @@ class EndpointStatistics:
 
 
 class LmcacheEndpoint:
-    """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
-    promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
-    readable or there was more, then `poll` of transfers and tiers, then `tick`.
+    """The endpoint for engines with LMCache's client. Every operation gets an answer, a refused one a harmless answer.
 
-    The protocol: an engine's scheduler asks how much of a prompt is here (`lookup`, then `query_prefetch_status`), its
-    workers map the segment, copy out what was promised (between `prepare_retrieve` and `commit_retrieve`) and in what
-    they have computed (between `prepare_store` and `commit_store`). A load that fails after it was promised ends vLLM's
-    engine under its default policy, so a promise is kept: see `Promises`.
+    Answers wait only for promises, which have a time limit. Owned by the sidecar's thread, whose loop calls `receive`
+    when `file` is readable or there was more, then `poll` of transfers and tiers, then `tick`.
+
+    In this protocol an engine's scheduler asks how much of a prompt is cached (`lookup`, then `query_prefetch_status`).
+    Its workers map the segment. They copy promised chunks out of it (between `prepare_retrieve` and `commit_retrieve`),
+    and computed chunks into it (between `prepare_store` and `commit_store`). Under vLLM's default policy a load that
+    fails after it was promised ends the engine, so every promise must be kept: see `Promises`.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class LmcacheEndpoint:
         clock: Callable[[], float],
         weights: Callable[[str], str] = lambda model: "",
     ) -> None:
-        """*weights*: a digest or revision of a model's weights, by its name; empty if it is not known."""
+        """Start without engines. *weights* returns a digest or revision of a model's weights; empty if unknown."""
         self._port = port
         self._layouts = layouts
         self._chunk_tokens = chunk_tokens
@@ -197,16 +198,16 @@ class LmcacheEndpoint:
 
     @property
     def file(self) -> int:
-        """Readable when frames have come, and until all have been taken in."""
+        """A descriptor that is readable until all frames that have arrived were processed."""
         return self._port.fileno()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether answers wait for what is not ready, or for their time."""
+        """Whether answers wait for a promise or for their time limit."""
         return bool(self._held)
 
     def receive(self) -> bool:
-        """Serve what has come; whether more has, and waits for its turn."""
+        """Process the frames that have arrived; return whether more frames wait for their turn."""
         for message in self._port.receive():
             self._serve(message)
         for client in self._port.take_gone():
@@ -214,7 +215,7 @@ class LmcacheEndpoint:
         return self._port.has_more
 
     def tick(self) -> None:
-        """Go on with what lanes and tiers have brought, and end what has had its time."""
+        """Advance what lanes and tiers have completed, and end what has timed out."""
         self._port.tick(stays=self._is_copying)
         self._promises.tick()
         self._verifying.pump()
@@ -222,7 +223,7 @@ class LmcacheEndpoint:
         self._answer_held()
 
     def close(self) -> None:
-        """Take no more frames, and end every connection and every lease: no slot is given to anything from now on."""
+        """Stop receiving frames, and end every connection and lease. From now on no slot may be given to a block."""
         self._port.close()
         for client in self._port.take_gone():
             client.connection.close()
@@ -230,16 +231,16 @@ class LmcacheEndpoint:
         self._ended.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
+        """Ensure that what engines are storing is never found. Promises are kept, because engines count on them."""
         self._stores.void(layouts)
         self._token_keys.forget_over()
 
     def clients(self) -> list[AttachedClient]:
-        """All that are attached, by value."""
+        """Return all attached clients, by value."""
         return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
 
     def counts(self) -> ConnectorCounts:
-        """What every endpoint counts, by value."""
+        """Return the counters that every endpoint has, by value."""
         promised, stored = self._promises.counts, self._stores.counts
         return ConnectorCounts(
             "lmcache",
@@ -260,7 +261,7 @@ class LmcacheEndpoint:
         )
 
     def statistics(self) -> EndpointStatistics:
-        """Everything counted, by value."""
+        """Return all counters, by value."""
         return EndpointStatistics(
             dict(self._num_operations),
             dict(self._refusals.counts),
@@ -273,7 +274,7 @@ class LmcacheEndpoint:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         self._token_keys.check()
         self._stores.check()
         self._promises.check()
@@ -282,9 +283,9 @@ class LmcacheEndpoint:
     def _serve(self, message: Message[list[bytes]]) -> None:
         frames = message.content
         if len(frames) < 2 or not is_number(frames[0]):
-            self._refusals.refused("garbage", "a message that is no request")
+            self._refusals.refused("garbage", "a message that is not a request")
             return
-        if not frames[1]:  # credit for a stream of events, of which there are none: no request
+        if not frames[1]:  # flow control of an event stream, which does not exist here; not a request
             return
         call, number, payload = Call(message.client, frames[0], frames[1]), None, frames[2:]
         try:
@@ -300,8 +301,10 @@ class LmcacheEndpoint:
             self._answer(call, answer)
 
     def _harmless(self, number: int | str | None) -> object:
-        """Return what a refused request is answered. A registration gets the segment: without one the client would send
-        every chunk by value."""
+        """Return the harmless answer to a refused request.
+
+        A registration gets the segment, because without a segment the client would send every chunk by value.
+        """
         if number is None:
             return None
         return self._pool() if number == 14 else OPERATIONS[number].harmless
@@ -310,7 +313,7 @@ class LmcacheEndpoint:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Answer what has waited long enough, or for long enough; a client that reads no answers gets none."""
+        """Send the held answers that are ready or past their time. A client that reads no answers gets none."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
@@ -325,22 +328,24 @@ class LmcacheEndpoint:
     def _hold(
         self, call: Call, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
     ) -> object:
-        """The answer, now or later."""
+        """Return the answer if the promise is settled; otherwise hold it for later."""
         if promise.is_settled:
             return answer()
         if len(self._held) >= MAX_HELD:
-            raise Refused("held", f"{MAX_HELD} requests wait for their answers already")
+            raise Refused("held", f"{MAX_HELD} requests are already waiting for their answers")
         self._held.append(Held(call, promise, until, answer, load))
         return _LATER
 
-    # What engines ask for, in the order in which they do.
+    # The operations, in the order in which engines use them.
 
     def _get_chunk_size(self, call: Call) -> object:
         return self._chunk_tokens
 
     def _negotiate_chunk_size(self, call: Call, alignment: int) -> object:
-        """Answer this sidecar's size whatever the client needs, since an engine's scheduler and workers need the same
-        answer, also from the sidecar's next process. The client refuses a size that is no multiple of *alignment*.
+        """Answer this sidecar's chunk size, whatever the client needs.
+
+        An engine's scheduler and workers need the same answer, also from the sidecar's next process. The client refuses
+        a size that is not a multiple of *alignment*.
         """
         if self._chunk_tokens % alignment:
             self._refusals.refused(
@@ -351,8 +356,11 @@ class LmcacheEndpoint:
         return self._chunk_tokens
 
     def _register(self, call: Call, registration: Registration) -> object:
-        """Attach the worker. One that registers again, since it has missed answers, stays what it was: it may be in the
-        middle of copies, and goes on with them."""
+        """Attach the worker.
+
+        A worker that registers again because it has missed answers stays attached as before: it may be in the middle of
+        copies, and will continue them.
+        """
         known = self._registrations.find(call.client, registration.instance_id)
         try:
             layout = self._registrations.layout_of(registration)
@@ -369,7 +377,7 @@ class LmcacheEndpoint:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: Call, instance_id: int) -> object:
-        """Detach the worker. It may have copies to finish: LMCache's client waits for them after this."""
+        """Detach the worker. It may still have copies to finish, for which LMCache's client waits after this."""
         self._registrations.find(call.client, instance_id)
         self._detach(instance_id)
         return None
@@ -378,8 +386,10 @@ class LmcacheEndpoint:
         return self._registrations.answer_ping(call.client, instance_id)
 
     def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
-        """Begin to find out how much is here; `query_prefetch_status` tells. What is before *key*'s start the engine
-        has itself: it is not promised, and only looked for."""
+        """Start to find out how many chunks are cached; `query_prefetch_status` returns the result.
+
+        The engine itself has the chunks before *key*'s start. They are looked up, but not promised.
+        """
         for earlier in self._promises.of_request(key.request_id):
             if earlier.client is call.client:
                 earlier.end()
@@ -391,12 +401,12 @@ class LmcacheEndpoint:
         if worker is None or key.wants_no_load:
             return None
         if len(self._promises) >= MAX_PROMISES:
-            raise Refused("promises", f"{MAX_PROMISES} requests have been promised something already")
+            raise Refused("promises", f"there are {MAX_PROMISES} open promises already")
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
         if len(before) < chunks.start:
-            raise Refused("range", f"a lookup of chunks from token {key.start} on, of a prompt with fewer tokens")
+            raise Refused("range", f"a lookup starts at token {key.start}, but the prompt has fewer tokens")
         ranks = range(key.world_size)
         self._promises.begin(
             call.client,
@@ -414,7 +424,7 @@ class LmcacheEndpoint:
         return None
 
     def _query_prefetch_status(self, call: Call, request_id: str, max_s: float = HELD_S) -> object:
-        """Where the hit ends, in chunks from the beginning of the prompt. None: not known yet."""
+        """Return where the hit ends, in chunks from the beginning of the prompt; None if it is not known yet."""
         own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
         if not own:
             return 0
@@ -425,17 +435,17 @@ class LmcacheEndpoint:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
     def _free_lookup_locks(self, call: Call, key: Key, tp_size: int, abandoned: object = None) -> object:
-        """End the promise of chunks that the engine has itself, or does not want.
+        """End the promise of chunks that the engine itself has, or does not want.
 
-        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises have ended
-        with the next lookup, and the current promise may be of the same chunks.
+        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises ended when the
+        next lookup began. The current promise may be of the same chunks.
         """
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         self._promises.free(call.client, key.request_id, chunks)
         return None
 
     def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
-        """Where the chunks are, every one of them; without a promise that has them a new one is made."""
+        """Return the slots of all requested chunks, from a promise that has them or else from a new one."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Loaded()
@@ -458,10 +468,9 @@ class LmcacheEndpoint:
         return True
 
     def _refuse_held(self, load: Load) -> bool:
-        """Refuse a load that is over before it was answered: the worker has waited for too long, and reads no answer.
+        """Refuse a load that ended before it was answered, and return whether such a load was held.
 
-        Returns:
-            Whether such a load was held.
+        The worker has waited too long, and reads no answer any more.
         """
         for held in self._held:
             if held.load == load:
@@ -471,7 +480,7 @@ class LmcacheEndpoint:
         return False
 
     def _prepare_store(self, call: Call, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
-        """Room for those chunks of the range that are not here. None: also if there is no room."""
+        """Reserve slots for the chunks that neither host memory nor disk has; return none if there is no room."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Stored()
@@ -505,21 +514,23 @@ class LmcacheEndpoint:
         return None
 
     def _clear(self, call: Call, force: bool = True) -> object:
-        """Nothing that is here now is found from now on."""
+        """Evict everything that is cached now."""
         self.on_clear([tiers.layout for tiers in self._layouts])
         self._layouts.clear()
         return None
 
-    # What these share.
+    # Shared by the operations.
 
     def _chunks(self, key: Key) -> range:
-        """Which chunks a worker speaks of. `Refused` for what are none."""
+        """Return the chunks that a worker's key means. Raise `Refused` unless they are whole chunks."""
         if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
-            raise Refused("range", f"tokens {key.start} to {key.end} are no chunks of {self._chunk_tokens}")
+            raise Refused(
+                "range", f"tokens {key.start} to {key.end} are not whole chunks of {self._chunk_tokens} tokens"
+            )
         return range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
 
     def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """These of the chunks; as many as the tokens fill."""
+        """Return the blocks of these chunks; fewer if the tokens do not fill all of them."""
         check_salt(key.cache_salt)
         names = self._token_keys.names(key.request_id, key.cache_salt, tokens_of(key))
         own = names[chunks.start : chunks.stop]
@@ -527,16 +538,16 @@ class LmcacheEndpoint:
         return NamedBlocks(own, parents, tenant_of(key.cache_salt))
 
     def _all_blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """The same; `Refused` if there are fewer."""
+        """Return the blocks of these chunks. Raise `Refused` if the tokens do not fill all of them."""
         blocks = self._blocks(key, chunks)
         if len(blocks.names) < len(chunks):
-            raise Refused("range", f"chunks up to token {key.end}, and there are fewer tokens")
+            raise Refused("range", f"chunks up to token {key.end} are requested, but there are fewer tokens")
         return blocks
 
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """One that has these chunks, or may come to have them."""
+        """Return a promise that has these chunks, or may come to have them; None if there is none."""
         for promise in self._promises.of_request(key.request_id):
             groups = groups_of(instance.layout, rank)
             if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
@@ -565,7 +576,7 @@ class LmcacheEndpoint:
         return self._stores.is_written_by(client) or self._promises.is_read_by(client)
 
     def _detach(self, instance_id: int) -> None:
-        """Attach the worker no longer. What it copies stays its own until its process has closed the connection."""
+        """Detach the worker. Slots that it copies stay leased until its process has closed the connection."""
         instance = self._registrations.remove(instance_id)
         if instance is None:
             return
@@ -584,7 +595,7 @@ class LmcacheEndpoint:
         )
 
     def _end_client(self, client: Client[list[bytes]]) -> None:
-        """Take in that the connection of a client has ended, by either side."""
+        """Handle the end of a client's connection, which either side may have ended."""
         self._ended.add(client, is_watched=self._is_copying(client))
         self._end_leases(client)
 
@@ -595,7 +606,7 @@ class LmcacheEndpoint:
 
 
 def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
-    """Where in the segment these slots are, as workers are told."""
+    """Return where these slots are in the segment, in the form that workers are sent."""
     parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
     part = parts[group_id % len(parts)]
     return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]
@@ -604,7 +615,7 @@ def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot
 def _skipped(
     instance: Instance, rank: int, chunks: range, skipped: Sequence[Sequence[int]]
 ) -> Mapping[int, Sequence[int]]:
-    """Return which of the chunks a worker does not have, by group. Raise `Refused` for what it cannot mean."""
+    """Return which of the chunks a worker does not have, by group. Raise `Refused` for an invalid list."""
     groups = groups_of(instance.layout, rank)
     if skipped and len(skipped) != len(groups):
         raise Refused("range", f"skipped chunks of {len(skipped)} groups, but the worker has {len(groups)} groups")

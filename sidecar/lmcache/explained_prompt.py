@@ -1,4 +1,4 @@
-"""Evidence of what would be found of a prompt if an engine looked it up now."""
+"""Evidence of what an engine would find if it looked up a prompt now."""
 
 from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.explain.explainer import Explainer
@@ -16,7 +16,10 @@ NOT_TOLD = "Only clients of lmcache 0.5.7 report what engines have on their devi
 
 
 def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:
-    """Return the evidence in each layout of the model with chunks of that size. On the thread that owns the tiers."""
+    """Return the evidence in each layout of the model whose chunks have the size of *chain*'s blocks.
+
+    Call it on the thread that owns the tiers.
+    """
     return [
         _explained(tiers, tiers.layout, explainer, chain)
         for tiers in layouts
@@ -26,7 +29,7 @@ def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: 
 
 
 def namespace_fields(layout: Layout) -> dict[str, str]:
-    """The fields by which another layout is told from it."""
+    """Return the fields that distinguish the layout from other layouts."""
     return {name: str(value) for name, value in layout.details().items() if name != "chunk_bytes"}
 
 

@@ -1,4 +1,4 @@
-"""HybridLayout: the layout of an LMCache client whose chunks have parts, one for each of several KV cache groups."""
+"""HybridLayout: the layout of an LMCache client with several KV cache groups, each with a part of every chunk."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -6,27 +6,27 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TypeAlias
 
 from kvtier.sidecar.layout import LayoutRefused
-from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout, ChunkMemory
-from kvtier.sidecar.lmcache.chunk_part import ChunkPart, check_fields, memories_of
+from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
+from kvtier.sidecar.lmcache.chunk_part import ChunkMemory, ChunkPart, check_fields, memories_of
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.transfer.segment import Segment
 
-HYBRID_VERSION = 1  # of what the digest is made of
+HYBRID_VERSION = 1  # of the digest's input
 
 
 @dataclass(frozen=True, slots=True)
 class HybridLayout:
-    """See `Layout`: how an engine with several KV cache groups lays out its KV.
+    """The KV layout of an engine with several KV cache groups, see `Layout`.
 
-    *whole* is what the client says of all groups together, which decides no object's bytes by itself. Each of the
-    *parts* is found, kept and evicted by itself; the parts of rank r are the groups from r * len(parts) on.
+    *whole* is what the client reports of all groups together. By itself it does not determine any object's bytes. Each
+    of the *parts* is found, kept and evicted by itself. The parts of rank r are the groups from r * len(parts) on.
     """
 
     whole: ChunkLayout
     parts: tuple[ChunkPart, ...]
 
     def __post_init__(self) -> None:
-        """Raise `LayoutRefused` for what no chunk can have."""
+        """Raise `LayoutRefused` for values that no chunk can have."""
         for number, part in enumerate(self.parts):
             check_fields(part)
             if part.num_tokens > self.chunk_tokens:
@@ -51,12 +51,12 @@ class HybridLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens in a chunk."""
+        """Number of tokens in a chunk."""
         return self.whole.chunk_tokens
 
     @property
     def digest(self) -> bytes:
-        """The namespace of its chunks, 16 bytes (sha256): equal only for equal layouts."""
+        """Namespace of the layout's chunks, 16 bytes of sha256; equal only for equal layouts."""
         running = hashlib.sha256(f"kvtier hybrid layout {HYBRID_VERSION}".encode())
         running.update(self.whole.digest)
         for part in self.parts:
@@ -67,15 +67,13 @@ class HybridLayout:
 
     @property
     def groups(self) -> Sequence[AttentionGroup]:
-        """One for each rank and part."""
+        """One group for each rank and part."""
         return [part.group(self.chunk_tokens) for part in self.parts] * self.world_size
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:
-        """See `Layout`; by rank and part."""
         return memories_of(self.parts, self.world_size, self.chunk_tokens, segment, extent_bytes)
 
     def details(self) -> Mapping[str, object]:
-        """See `Layout`."""
         parts = [{**asdict(part), "chunk_bytes": part.num_bytes} for part in self.parts]
         return {**asdict(self.whole), "groups": parts, "chunk_bytes": sum(part.num_bytes for part in self.parts)}
 

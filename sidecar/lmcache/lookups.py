@@ -1,4 +1,4 @@
-"""Lookups: where the tokens came from that engines asked for, and a record of each lookup."""
+"""Lookups: the origin of the tokens that engines looked up, and a record of each lookup."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +20,15 @@ from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.promotion import Misses
 
-RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
+RETRIEVE = "kvtier.retrieve"  # the span of a worker's copy of chunks out of host memory
 
 
 class Lookups:
-    """Counts each lookup once, when it is known what can be loaded. What an engine has on its device only lmcache 0.5.7
-    and later tells; of others it is asked for here like the rest. Owned by the endpoint's thread."""
+    """Counts and records of lookups, each of which is counted once, when its result is known.
+
+    Only lmcache 0.5.7 and later report what an engine has on its device. Other clients look it up here like the rest.
+    Owned by the endpoint's thread.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,10 @@ class Lookups:
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """*tracer*: is told what workers load, and says which requests are traced; it listens to *records* itself."""
+        """Start at zero.
+
+        *tracer* receives the workers' loads, and says which requests are traced. It listens to *records* itself.
+        """
         self._explainer = explainer
         self._tracer = tracer
         self.tokens = TokenBalance()
@@ -46,8 +52,10 @@ class Lookups:
         self._clock = clock
 
     def on_settled(self, promise: Promise, num_tokens: int, num_computed: int, chain: BlockChain | None) -> None:
-        """Count the lookup of a prompt of *num_tokens* tokens, which are those of *chain*, if they are still known. The
-        engine has the first *num_computed* itself."""
+        """Count the lookup of a prompt of *num_tokens* tokens, of which the engine itself has the first *num_computed*.
+
+        *chain* has these tokens, if they are still known.
+        """
         balance = balance_of(promise, self._chunk_tokens, num_tokens, num_computed)
         self._what_if.on_prompt(names_of(promise), self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
         seconds = self._clock() - promise.begun_at
@@ -68,7 +76,7 @@ class Lookups:
             self._explainer.on_ended(record, trail, chain, promise.tiers.ghosts, namespace)
 
     def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
-        """Take in that a worker has loaded chunks that a lookup of the request had promised."""
+        """Record that a worker has loaded chunks that were promised to a lookup of the request."""
         if self._tracer is not None:
             now, num_tokens = time.time(), num_chunks * self._chunk_tokens
             attributes: dict[str, Attribute] = {
@@ -79,7 +87,10 @@ class Lookups:
             self._tracer.on_part(RETRIEVE, promise.request_id, now - seconds, now, attributes)
 
     def on_stored(self, tiers: LayoutTiers, request_id: str, names: Sequence[BlockName]) -> None:
-        """Take in that an engine stores these chunks, which are nowhere here: those it generated nobody asked for."""
+        """Record that an engine stores these chunks, which are neither in host memory nor on disk.
+
+        The chunks that it generated were never looked up.
+        """
         self._what_if.on_made(names, _chunk_bytes(tiers))
         if self._tracer is not None:
             span, _ = self._tracer.begin(None, request_id)
@@ -96,8 +107,10 @@ def names_of(promise: Promise) -> Sequence[BlockName]:
 
 
 def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float) -> Trail:
-    """Return how the chunks of a settled promise's prompt went through the cache. Those that lie within the engine's
-    own first *num_computed* tokens are the device's."""
+    """Return the way of a settled promise's chunks through the cache.
+
+    Chunks that lie within the engine's own first *num_computed* tokens count as the device's.
+    """
     start = len(promise.before)
     num_own = min(num_computed // chunk_tokens, start + len(promise.blocks.names))
     depths = bytes([Tier.DEVICE.depth]) * num_own + promise.depths[num_own - start :]
@@ -106,8 +119,11 @@ def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float)
 
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
-    """Return where the tokens of a settled promise's prompt come from. The engine has the first *num_computed* itself,
-    also where they end within a chunk that it loads; those after the last chunk are computed."""
+    """Return the origin of the tokens of a settled promise's prompt.
+
+    The engine itself has the first *num_computed* tokens, even if they end within a chunk that it loads. Tokens after
+    the last chunk are computed.
+    """
     start = len(promise.before) * chunk_tokens
     on_device = min(num_computed, num_tokens)
     ends = start + np.arange(1, promise.num_chunks + 1) * chunk_tokens

@@ -1,4 +1,4 @@
-"""Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
+"""Promises: chunks that lookups reported to engines as hits, leased and verified until the engines have loaded them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +26,20 @@ from kvtier.tiers.up.promotion import Misses
 
 MAX_PROMISES = 4096
 NO_MISSES = Misses(())
-INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
-LOOKUP_S = 10.0  # after that the prefix that has come counts …
-RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
-IDLE_S = 60.0  # a promise lasts so long without a word of its request
-COMING_BYTES = 256 << 20  # while so much is read from disk for a client, its other lookups wait: then the others'
+INDEXING_S = 2.0  # longest wait of a lookup for the disk's index, which is read when a layout is first seen
+LOOKUP_S = 10.0  # time limit of a lookup; then the prefix that has arrived counts
+RETRIEVE_S = 3.0  # time limit while a worker blocks; less than a client's timeout for any answer
+IDLE_S = 60.0  # a promise ends after this long without a message of its request
+COMING_BYTES = 256 << 20  # while this much is being read from disk for a client, its other lookups wait
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker copies these *chunks* of one group out of the segment, until it says that it has loaded all of *load*,
-    or its process has ended. No time ends it: a thread that is stopped in the middle of a copy goes on with it whenever
-    it is woken up."""
+    """A worker's copy of *chunks* of one group out of the segment.
+
+    It ends when the worker reports that it has loaded all of *load*, or when the worker's process has ended. It never
+    times out, because a thread that is stopped in the middle of a copy continues it whenever it is woken up.
+    """
 
     instance: Instance
     load: range
@@ -53,13 +55,16 @@ class Counts:
     num_promised: int = 0
     num_loaded: int = 0
     num_corrupt: int = 0
-    num_late: int = 0  # left out since they had not come in time
-    num_over_share: int = 0  # left out since the client has its share of host memory leased
+    num_late: int = 0  # left out because they had not arrived in time
+    num_over_share: int = 0  # left out because the client's share of host memory was leased
 
 
 class GroupChunks:
-    """What one group has of a promise's chunks, by place. A chunk is leased while it is wanted, or being verified or
-    read; then its lease ends, the tail's first. A group that forgets has the last chunks only."""
+    """One group's chunks of a promise, by place.
+
+    A chunk is leased while it is wanted, being verified or being read. Then its lease ends, the tail's first. A group
+    that forgets has only the last chunks.
+    """
 
     def __init__(
         self,
@@ -76,9 +81,9 @@ class GroupChunks:
         own = needed(group, num_chunks)
         self.group_id = group_id
         self.first = own.start  # chunks before it are not needed
-        self.num_good = own.start  # the first so many are verified or not needed, of those that count
+        self.num_good = own.start  # length of the prefix whose chunks are verified or not needed
         self.num_corrupt = 0
-        self.num_late = 0  # left out since the disk hangs
+        self.num_late = 0  # left out because the disk hangs
         self.lost: list[int] = []  # chunks that cannot be loaded
         self.end = num_chunks  # chunks from here on do not count any more
         self.readings: list[Reading] = []
@@ -89,51 +94,51 @@ class GroupChunks:
         self._checked: dict[int, Checked] = {}  # by place
         self._share = share
         self._num_readers = num_readers
-        self._have_read: set[int] = set()  # instances
+        self._have_read: set[int] = set()  # ids of instances
         self._is_held = np.arange(num_chunks) >= self.first  # leased, or waited for
         self._is_wanted = self._is_held.copy()
         self._is_being_verified = np.zeros(self.end, np.bool_)
         self._is_good = ~self._is_held  # verified, or not needed
-        self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers that they came from
+        self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers from which they came
         self._arrived: list[int] = []
         self._fetch = SharedFetch(tiers, group_id, blocks.of(group, own), share, self._on_fetched)
         self._arrived += (self.first + np.flatnonzero(self._fetch.slots != ABSENT)).tolist()
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the promise that were there when they were leased."""
+        """Number of chunks of the promise that were cached when they were leased."""
         return len(self._names)
 
     @property
     def are_good(self) -> npt.NDArray[np.bool_]:
-        """For each chunk of the promise whether it is verified."""
+        """Whether each chunk of the promise is verified."""
         return self._is_good & (np.arange(self.num_chunks) >= self.first)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is leased or waited for."""
+        """Whether no chunk is leased or waited for."""
         return not self._is_held.any()
 
     def needed_of(self, chunks: range) -> range:
-        """Return which of these chunks the group needs to go on after the last of them."""
+        """Return which of these chunks the group needs to continue after the last of them."""
         return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
 
     def has(self, load: range) -> bool:
-        """Return whether what a load of these chunks needs is still kept for who loads it."""
+        """Return whether all chunks that a load of these chunks needs are still kept for it."""
         chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
 
     def depths(self, num_chunks: int) -> npt.NDArray[np.uint8]:
-        """For each of the first so many chunks `Tier.depth` of the tier that it came from."""
+        """Return for each of the first *num_chunks* chunks the `Tier.depth` of the tier from which it came."""
         return self._depths[:num_chunks]
 
     def slots(self, chunks: range) -> list[int]:
-        """Where they are."""
+        """Return the slots of these chunks."""
         return [int(slot) for slot in self._fetch.slots[chunks.start - self.first : chunks.stop - self.first]]
 
     def verify_arrived(self) -> None:
-        """Have what has come since the last call verified."""
+        """Start to verify the chunks that have arrived since the last call."""
         places = [place for place in self._arrived if place < self.end and self._is_held[place]]
         self._arrived = []
         if not places:
@@ -153,27 +158,27 @@ class GroupChunks:
 
     @property
     def checked(self) -> list[Checked]:
-        """What it has of the verifier."""
+        """The verifier's entries that this group holds."""
         return list(self._checked.values())
 
     def cut(self, end: int) -> None:
-        """Chunks from *end* on do not count any more."""
+        """Stop counting the chunks from *end* on."""
         self.end = min(self.end, end)
         self.let_go()
 
     def do_not_want(self, chunks: range) -> None:
-        """These are not loaded from this promise."""
+        """Record that these chunks are not loaded from this promise."""
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
     def begin_reading(self, instance: Instance, load: range, now: float) -> list[int]:
-        """The worker copies out what it needs of these from now on; where that is."""
+        """Record that the worker copies out what it needs of these chunks from now on; return the slots."""
         chunks = self.needed_of(load)
         self.readings.append(Reading(instance, load, chunks, now))
         return self.slots(chunks)
 
     def end_reading(self, reading: Reading) -> None:
-        """The worker has copied them, or never will."""
+        """Record that the worker has copied the chunks, or never will."""
         self.readings.remove(reading)
         self._have_read.add(reading.instance.instance_id)
         if len(self._have_read) >= self._num_readers:
@@ -221,21 +226,22 @@ class GroupChunks:
             if is_good is False:
                 self.num_corrupt += 1
                 name, slot = self._names[place], self._fetch.slots[place - self.first]
-                if self._tiers.tiers.find(self.group_id, [name])[0] == slot:  # else it was stored anew
+                if self._tiers.tiers.find(self.group_id, [name])[0] == slot:  # otherwise the chunk was stored anew
                     self._tiers.tiers.forget(self.group_id, [name])
         self.let_go()
 
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
-    first `num_chunks` of them are in host memory, leased and verified, for each of its ranks.
+    """Chunks of one prefix, from number *first* on, which can be loaded once the promise is settled.
 
-    The chunks *before* them have to be here too, and are not leased: their engine has them itself. If some are not
-    here, nothing is promised, and the engine, which is told where they end, stores them again.
+    After that, the first `num_chunks` of them are in host memory, leased and verified, for each of the promise's ranks.
+
+    The chunks *before* them must be cached too. They are not leased, because the engine itself has them. If some are
+    missing, nothing is promised. The engine, which is told where the cached ones end, stores the missing ones again.
     """
 
-    client: Client[list[bytes]]  # whose request it is
+    client: Client[list[bytes]]  # that has sent the request
     request_id: str
     tiers: LayoutTiers
     blocks: NamedBlocks
@@ -247,25 +253,25 @@ class Promise:
     heard_at: float
     on_settled: "Callable[[Promise], None]"
     before: Sequence[BlockName] = ()
-    num_before: int = 0  # of them that are here
-    misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
+    num_before: int = 0  # of them that are cached
+    misses: Misses = NO_MISSES  # why chunks cannot be loaded; positions are in chunks
     chunks: list[GroupChunks] = field(default_factory=list)  # empty while it waits for stores
     former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
-    lost: set[tuple[int, int]] = field(default_factory=set)  # groups' chunks that cannot be loaded
-    inquiry: Inquiry | None = None  # to tiers that cannot tell at once what they have
+    lost: set[tuple[int, int]] = field(default_factory=set)  # chunks that cannot be loaded, as pairs of group and place
+    inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
     is_begun: bool = False
     is_settled: bool = False
     num_chunks: int = 0  # that can be loaded, once it is settled
-    is_ended: bool = False  # no more is loaded from it than is being read now
+    is_ended: bool = False  # no load starts from it any more
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is leased, and nothing will be."""
+        """Whether nothing of the promise is leased, or will be."""
         return self.is_ended and all(own.is_over for own in self.every)
 
     @property
     def every(self) -> list[GroupChunks]:
-        """All that may have leases."""
+        """All group chunks that may have leases."""
         return [*self.chunks, *self.former]
 
     @property
@@ -275,42 +281,47 @@ class Promise:
 
     @property
     def hit_end(self) -> int:
-        """What a lookup is told: where the hit ends, in chunks from the beginning of the prefix."""
+        """End of the hit that a lookup reports, in chunks from the beginning of the prefix."""
         is_whole = self.num_before == len(self.before)
         return self.num_before + self.num_chunks if is_whole else self.num_before
 
     @property
     def depths(self) -> bytes:
-        """For each chunk that can be loaded `Tier.depth` of the coldest tier that a group's part came from."""
+        """For each chunk that can be loaded, the `Tier.depth` of the coldest tier from which a group's part came."""
         depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
             np.maximum(depths, own.depths(self.num_chunks), out=depths)
         return depths.tobytes()
 
     def has_asked(self, missing: Mapping[int, Sequence[BlockName]]) -> bool:
-        """Whether tiers that cannot tell at once have been asked about the chunks that nothing nearer has, by group,
-        and have answered."""
+        """Ask the tiers that cannot answer at once about these missing chunks; return whether all have answered.
+
+        *missing* has by group the chunks that no faster tier has.
+        """
         if self.inquiry is None:
             self.inquiry = AllOf([self.tiers.tiers.inquire(group_id, names) for group_id, names in missing.items()])
         return self.inquiry.is_done
 
     def of_groups(self, group_ids: range) -> list[GroupChunks]:
-        """What these groups have of it, all of a rank; empty if some have nothing."""
+        """Return the chunks of these groups, all of one rank; empty if a group has none."""
         found = [own for own in self.chunks if own.group_id in group_ids]
         return found if len(found) == len(group_ids) else []
 
     def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
-        """Whether it keeps these chunks of the prefix in these groups; the name of the last stands for all of them."""
+        """Return whether the promise keeps these chunks of the prefix in these groups.
+
+        The name of the last chunk stands for all of them.
+        """
         parts, here = self.of_groups(group_ids), self.places(chunks)
         are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
         return are_kept and self.blocks.names[here.stop - 1] == last_name
 
     def places(self, chunks: range) -> range:
-        """The chunks of the prefix, counted from the promise's first."""
+        """Return the places of these chunks of the prefix, counted from the promise's first chunk."""
         return range(chunks.start - self.first, chunks.stop - self.first)
 
     def end(self) -> None:
-        """Nothing more is loaded from it."""
+        """End the promise: no load starts from it any more."""
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
         for own in self.every:
@@ -318,8 +329,11 @@ class Promise:
 
 
 class Promises:
-    """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
-    would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the endpoint's thread."""
+    """The open promises. Owned by the endpoint's thread.
+
+    Slots from which a worker may be copying stay leased while its process may still run. Otherwise the worker could
+    copy what another engine has written there. Everything else ends after `IDLE_S`.
+    """
 
     def __init__(
         self,
@@ -329,7 +343,7 @@ class Promises:
         clock: Callable[[], float],
         on_loaded: Callable[[Promise, int, int, float], None] = lambda promise, rank, num_chunks, seconds: None,
     ) -> None:
-        """*on_loaded*: a worker of that rank has loaded so many chunks of a promise, in so many seconds."""
+        """Start without promises. *on_loaded* is called with the promise, rank, chunks and seconds of a load."""
         self.counts = Counts()
         self._on_loaded = on_loaded
         self._verifier = Verifier(lane, clock)
@@ -359,12 +373,10 @@ class Promises:
     ) -> Promise:
         """Begin to find out how many of the *blocks* can be loaded by *num_readers* workers for each of the *ranks*.
 
-        Args:
-            like: A worker with the layout of the request's workers.
-            first: The number of the first block in the prompt's chunks.
-            max_s: Seconds after which what has come counts; earlier if the disk gives up a read earlier.
-            on_settled: Called once the number is known, and not if the request ends before.
-            before: Names of the chunks before the *blocks*. If one of them is not here, nothing can be loaded.
+        *like* is a worker with the layout of the request's workers. *first* is the first block's number in the prompt's
+        chunks. After *max_s* seconds the prefix that has arrived counts; earlier if the disk gives up a read earlier.
+        *on_settled* is called once the number is known, unless the request ends before. *before* names the chunks
+        before the *blocks*; if one of them is not cached, nothing can be loaded.
         """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
@@ -379,14 +391,14 @@ class Promises:
         return promise
 
     def of_request(self, request_id: str) -> list[Promise]:
-        """All promises to the request that have not ended, newest first. It was heard of just now."""
+        """Return the request's promises that have not ended, newest first, and restart their idle time."""
         promises = [promise for promise in self._promises.get(request_id, ()) if not promise.is_ended]
         for promise in promises:
             promise.heard_at = self._clock()
         return promises[::-1]
 
     def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
-        """These chunks of the request's prefix are not loaded from what this client was promised."""
+        """Record that these chunks of the request's prefix are not loaded from the promises to this client."""
         for promise in self.of_request(request_id):
             if promise.client is not client:
                 continue
@@ -395,8 +407,10 @@ class Promises:
                 own.do_not_want(range(max(0, here.start), max(0, here.stop)))
 
     def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
-        """The worker has loaded these chunks of the request's prefix, or will not. This ends one load, the oldest of
-        these chunks: another one of the same may be under way."""
+        """Record that the worker has loaded these chunks of the request's prefix, or will not.
+
+        This ends only the oldest load of these chunks, because another load of the same chunks may be in flight.
+        """
         found = self._oldest_load(request_id, groups_of(instance.layout, rank), instance, chunks)
         if found is not None:
             promise, readings = found
@@ -407,8 +421,10 @@ class Promises:
             self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
-        """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
-        have a request of that name."""
+        """End the promises to this client's request. What a worker is copying stays leased until that is done.
+
+        Another engine may have a request with the same id, which is not affected.
+        """
         for promise in self._promises.get(request_id, ()):
             if promise.client is client:
                 promise.end()
@@ -425,14 +441,14 @@ class Promises:
         self._end_readings(lambda reading: reading.instance is instance)
 
     def end_client(self, client: Client[list[bytes]]) -> None:
-        """Its connection has ended."""
+        """End the promises to a client whose connection has ended."""
         for promise in self:
             if promise.client is client:
                 promise.end()
         self._forget_those_over()
 
     def tick(self) -> None:
-        """Go on with all that are not settled, and end those whose time is over."""
+        """Advance the promises that are not settled, and end those that have timed out."""
         now = self._clock()
         for promise in self:
             if not promise.is_settled:
@@ -444,7 +460,7 @@ class Promises:
         self._forget_those_over()
 
     def check(self) -> None:
-        """Raise AssertionError if what is verified and what is held disagree."""
+        """Raise AssertionError if the verifier's entries differ from those that the promises hold."""
         self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
@@ -468,7 +484,7 @@ class Promises:
         promise.on_settled(promise)
 
     def _cut(self, promise: Promise, end: int) -> None:
-        """What one group does not have is of no use to the others."""
+        """Drop the chunks from *end* on in all groups, because a chunk that one group lacks is useless to the rest."""
         self._count_lost(promise)
         for own in promise.chunks:
             own.cut(end)
@@ -483,8 +499,10 @@ class Promises:
             own.num_corrupt = own.num_late = 0
 
     def _begin_again(self, promise: Promise) -> None:
-        """Lease what the next shorter hit needs, since a chunk cannot be loaded: where a group forgets, that may be
-        other chunks. What both hits need stays leased."""
+        """Lease what the next shorter hit needs, because a chunk cannot be loaded.
+
+        If a group forgets, these may be other chunks. Chunks that both hits need stay leased.
+        """
         self._count_lost(promise)
         promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}
         left = promise.chunks
@@ -506,8 +524,10 @@ class Promises:
         ]
 
     def _begin_chunks(self, promise: Promise) -> bool:
-        """Lease what is there in all groups, within the client's share; False if a chunk that is missing may be there
-        in a moment."""
+        """Lease the cached chunks of all groups, within the client's share.
+
+        Returns False if a missing chunk may be cached in a moment.
+        """
         tiers, names = promise.tiers, promise.blocks.names
         lasting = [group_id for group_id, group in promise.groups.items() if not group.forgets]
         runs = [len(tiers.tiers.find_run(group_id, promise.before)) for group_id in lasting if promise.before]
@@ -538,8 +558,10 @@ class Promises:
         return True
 
     def _may_come(self, promise: Promise, missing: Mapping[int, Sequence[BlockName]]) -> bool:
-        """Return whether some of these chunks, by group, which are not there, may be in a moment. Of a group that needs
-        all chunks the first one counts."""
+        """Return whether some of these missing chunks, given by group, may be cached in a moment.
+
+        Of a group that needs all chunks, only the first one is considered.
+        """
         now, tiers = self._clock(), promise.tiers
         if now >= promise.give_up_at:
             return False
@@ -554,7 +576,10 @@ class Promises:
         )
 
     def _time_out(self, promise: Promise) -> None:
-        """Its time is over: what is verified for all ranks counts. The disk may have a long queue, and hang or not."""
+        """Settle a promise whose time is over; only chunks that are verified for all ranks count.
+
+        The disk may just have a long queue, or it may hang.
+        """
         promise.is_begun = True
         end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
@@ -562,7 +587,7 @@ class Promises:
         self._settle(promise, end)
 
     def _longest_good(self, promise: Promise) -> int:
-        """Return how long a hit is of which everything is verified."""
+        """Return the length of the longest hit of which everything is verified."""
         if not promise.chunks:
             return 0
         limit = min(own.end for own in promise.chunks)
@@ -572,7 +597,7 @@ class Promises:
     def _oldest_load(
         self, request_id: str, group_ids: range, instance: Instance, chunks: range
     ) -> tuple[Promise, list[tuple[GroupChunks, Reading]]] | None:
-        """Return the readings of the oldest load of these chunks that the worker has under way, one for each group."""
+        """Return the readings of the worker's oldest load of these chunks that is in flight, one for each group."""
         found = []
         for promise in self._promises.get(request_id, ()):
             load = promise.places(chunks)

@@ -1,4 +1,4 @@
-"""Registrations: which engine workers are attached, and with which layout."""
+"""Registrations: the engine workers that are attached, and their layouts."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +14,12 @@ from kvtier.sidecar.lmcache.wire import GroupLayout, Key, Refused, Registration
 from kvtier.sidecar.port import Client
 
 MAX_INSTANCES = 1024
-MAX_PINGED = 4096  # unknown instances that were told so
+MAX_PINGED = 4096  # unknown instances that are remembered
 
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """One worker process that is attached, by the connection at which it registered."""
+    """One attached worker process, with the connection at which it registered."""
 
     instance_id: int
     client: Client[list[bytes]]
@@ -27,18 +27,21 @@ class Instance:
     tiers: LayoutTiers
 
     def rank_of(self, key: Key) -> int:
-        """Whose chunks the worker speaks of. `Refused` if they are none of its layout's."""
+        """Return the rank whose chunks the key means. Raise `Refused` if the worker's layout has no such chunks."""
         layout = self.layout
         if (key.model_name, key.world_size) != (layout.model, layout.world_size):
-            raise Refused("foreign_key", "a worker speaks of another model than it has registered")
+            raise Refused("foreign_key", "a worker's key is of another model than its registration")
         if key.worker_id is None or key.worker_id >= layout.world_size:
-            raise Refused("foreign_key", f"a worker speaks of rank {key.worker_id}, of {layout.world_size}")
+            raise Refused("foreign_key", f"a worker's key is of rank {key.worker_id}, of {layout.world_size} ranks")
         return key.worker_id
 
 
 class Registrations:
-    """A worker is attached from its registration until it unregisters, registers anew, or its connection ends. Not
-    while it is silent: an engine without requests sends nothing at all. Owned by the endpoint's thread."""
+    """The attached workers. Owned by the endpoint's thread.
+
+    A worker is attached from its registration until it unregisters, registers another layout, or its connection ends. A
+    silent worker stays attached, because an engine without requests sends nothing at all.
+    """
 
     def __init__(
         self,
@@ -46,12 +49,12 @@ class Registrations:
         chunk_tokens: int,
         weights: Callable[[str], str],
     ) -> None:
-        """*weights*: what is known of a model's weights, by its name; empty if nothing is."""
+        """Start without workers. *weights* returns a digest or revision of a model's weights; empty if unknown."""
         self._layouts = layouts
         self._chunk_tokens = chunk_tokens
         self._weights = weights
         self._instances: dict[int, Instance] = {}
-        self._pinged: OrderedDict[int, None] = OrderedDict()  # unknown ones that have been told so
+        self._pinged: OrderedDict[int, None] = OrderedDict()  # unknown instances to which a ping was answered False
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -69,30 +72,36 @@ class Registrations:
         return instance
 
     def find(self, client: Client[list[bytes]], instance_id: int) -> Instance | None:
-        """Return the worker, or None if it is not attached. Raise `Refused` for another client's: who speaks for that
-        could have slots given away that it is writing to."""
+        """Return the worker, or None if it is not attached.
+
+        Raises `Refused` for another client's worker. A client that acts for it could have slots released to which the
+        worker is writing.
+        """
         instance = self._instances.get(instance_id)
         if instance is None or not instance.client.is_open:
             return None
         if instance.client is not client:
-            raise Refused("foreign_worker", "a client speaks for a worker that has registered at another connection")
+            raise Refused("foreign_worker", "a client acts for a worker that has registered at another connection")
         return instance
 
     def is_attached(self, instance: Instance) -> bool:
-        """Whether it still is."""
+        """Return whether the worker is still attached."""
         return self._instances.get(instance.instance_id) is instance
 
     def remove(self, instance_id: int) -> Instance | None:
-        """The worker is attached no longer; the worker, None if it was not."""
+        """Detach the worker and return it; None if it was not attached."""
         return self._instances.pop(instance_id, None)
 
     def of_client(self, client: Client[list[bytes]]) -> list[Instance]:
-        """Those that registered at this connection."""
+        """Return the workers that registered at this connection."""
         return [instance for instance in self._instances.values() if instance.client is client]
 
     def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
-        """False once for each worker that is not attached: only then does its client register again, at the ping after
-        that one, and only if that is answered True."""
+        """Return False once for each worker that is not attached, otherwise True.
+
+        Only after False does the worker's client register again. It does so at its next ping, and only if that is
+        answered True.
+        """
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
         self._pinged[instance_id] = None
@@ -101,8 +110,10 @@ class Registrations:
         return False
 
     def worker_of(self, model_name: str, world_size: int) -> Instance | None:
-        """Return a worker of that model, None without any. `Refused` if there are some with different layouts: a lookup
-        does not say for which of them it asks."""
+        """Return a worker of that model; None if there is none.
+
+        Raises `Refused` if its workers have different layouts, because a lookup does not say for which layout it asks.
+        """
         found = {
             instance.layout: instance
             for instance in self._instances.values()
@@ -135,7 +146,7 @@ class Registrations:
 
 
 def _part_of(group: GroupLayout, is_single_plane: bool, chunk_tokens: int) -> ChunkPart:
-    """Return what a chunk has of a KV cache group."""
+    """Return the part of a chunk that belongs to this KV cache group."""
     return ChunkPart(
         dtype=group.dtype_str,
         num_planes=group.kv_size or (1 if is_single_plane else 2),
@@ -149,7 +160,7 @@ def _part_of(group: GroupLayout, is_single_plane: bool, chunk_tokens: int) -> Ch
 
 
 def _differences(layouts: Iterable[AnyChunkLayout]) -> str:
-    """What is not the same in all of them."""
+    """Return the fields that differ between the layouts, with their values."""
     every = [layout.details() for layout in layouts]
     names = [
         name

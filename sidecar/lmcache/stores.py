@@ -1,4 +1,4 @@
-"""Stores: chunks that engines write into the segment, from the room that is reserved until they can be found."""
+"""Stores: chunks that engines write into the segment, from the reservation of slots until lookups find them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,8 +25,10 @@ NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """Some chunks of one prefix on their way in, in one group of the rank's. *places*: which of *blocks* the *slots*
-    are for, ascending."""
+    """A store in progress of some chunks of one prefix, in one of the rank's groups.
+
+    *places* says which of the *blocks* the *slots* are for, in ascending order.
+    """
 
     instance: Instance
     rank: int
@@ -37,18 +39,18 @@ class Store:
     places: Sequence[int]
     slots: Sequence[int]
     begun_at: float
-    digests: list[bytes] = field(default_factory=list)  # by place, those that have been taken
+    digests: list[bytes] = field(default_factory=list)  # of the slots' chunks; empty until taken
     num_taken: int = 0
-    is_void: bool = False  # never to be found
+    is_void: bool = False  # must never be found
 
     @property
     def tiers(self) -> LayoutTiers:
-        """Where it is stored."""
+        """Tiers of the layout in which the chunks are stored."""
         return self.instance.tiers
 
     @property
     def names(self) -> list[BlockName]:
-        """Of the chunks that have slots."""
+        """Names of the chunks that have a slot."""
         return [self.blocks.names[place] for place in self.places]
 
 
@@ -58,17 +60,18 @@ class StoreCounts:
 
     num_stored: int = 0
     num_without_room: int = 0
-    num_over_share: int = 0  # not taken since the client has its share of host memory leased
-    num_given_up: int = 0  # reserved and never committed, or forgotten meanwhile
+    num_over_share: int = 0  # not stored because the client's share of host memory was leased
+    num_given_up: int = 0  # reserved but never committed, or cleared meanwhile
 
 
 class Stores:
-    """A worker reserves slots, writes, and commits; then their digests are taken beside this thread, and the chunks can
-    be found. What was not committed never can.
+    """The stores in progress: a worker reserves slots, writes to them, and commits. Owned by the endpoint's thread.
 
-    A reservation ends with its commit or with its worker's process, and never by time: a thread that is stopped in the
-    middle of a copy goes on with it whenever it is woken up, also while other threads of its process are served.
-    Owned by the endpoint's thread.
+    After the commit other threads take the chunks' digests, and then lookups can find the chunks. Uncommitted chunks
+    are never found.
+
+    A reservation ends with its commit or with its worker's process, and never times out. A thread that is stopped in
+    the middle of a copy continues it whenever it is woken up, even while other threads of its process are being served.
     """
 
     def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:
@@ -78,7 +81,9 @@ class Stores:
         self._shares = shares
         self._reserved: list[Store] = []
         self._committed: list[Store] = []
-        self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = Counter()  # by group; committed, not found yet
+        self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = (
+            Counter()
+        )  # by group; committed, but not visible to lookups yet
 
     def __iter__(self) -> Iterator[Store]:
         return iter([*self._reserved, *self._committed])
@@ -92,14 +97,14 @@ class Stores:
         blocks: NamedBlocks,
         skipped: Mapping[int, Collection[int]] = NOTHING_SKIPPED,
     ) -> list[Store]:
-        """Reserve slots for those of the *blocks*, the *chunks* of the request's prefix, that are nowhere below. The
-        first ones get slots if there are not enough for all. *skipped*: by group, places of blocks that the worker does
-        not have.
+        """Reserve slots for those *blocks* that are neither in host memory nor on disk; return a store per group.
 
-        Returns:
-            One store for each group of the rank's that has slots. None at all while an earlier reservation of the same
-            chunks for the same request stands: another thread of the worker may still write there, and its commit,
-            which names no slots, would be taken for that of the new ones.
+        If there are not enough slots for all, the first blocks get slots. *chunks* says which chunks of the request's
+        prefix the blocks are. *skipped* has by group the places of blocks that the worker does not have.
+
+        Returns no store while an earlier reservation of the same chunks for the same request stands. Another thread of
+        the worker may still write to its slots, and its commit, which names no slots, would be taken for a commit of
+        the new ones.
         """
         if self._find(instance, rank, request_id, chunks):
             return []
@@ -141,7 +146,7 @@ class Stores:
         return store
 
     def commit(self, instance: Instance, rank: int, request_id: str, chunks: range) -> bool:
-        """The worker has written what it reserved; False if it has reserved nothing, or has it no more."""
+        """Record that the worker has written what it reserved; return False if it has no such reservation."""
         found = self._find(instance, rank, request_id, chunks)
         for store in found:
             self._reserved.remove(store)
@@ -152,7 +157,7 @@ class Stores:
         return bool(found)
 
     def is_coming(self, tiers: LayoutTiers, group_id: int, name: BlockName) -> bool:
-        """Whether the chunk has been committed, and can be found in a moment."""
+        """Return whether the chunk has been committed, and will be visible to lookups in a moment."""
         return (tiers, group_id, name) in self._coming
 
     def end_instance(self, instance: Instance) -> None:
@@ -161,7 +166,7 @@ class Stores:
             self._give_up(store)
 
     def void(self, layouts: Collection[Layout]) -> None:
-        """Nothing of these layouts that was begun before now may ever be found."""
+        """Ensure that no store of these layouts that has begun is ever found."""
         for store in self:
             store.is_void |= store.tiers.layout in layouts
 
@@ -170,12 +175,12 @@ class Stores:
         return any(store.instance.client is client for store in self._reserved)
 
     def check(self) -> None:
-        """Raise AssertionError if what is coming is miscounted."""
+        """Raise AssertionError if the committed chunks are miscounted."""
         coming = Counter((store.tiers, store.group_id, name) for store in self._committed for name in store.names)
-        assert coming == self._coming, "what is coming is miscounted"
+        assert coming == self._coming, "the committed chunks are miscounted"
 
     def on_digests(self, store: Store, part: range, digests: Sequence[bytes] | None) -> None:
-        """Digests of a part of it have been taken; with the last one its chunks can be found."""
+        """Add the digests of a part of the store's chunks. After the last part, make the chunks visible to lookups."""
         store.num_taken += len(part)
         if digests is None:  # the lane is closed, or the memory is gone
             store.is_void = True
@@ -221,7 +226,7 @@ def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | N
 
 
 def _rows(store: Store) -> list[Row]:
-    """Its chunks as rows of such as follow each other, the last of all first, as `publish` takes them."""
+    """Return the store's chunks as rows of consecutive chunks, the last row first, as `publish` takes them."""
     rows: list[Row] = []
     places = store.places[::-1]
     start = 0

@@ -1,4 +1,4 @@
-"""Tokens: the token ids of a key as they came, in one of the two encodings that LMCache's clients have."""
+"""Tokens: the token ids of a key as received, in one of the two encodings that LMCache's clients use."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ import numpy.typing as npt
 
 from kvtier.sidecar.lmcache.wire import Key, Refused
 
-_HEADER_BYTES = {0xDC: 3, 0xDD: 5}  # of a msgpack array, by its first byte; others have one
+_HEADER_BYTES = {0xDC: 3, 0xDD: 5}  # of a msgpack array, by its first byte; other arrays have one
 _WORD_BYTES = 4  # of a packed token id
 
 decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 
 
 class Encoding(Protocol):
-    """A way to write token ids as bytes. Where one encoded sequence begins with another, so do their ids, provided that
-    both are in the same encoding: the two encodings have byte strings in common that mean different ids."""
+    """A way to write token ids as bytes.
+
+    If one encoded sequence begins with another one in the same encoding, so do their ids. Across encodings that is not
+    true, because some byte strings mean different ids in the two encodings.
+    """
 
     def decode(self, body: bytes, num_tokens: int) -> "array[int]":
         """Return the ids. Raise `Refused` unless all of them are numbers of 32 bits."""
@@ -34,7 +37,7 @@ class ArrayEncoding:
         try:
             return array("I", decode_ids(b"\xdd" + num_tokens.to_bytes(4, "big") + body))
         except (msgspec.MsgspecError, OverflowError, RecursionError):
-            raise Refused("token_ids", "token ids that are no numbers of 32 bits") from None
+            raise Refused("token_ids", "token ids that are not numbers of 32 bits") from None
 
     def chunk_ends(self, token_ids: "array[int]", num_bytes: int, chunk_tokens: int) -> npt.NDArray[np.int64]:
         ids = np.frombuffer(token_ids, np.uint32)
@@ -59,7 +62,7 @@ ARRAY, PACKED = ArrayEncoding(), PackedEncoding()
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The ids of a key, not decoded. *body* is `bytes`, since memoryviews are compared element by element."""
+    """The ids of a key, not decoded. *body* is `bytes`, because memoryviews are compared element by element."""
 
     encoding: Encoding
     body: bytes
@@ -71,7 +74,7 @@ class Tokens:
 
 
 def tokens_of(key: Key) -> Tokens:
-    """Return the token ids of *key*. Raise `Refused` if they are no sequence of ids."""
+    """Return the token ids of *key*. Raise `Refused` if they are not an array."""
     if key.token_bytes is not None:
         return Tokens(PACKED, key.token_bytes, len(key.token_bytes) // _WORD_BYTES)
     data = memoryview(key.token_ids)
@@ -80,5 +83,5 @@ def tokens_of(key: Key) -> Tokens:
         return Tokens(ARRAY, bytes(data[1:]), first & 0x0F)
     num_header_bytes = _HEADER_BYTES.get(first)
     if num_header_bytes is None:
-        raise Refused("token_ids", "token ids that are no array")
+        raise Refused("token_ids", "token ids that are not an array")
     return Tokens(ARRAY, bytes(data[num_header_bytes:]), int.from_bytes(data[1:num_header_bytes], "big"))

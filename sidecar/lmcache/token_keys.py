@@ -1,4 +1,4 @@
-"""TokenKeys: the names of the chunks that a key stands for, without reading its tokens twice."""
+"""TokenKeys: the names of the chunks that a key means, without reading its tokens twice."""
 
 from array import array
 from collections import OrderedDict
@@ -13,17 +13,17 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 
-MAX_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
-MAX_OVER_BYTES = 32 << 20  # of that of requests that are over: twenty of 131,072 tokens
-BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier one of the same document
-_OVERHEAD = 4096  # of a request, beside what grows with its tokens
+MAX_BYTES = 256 << 20  # kept for all requests: over a hundred requests of 131,072 tokens
+MAX_OVER_BYTES = 32 << 20  # of them for requests that have ended: twenty requests of 131,072 tokens
+BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier request about the same document
+_OVERHEAD = 4096  # bytes per request in addition to those that grow with its tokens
 
-Beginning = tuple[Encoding, str, bytes]  # with the salt, and the first `BEGINNING_BYTES` of the encoded tokens
+Beginning = tuple[Encoding, str, bytes]  # encoding, salt, and the first `BEGINNING_BYTES` of the encoded tokens
 
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """What is known of one request's tokens: as they came, as numbers, and the names of the full chunks."""
+    """What is known of one request's tokens: the encoded bytes, the numbers, and the names of the full chunks."""
 
     salt: str
     chain: BlockChain
@@ -33,29 +33,31 @@ class Named:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes: the tokens encoded, and twice as numbers (the chain keeps those it has named)."""
+        """Approximate size in bytes. The numbers count twice, because the chain keeps those that it has named."""
         return _OVERHEAD + len(self.encoded) + 8 * len(self.token_ids) + 100 * len(self.chain.names)
 
     @property
     def beginning(self) -> Beginning | None:
-        """What requests of the same document have in common, None for a short one."""
+        """The key that requests about the same document share; None for a short request."""
         return _beginning(self.salt, self.encoding, self.encoded)
 
     def is_of(self, salt: str, tokens: Tokens) -> bool:
-        """Whether one of both sequences of tokens begins with the other. Only bytes of one encoding are compared: the
-        bytes of one sequence can be those of another in the other encoding."""
+        """Return whether one of the two sequences of tokens begins with the other.
+
+        Only bytes of one encoding are compared, because the same bytes may mean other tokens in the other encoding.
+        """
         if self.salt != salt or self.encoding is not tokens.encoding:
             return False
         return self.encoded.startswith(tokens.body) or tokens.body.startswith(self.encoded)
 
     def grow(self, tokens: Tokens) -> None:
-        """Decode and hash what *tokens* has beyond what is known. Raise `Refused` for what are no token ids."""
+        """Decode and hash what *tokens* has beyond what is known. Raise `Refused` for invalid token ids."""
         self.token_ids += tokens.after(len(self.encoded), len(self.token_ids))
         self.chain.extend(self.token_ids)
         self.encoded = tokens.body
 
     def shared_with(self, encoded: bytes) -> "Named":
-        """The full chunks with which both begin, which are in the same encoding."""
+        """Return the full chunks with which both begin. *encoded* is in the same encoding."""
         ends = self.encoding.chunk_ends(self.token_ids, len(self.encoded), self.chain.block_size)
         num_chunks = int(np.searchsorted(ends, _num_equal(self.encoded, encoded), "right"))
         num_tokens = num_chunks * self.chain.block_size
@@ -66,15 +68,17 @@ class Named:
 
 
 class TokenKeys:
-    """Every message of a request carries all its tokens. They are decoded and hashed once: where a message begins with
-    the bytes of the last one, in the same encoding, it has the same tokens. Of a request that is new, so is what it has
-    in common with the last one of the same salt and encoding that began with the same `BEGINNING_BYTES`: many questions
-    are asked about one document.
+    """A cache of the decoded and hashed tokens of requests, each message of which carries all tokens.
 
-    The last one of each beginning is kept also when it is over, up to `MAX_OVER_BYTES`; beyond that, and beyond
-    `MAX_BYTES`, the one goes that was used least lately. Owned by the endpoint's thread. A key of 131,072 tokens: 9 ms the
-    first time, 7.5 of them msgpack's, 2 in another request, 1.0 repeated in the same, of which msgpack takes 0.95 to
-    find the end of the array.
+    The tokens are decoded and hashed once: a message that begins with the bytes of the last one, in the same encoding,
+    has the same tokens. Many questions are asked about one document. So a new request takes over the common tokens of
+    the last request that had the same salt, encoding and first `BEGINNING_BYTES`.
+
+    The last request with each beginning is kept even after it has ended, up to `MAX_OVER_BYTES`. Beyond that, and
+    beyond `MAX_BYTES`, the least recently used request is dropped. Owned by the endpoint's thread.
+
+    A key of 131,072 tokens takes 9 ms the first time, of which msgpack takes 7.5 ms. It takes 2 ms in another request,
+    and 1.0 ms when repeated in the same request, of which msgpack takes 0.95 ms to find the end of the array.
     """
 
     def __init__(self, chunk_tokens: int, max_bytes: int = MAX_BYTES) -> None:
@@ -88,11 +92,11 @@ class TokenKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes kept, about."""
+        """Approximate number of bytes kept."""
         return self._num_bytes + self._num_over_bytes
 
     def names(self, request_id: str, salt: str, tokens: Tokens) -> Sequence[BlockName]:
-        """Return the names of all full chunks of the tokens. Raise `Refused` for what are no token ids."""
+        """Return the names of all full chunks of the tokens. Raise `Refused` for invalid token ids."""
         named = self._take(request_id)
         if named is None or not named.is_of(salt, tokens):
             named = self._begun(salt, tokens)
@@ -106,12 +110,12 @@ class TokenKeys:
         return named.chain.names[: tokens.num // self._chunk_tokens]
 
     def chain_of(self, request_id: str) -> BlockChain | None:
-        """The chunks and tokens of a request; None if they are not kept any more."""
+        """Return the chunks and tokens of a request; None if they are not kept any more."""
         named = self._requests.get(request_id)
         return None if named is None else named.chain
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Record that the request has ended."""
         named = self._requests.get(request_id)
         is_last = named is not None and named.beginning is not None and self._last.get(named.beginning) is named
         self._take(request_id)
@@ -123,12 +127,12 @@ class TokenKeys:
                 self._drop_over()
 
     def forget_over(self) -> None:
-        """Keep nothing of requests that are over."""
+        """Drop what is kept for requests that have ended."""
         while self._over:
             self._drop_over()
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted, or what is found by its beginning is not what is kept."""
+        """Raise AssertionError if the bytes are miscounted, or if the index by beginning differs from what is kept."""
         assert self._num_bytes == sum(named.num_bytes for named in self._requests.values()), "bytes are miscounted"
         assert self._num_over_bytes == sum(named.num_bytes for named in self._over), "bytes are miscounted"
         kept = {*self._requests.values(), *self._over}
@@ -136,7 +140,7 @@ class TokenKeys:
         assert set(self._last.values()) >= self._over.keys(), "a request is kept, and found by nothing"
 
     def _begun(self, salt: str, tokens: Tokens) -> Named:
-        """What is known already of these tokens."""
+        """Return what is already known of these tokens."""
         beginning = _beginning(salt, tokens.encoding, tokens.body)
         like = None if beginning is None else self._last.get(beginning)
         if like is not None:
@@ -146,7 +150,7 @@ class TokenKeys:
         return Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)), tokens.encoding)
 
     def _index(self, named: Named) -> None:
-        """It is found by its beginning from now on, in place of another."""
+        """Make the request findable by its beginning, in place of an earlier request."""
         if named.beginning is not None:
             before = self._last.get(named.beginning)
             if before in self._over and before is not named:
@@ -154,7 +158,7 @@ class TokenKeys:
             self._last[named.beginning] = named
 
     def _drop_over(self, named: Named | None = None) -> None:
-        """Without *named* the one that was over first."""
+        """Drop an ended request: *named*, or the least recently used one."""
         named = next(iter(self._over)) if named is None else named
         del self._over[named]
         self._num_over_bytes -= named.num_bytes
@@ -168,14 +172,16 @@ class TokenKeys:
         return named
 
     def _unindex(self, named: Named) -> None:
-        """It is not kept any more."""
+        """Remove the request from the index by beginning."""
         if named.beginning is not None and self._last.get(named.beginning) is named:
             del self._last[named.beginning]
 
 
 def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
-    """The full chunks of these tokens, by the names that `TokenKeys` gives them. OverflowError for ids that are no
-    numbers of 32 bits."""
+    """Return the full chunks of these tokens, with the names that `TokenKeys` gives them.
+
+    Raises OverflowError for ids that are not numbers of 32 bits.
+    """
     chain = BlockChain(chunk_tokens, ExtraKeys(cache_salt=salt or None))
     chain.extend(token_ids)
     return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
@@ -186,7 +192,7 @@ def _beginning(salt: str, encoding: Encoding, encoded: bytes) -> Beginning | Non
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
+    """Return how many bytes at the beginning are equal."""
     num_bytes = min(len(one), len(other))
     differ = np.frombuffer(one, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
     first = int(differ.argmax()) if num_bytes else 0

@@ -1,4 +1,4 @@
-"""Verifier: compares chunks with their digests, each once for all promises that hold it."""
+"""Verifier: compares chunks with their digests, once for all promises that hold a chunk."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from kvtier.transfer.host_memory import HostMemory
 FRESH_S = 1.0
 
 Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
-"""Told of which of the chunks what was found: whether its bytes are what they were, None if that cannot be known."""
+"""A callback with places of chunks, and for each whether its bytes are intact; None if that cannot be known."""
 
 
 @dataclass(eq=False, slots=True)
@@ -21,18 +21,19 @@ class Checked:
     slot: int
     digest: bytes
     begun_at: float
-    is_good: bool = False  # False also while nothing is known yet
+    is_good: bool = False  # also False before the result is known
     num_holders: int = 0
     waiting: list[tuple[Deliver, int]] = field(default_factory=list)
 
 
 class Verifier:
-    """A chunk that is being verified for one promise, or was within `FRESH_S`, is not read again for another while the
-    first still holds it: many requests for one document come at once. The lease of the first keeps the slot from all
-    who ask for room, and its engine will copy these bytes without another look, so the second relies on no more than
-    the first does. What neither can know is that a process of the same user has written where it was given nothing;
-    `FRESH_S` bounds for how long that is not seen. What no promise holds is always read again. Owned by the endpoint's
-    thread.
+    """The chunks that promises hold, each verified once for all of them. Owned by the endpoint's thread.
+
+    Many requests for one document come at once. So a chunk that is being verified for one promise, or was verified
+    within `FRESH_S`, is not read again for another promise while the first one holds it. The first promise's lease
+    protects the slot from reuse, and its engine will copy these bytes without another check. So the second promise
+    relies on no more than the first one does. Neither promise notices if a process of the same user writes where it has
+    no lease; `FRESH_S` limits how long that goes unnoticed. A chunk that no promise holds is always read again.
     """
 
     def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:
@@ -43,9 +44,12 @@ class Verifier:
     def verify(
         self, client: object, memory: HostMemory, slots: Sequence[int], digests: Sequence[bytes], deliver: Deliver
     ) -> list[Checked]:
-        """Find out whether the chunks in these slots, which the caller has leased, have these digests; they are taken
-        in the *client*'s turns (`DigestLane`). Of those that are good now *deliver* is not told, of others within a
-        later `poll` of the transfers. Give what is returned, in their order, to `release`."""
+        """Check whether the chunks in these slots, which the caller has leased, have these digests.
+
+        The digests are taken in the *client*'s turns (`DigestLane`). *deliver* is not called for chunks that are known
+        to be good now. For the other chunks it is called within a later `poll` of the transfers. Returns an entry for
+        each slot, in order; the caller passes the entries to `release`.
+        """
         now = self._clock()
         given: list[Checked] = []
         to_read: list[Checked] = []
@@ -65,7 +69,7 @@ class Verifier:
         return given
 
     def release(self, given: Iterable[Checked]) -> None:
-        """The caller's leases on these end."""
+        """Release these entries, because the caller's leases on their chunks end."""
         for checked in given:
             checked.num_holders -= 1
             if not checked.num_holders:

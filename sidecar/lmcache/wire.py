@@ -1,12 +1,12 @@
-"""LMCache's multiprocess protocol on the wire: the operations, what each carries, and what is answered when in doubt.
+"""LMCache's multiprocess protocol on the wire: the operations, their payloads, and answers to refused requests.
 
-A request is the frames `uid, operation, payload…`, its answer `uid, operation, result`: each frame one msgpack value.
-There is no answer that says "error": a client that gets none waits for its timeout. So every operation has a result
-that does no harm, which any request gets that is refused.
+A request is the frames `uid, operation, payload…`, its answer `uid, operation, result`. Each frame is one msgpack
+value. The protocol has no error answer, and a client that gets no answer waits for its timeout. So every operation has
+a harmless result, which refused requests get.
 
-Two forms of the protocol are served side by side: that of lmcache 0.5.5 and 0.5.6, and that of 0.5.7. Neither announces
-its version, and each message tells which one it is: token ids are an array, or packed (`Key`), and two operations have
-one more frame in 0.5.7. Nothing is remembered of a connection.
+Two forms of the protocol are served at the same time: that of lmcache 0.5.5 and 0.5.6, and that of 0.5.7. Clients do
+not announce their version, but each message shows it: token ids are an array, or packed (`Key`), and two operations
+have one more frame in 0.5.7. No state is kept per connection.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from msgspec import Meta, Raw, Struct, field
 MAX_SALT_CHARACTERS = 128
 FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 MAX_RANGES = 4096
-MAX_GROUPS = 64  # of KV cache groups of an engine
-NEGOTIATE = "negotiate_chunk_size"  # the first that vLLM's client of lmcache 0.5.7 sends
+MAX_GROUPS = 64  # KV cache groups of an engine
+NEGOTIATE = "negotiate_chunk_size"  # the first operation that vLLM's client of lmcache 0.5.7 sends
 NEEDED_CLIENT = "lmcache>=0.5.5,<0.5.8"  # each release has changed the protocol
 
 _Name = Annotated[str, Meta(max_length=4096)]
@@ -31,7 +31,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Refused(ValueError):
-    """A request that cannot be understood, or that asks for what this endpoint does not do; *kind* is counted."""
+    """The error of a request that is invalid, or that this endpoint does not serve. Refusals are counted by *kind*."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class Refused(ValueError):
 
 
 class RequestConfigs(Struct, frozen=True):
-    """The settings of a request that count here, of all those that its caller may have sent."""
+    """The settings of a request that matter here; its caller may have sent others."""
 
     skip_load: Any = field(default=None, name="lmcache.skip_load")
     num_computed: Any = field(default=None, name="lmcache.hint.engine_computed_tokens")
@@ -48,8 +48,8 @@ class RequestConfigs(Struct, frozen=True):
 class Key(Struct, frozen=True):
     """Chunks of a sequence of tokens.
 
-    The token ids are in *token_ids*, an array as it came, checked to be whole and not decoded (lmcache 0.5.5 and
-    0.5.6), or in *token_bytes*, big-endian words of 32 bits (0.5.7).
+    *token_ids* is an array as received, checked to be complete but not decoded (lmcache 0.5.5 and 0.5.6). *token_bytes*
+    has big-endian words of 32 bits instead (0.5.7).
     """
 
     model_name: _Name
@@ -66,22 +66,24 @@ class Key(Struct, frozen=True):
 
     @property
     def wants_no_load(self) -> bool:
-        """Whether the request's caller has asked that nothing is loaded for it."""
+        """Whether the request's caller has asked to load nothing for it."""
         return self.request_configs is not None and bool(self.request_configs.skip_load)
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the prompt's beginning that the engine has itself: those before *start*, and those that lmcache
-        0.5.7 tells of. Older clients tell of none."""
+        """Number of tokens at the prompt's beginning that the engine itself has.
+
+        These are the tokens before *start*, and those that lmcache 0.5.7 reports. Older clients report none.
+        """
         told = None if self.request_configs is None else self.request_configs.num_computed
         return max(self.start, told) if type(told) is int else self.start
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the key has its token ids in exactly one of both forms."""
+        """Raise ValueError unless the key has its token ids in exactly one of the two forms."""
         if (self.token_bytes is None) == (not self.token_ids):
             raise ValueError("a key needs token_ids or token_bytes, and not both")
         if self.token_bytes is not None and len(self.token_bytes) % 4:
-            raise ValueError("token_bytes are no words of 32 bits")
+            raise ValueError("token_bytes are not words of 32 bits")
 
 
 class GroupLayout(Struct, frozen=True):
@@ -91,14 +93,14 @@ class GroupLayout(Struct, frozen=True):
     hidden_dim_size: _Positive
     dtype_str: Annotated[str, Meta(max_length=64)]
     tokens_per_block: _Positive
-    window_tokens: _Count = 0  # that are kept at the end of each chunk; 0: all
+    window_tokens: _Count = 0  # kept at the end of each chunk; 0: all
     kv_size: Annotated[int, Meta(ge=0, le=2)] = 0  # planes; 0: as the registration's `use_mla` says
-    window_chunks: _Count = 0  # that a hit needs at its end; 0: the whole prefix
+    window_chunks: _Count = 0  # needed at the end of a hit; 0: the whole prefix
     recurrent: bool = False
 
 
 class Registration(Struct, frozen=True):
-    """A worker's layout. *group_layouts* is empty if it has one KV cache group, and from lmcache 0.5.5 and 0.5.6."""
+    """A worker's layout. *group_layouts* is empty for one KV cache group, and from lmcache 0.5.5 and 0.5.6."""
 
     instance_id: int
     model_name: _Name
@@ -113,14 +115,14 @@ class Registration(Struct, frozen=True):
 
 
 class Pool(Struct, frozen=True):
-    """Answers a registration: the segment that the worker maps."""
+    """The answer to a registration: the segment for the worker to map."""
 
     shm_name: str
     pool_size: int
 
 
 class Slot(Struct, frozen=True):
-    """Where a chunk is in the segment."""
+    """The place of a chunk in the segment."""
 
     offset: int
     length: int
@@ -129,7 +131,7 @@ class Slot(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """Slots to store into, and which chunks of the range each is for; of which KV cache group, if there are several."""
+    """Slots to store into, for each its chunk of the range, and its KV cache group if there are several."""
 
     slots: Sequence[Slot] = ()
     chunk_indices: Sequence[int] = ()
@@ -137,13 +139,13 @@ class Room(Struct, frozen=True):
 
 
 class Stored(Struct, frozen=True):
-    """Answers `prepare_store`. No slots: nothing is wanted."""
+    """The answer to `prepare_store`. Without slots the worker stores nothing."""
 
     context: Room = Room()
 
 
 class NoEvents(Struct, frozen=True):
-    """Answers a subscription to KV events: there are none, so the client stops asking."""
+    """The answer to a subscription to KV events. There are none, so the client stops asking."""
 
     enabled: bool = False
     incarnation: int = 0
@@ -153,7 +155,7 @@ class NoEvents(Struct, frozen=True):
 
 
 class NoModule(Struct, frozen=True):
-    """Answers a call of one of the server's modules, of which there are none."""
+    """The answer to a call of one of the server's modules, of which there are none."""
 
     success: bool = False
     payload: bytes = b""
@@ -161,7 +163,7 @@ class NoModule(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """Answers `prepare_retrieve`: a slot for every chunk of the range that is needed, or no success."""
+    """The answer to `prepare_retrieve`: a slot for every chunk of the range that is needed, or no success."""
 
     success: bool = False
     data: bytes = b""
@@ -170,12 +172,12 @@ class Loaded(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one operation is called, carries, and is answered when it is refused."""
+    """The name and payload of an operation, and the answer to a refused request."""
 
     name: str
-    payload: tuple[msgspec.msgpack.Decoder[Any] | None, ...] = ()  # None: whatever it is
+    payload: tuple[msgspec.msgpack.Decoder[Any] | None, ...] = ()  # None: any value
     harmless: object = None
-    newer: msgspec.msgpack.Decoder[Any] | None = None  # of a last frame that older clients do not send
+    newer: msgspec.msgpack.Decoder[Any] | None = None  # for a last frame that older clients do not send
 
     def decode(self, frames: Sequence[bytes]) -> list[Any]:
         """Return the values of the payload. Raise `Refused` unless they are what the operation carries."""
@@ -223,21 +225,16 @@ OPERATIONS: Mapping[int | str, Operation] = {
     "server_module_call": Operation("server_module_call", (None, None), NoModule()),
     "server_module_affinity_call": Operation("server_module_affinity_call", (None, None), NoModule()),
 }
-_OTHER_MODE: Mapping[int | str, str] = {
-    1: "register_kv_cache",
-    6: "store",
-    7: "retrieve",
-}  # the server copies from and to the device
-_OLD_CHUNK_SIZE: Mapping[int | str, str] = {
-    11: "0.4.5 or older",
-    18: "0.5.0 to 0.5.2",
-}  # the number of `get_chunk_size` then
+# Operations of the mode in which the server copies from and to the device.
+_OTHER_MODE: Mapping[int | str, str] = {1: "register_kv_cache", 6: "store", 7: "retrieve"}
+# Versions of lmcache by the number that `get_chunk_size` had in them.
+_OLD_CHUNK_SIZE: Mapping[int | str, str] = {11: "0.4.5 or older", 18: "0.5.0 to 0.5.2"}
 
 _decode_number = msgspec.msgpack.Decoder(int | str).decode
 
 
 def decode_operation(frame: bytes, num_payload: int) -> int | str:
-    """The operation's number or name; `Refused` for what is neither, and for what only old clients send."""
+    """Return the operation's number or name. Raise `Refused` if it is unknown, or if only old clients send it."""
     try:
         number = cast("int | str", _decode_number(frame))
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -245,7 +242,8 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
     version, other = _OLD_CHUNK_SIZE.get(number), _OTHER_MODE.get(number)
     if version is not None and not num_payload:
         raise Refused(
-            "old_client", f"a client of lmcache {version} is not served; install {NEEDED_CLIENT} beside the engine"
+            "old_client",
+            f"a client of lmcache {version} is not served; install {NEEDED_CLIENT} in the engine's environment",
         )
     if other is not None:
         raise Refused(
@@ -261,7 +259,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
 
 
 def is_number(frame: bytes) -> bool:
-    """Whether the frame is a request's number, to which an answer can be sent."""
+    """Return whether the frame is a request's number, to which an answer can be sent."""
     try:
         return isinstance(_decode_number(frame), int)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -269,11 +267,11 @@ def is_number(frame: bytes) -> bool:
 
 
 def check_salt(salt: str) -> None:
-    """`Refused` for a salt that LMCache's own clients cannot send."""
+    """Raise `Refused` for a salt that LMCache's own clients cannot send."""
     if FORBIDDEN_IN_SALTS & set(salt):
         raise Refused("salt", "a cache_salt with one of the characters @ / \\ NUL")
 
 
 def _first_words(error: Exception) -> str:
-    """What is wrong, without what a client may have put into it."""
+    """Return what is wrong, without anything that the client may have put into the message."""
     return str(error)[:200] if isinstance(error, msgspec.MsgspecError) else type(error).__name__

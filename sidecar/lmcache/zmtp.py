@@ -1,11 +1,11 @@
-"""ZMTP 3.0, the accepting side: what a ZeroMQ DEALER says over a stream of bytes, and what it is told."""
+"""ZMTP 3.0, the accepting side: the messages of a ZeroMQ DEALER on a stream of bytes, and the replies to it."""
 
 import struct
 from collections.abc import Sequence
 
 GREETING_BYTES = 64
 _SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
-_GREETING = _SIGNATURE + b"\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)  # version 3.0, no security, not as its server
+_GREETING = _SIGNATURE + b"\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)  # version 3.0, no security, as-server off
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _READY = b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0"
 
@@ -14,19 +14,21 @@ MAX_FRAMES = 32  # of a message
 
 
 class Garbage(ValueError):
-    """What came is no ZMTP 3, or more than is taken; the connection is of no use any more."""
+    """The error of bytes that are not ZMTP 3, or exceed a limit. The connection cannot be used any more."""
 
 
 class Zmtp:
-    """One connection's bytes in, messages out. It holds what has come of the message that is not complete, which is
-    `MAX_MESSAGE_BYTES` at most: what a frame's header promises costs nothing before it is there.
+    """The framing of one connection: bytes in, messages out.
 
-    Written from RFC 23 (https://rfc.zeromq.org/spec/23/). Rejected: libzmq, since its sockets take messages of any
-    number of frames into memory, and tell neither whose connection it is (SO_PEERCRED) nor when it has ended.
+    It holds the part that has arrived of an incomplete message, at most `MAX_MESSAGE_BYTES`. A size in a frame's header
+    takes no memory before the bytes arrive.
+
+    Written from RFC 23 (https://rfc.zeromq.org/spec/23/). Rejected: libzmq, because its sockets accept messages of any
+    number of frames into memory, and report neither whose connection it is (SO_PEERCRED) nor when it has ended.
     """
 
     def __init__(self) -> None:
-        self.has_more = False  # there may be complete messages beyond those that were asked for
+        self.has_more = False  # whether there may be complete messages beyond the limit
         self.to_send = bytearray(_GREETING)  # taken and cleared by the connection's owner
         self._buffer = bytearray()
         self._frames: list[bytes] = []  # of the message that is not complete
@@ -36,12 +38,15 @@ class Zmtp:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of messages that were not given yet: they are not complete, or more than were asked for."""
+        """Number of bytes of messages that were not returned yet, because they are incomplete or beyond the limit."""
         return len(self._buffer) + self._num_frame_bytes
 
     def receive(self, data: bytes, limit: int | None = None) -> list[list[bytes]]:
-        """The messages that are complete with *data*, each a list of frames; *limit* of them, and the others later: as
-        lists they take twenty times the memory. `Garbage` ends the connection."""
+        """Return at most *limit* of the messages that are complete with *data*, each a list of frames.
+
+        The rest is returned later, because as lists the messages take twenty times the memory. Raises `Garbage` if the
+        connection has to end.
+        """
         self._buffer += data
         messages: list[list[bytes]] = []
         start = 0
@@ -55,10 +60,10 @@ class Zmtp:
         return messages
 
     def _greet(self) -> int:
-        """Check as much of the greeting as has come; how many bytes are done with."""
+        """Check the part of the greeting that has arrived, and return how many bytes are done with."""
         head = bytes(self._buffer[:GREETING_BYTES])
         if head[:1] not in (b"", b"\xff") or (len(head) > 9 and head[9] != 0x7F) or (len(head) > 10 and head[10] < 3):
-            raise Garbage("no greeting of ZMTP 3")
+            raise Garbage("the greeting is not that of ZMTP 3")
         if len(head) < GREETING_BYTES:
             return 0
         if head[12:32].rstrip(b"\0") != b"NULL":
@@ -68,7 +73,7 @@ class Zmtp:
         return GREETING_BYTES
 
     def _frame(self, start: int, messages: list[list[bytes]]) -> int | None:
-        """Take in the frame at *start*; where it ends, None if it is not complete."""
+        """Process the frame at *start*, and return where it ends; None if it is not complete."""
         buffer = self._buffer
         if len(buffer) < start + 2:
             return None
@@ -99,11 +104,9 @@ class Zmtp:
         name = body[1 : 1 + body[0]] if body else b""
         if name == b"READY" and not self._is_ready:
             if _properties(body[1 + len(name) :]).get(b"socket-type") != b"DEALER":
-                raise Garbage("a socket that is no DEALER")
+                raise Garbage("a socket that is not a DEALER")
             self._is_ready = True
-        elif (
-            name == b"PING" and self._is_ready
-        ):  # ttl, then what is given back; of 3.1, sent by who asks for heartbeats
+        elif name == b"PING" and self._is_ready:  # ZMTP 3.1: a ttl, then a context to send back
             self.to_send += _frame_of(_COMMAND, b"\4PONG" + body[7:23])
         elif name not in (b"PONG", b"SUBSCRIBE", b"CANCEL"):
             raise Garbage("a command that is not known or not due")
@@ -121,7 +124,7 @@ class Zmtp:
 
 
 def message_bytes(frames: Sequence[bytes]) -> bytes:
-    """A message as it is sent."""
+    """Return the bytes of a message to send."""
     *first, last = frames
     return b"".join([*(_frame_of(_MORE, frame) for frame in first), _frame_of(0, last)])
 
@@ -133,7 +136,7 @@ def _frame_of(flags: int, body: bytes) -> bytes:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """What the peer says of itself, by name in lower case."""
+    """Return the peer's properties, by name in lower case."""
     properties: dict[bytes, bytes] = {}
     place = 0
     while place < len(data):

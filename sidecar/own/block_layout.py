@@ -1,4 +1,4 @@
-"""BlockLayout: what decides the bytes of a kvtier engine's blocks beside their prompt."""
+"""BlockLayout: everything besides the prompt that determines the bytes of a kvtier engine's blocks."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,23 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.transfer.segment import Segment
 
-VERSION = 1  # of what the digest is made of
+VERSION = 1  # of the digest's input
 MAX_GROUPS = 64
-MAX_TOKENS = 1 << 20  # of a block
+MAX_TOKENS = 1 << 20  # per block
 MAX_MODEL_CHARACTERS = 256
 
 
 class BlockSlots:
-    """See `SlotMemory`. Slot s is bytes s * *block_bytes* to before (s + 1) * *block_bytes* of the segment, so that an
-    engine sees all of them as one array. A slot that lies across the end of an extent is in none, and of no use."""
+    """The slots for blocks of one size, see `SlotMemory`.
+
+    Slot s is the bytes from s * *block_bytes* up to (s + 1) * *block_bytes* of the segment, so an engine sees all slots
+    as one array. A slot across the end of an extent is in no extent, and is not used.
+    """
 
     num_copiers = 1
 
     def __init__(self, segment: Segment, extent_bytes: int, block_bytes: int) -> None:
-        """Every extent has a slot: *block_bytes* divides *extent_bytes*, or is at most half of it."""
+        """Create the slots. Every extent has one: *block_bytes* divides *extent_bytes* or is at most half of it."""
         self.block_bytes = block_bytes
         self.num_host_slots = segment.num_bytes // block_bytes
         self._extent_bytes = extent_bytes
@@ -53,7 +56,7 @@ class BlockSlots:
 
 
 class BlockShape(NamedTuple):
-    """See `BlockGroup`; and the bytes of a block."""
+    """A `BlockGroup`, and the bytes of a block."""
 
     block_size: int
     forgets: bool
@@ -62,14 +65,17 @@ class BlockShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """See `Layout`. *namespace* is the engine's, 16 bytes, which stand for the weights too."""
+    """The layout of a kvtier engine, see `Layout`.
+
+    *namespace* is the engine's, 16 bytes, and stands for the weights too.
+    """
 
     namespace: bytes
     model: str = field(compare=False)
     groups: tuple[BlockShape, ...]
 
     def __post_init__(self) -> None:
-        """Raise `LayoutRefused` for what no block can have."""
+        """Raise `LayoutRefused` for values that no block can have."""
         if len(self.namespace) != NAMESPACE_BYTES:
             raise LayoutRefused(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(self.namespace)}")
         if len(self.model) > MAX_MODEL_CHARACTERS or not self.model.isprintable():
@@ -78,25 +84,23 @@ class BlockLayout:
             raise LayoutRefused(f"{len(self.groups)} groups of blocks; 1 to {MAX_GROUPS} are served")
         for group in self.groups:
             if not 1 <= group.block_size <= MAX_TOKENS or group.block_bytes < 1:
-                raise LayoutRefused(f"blocks of {group.block_size} tokens and {group.block_bytes} bytes are none")
+                raise LayoutRefused(f"blocks of {group.block_size} tokens and {group.block_bytes} bytes are invalid")
 
     @property
     def weights(self) -> str:
-        """See `Layout`."""
         return f"namespace {self.namespace.hex()}"
 
     @property
     def digest(self) -> bytes:
-        """See `Layout`. Made of the groups too: nothing holds an engine to what its namespace stands for."""
+        """Digest as in `Layout`. Covers the groups too, because an engine might use one namespace with other groups."""
         shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
         return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[BlockSlots]:
-        """See `Layout`."""
         for group in self.groups:
             if extent_bytes % group.block_bytes and 2 * group.block_bytes > extent_bytes:
                 raise LayoutRefused(
-                    f"a block has {group.block_bytes} bytes, and an extent {extent_bytes}; start the sidecar with "
+                    f"a block has {group.block_bytes} bytes, but an extent {extent_bytes}; start the sidecar with "
                     f"extents of {2 * group.block_bytes} bytes or more (extent in its configuration)"
                 )
         num_slots = sum(segment.num_bytes // group.block_bytes for group in self.groups)
@@ -108,7 +112,6 @@ class BlockLayout:
         return [BlockSlots(segment, extent_bytes, group.block_bytes) for group in self.groups]
 
     def details(self) -> Mapping[str, object]:
-        """See `Layout`."""
         return {
             "namespace": self.namespace.hex(),
             "groups": [group._asdict() for group in self.groups],

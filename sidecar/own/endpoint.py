@@ -1,4 +1,4 @@
-"""EngineEndpoint: where kvtier's own engines attach. Frames in, calls of `Session`, frames out."""
+"""EngineEndpoint: the endpoint for kvtier's own engines. Translates frames into calls of `Session`, and back."""
 
 import logging
 import secrets
@@ -26,22 +26,24 @@ BOOT_BYTES = 16
 
 
 class Mappers:
-    """The connections of these processes, by engine. A connection that the sidecar has ended counts until the process
-    has closed its end. Owned by the sidecar's thread."""
+    """The connections of processes that map the segment, by engine. Owned by the sidecar's thread.
+
+    A connection that the sidecar has ended counts until the process has closed its end.
+    """
 
     def __init__(self) -> None:
-        self._engines: dict[Client[bytes], bytes] = {}  # of connections that the port reads
+        self._engines: dict[Client[bytes], bytes] = {}  # by connection that the port still reads
         self._ended: list[tuple[bytes, str, Lifeline]] = []
 
     def __contains__(self, client: Client[bytes]) -> bool:
         return client in self._engines
 
     def add(self, client: Client[bytes], engine: bytes) -> None:
-        """Take in that a process maps the segment for *engine*."""
+        """Record that a process maps the segment for *engine*."""
         self._engines[client] = engine
 
     def on_gone(self, client: Client[bytes]) -> None:
-        """Take in that the port has ended this connection."""
+        """Record that the port has ended this connection."""
         ended = self._engines.pop(client), process_name(client), Lifeline.after_farewell(client.connection)
         self._ended.append(ended)
         self.poll()
@@ -53,23 +55,23 @@ class Mappers:
         return reading + [name for its_engine, name, _ in self._ended if its_engine == engine]
 
     def poll(self) -> None:
-        """Forget the connections that have been closed."""
+        """Forget the connections that their processes have closed."""
         self._ended = [each for each in self._ended if not each[2].is_cut]
 
     def close(self) -> None:
-        """Close what is still open."""
+        """Close the connections that are still open."""
         for _, _, lifeline in self._ended:
             lifeline.close()
         self._ended.clear()
 
 
 def process_name(client: Client[bytes]) -> str:
-    """Return what people know the client's process by. The number is 0 for one of another pid namespace."""
+    """Return the name of the client's process, for people. Its number is 0 if it is in another pid namespace."""
     return f"process {peer(client.connection).pid}"
 
 
 class _Attached(NamedTuple):
-    """An engine that is attached. *number*: see `wire.Hello`."""
+    """An attached engine. For *number* see `wire.Hello`."""
 
     session: Session
     feed: Feed
@@ -77,16 +79,19 @@ class _Attached(NamedTuple):
 
 
 class EngineEndpoint:
-    """One connection is one engine, and its session: see `wire`. What an engine asks is answered in the same turn, but
-    for what has to be read from disk. An engine that says what none says loses its connection, and its leases once its
-    processes can copy no more; nothing else happens. Owned by the sidecar's thread, whose loop calls `receive` when
-    `file` is readable or there was more, then `poll` of transfers and tiers, then `tick`.
+    """The endpoint for kvtier's own engines, where each connection is one engine with one session: see `wire`.
+
+    A request is answered in the same turn, except for blocks that must be read from disk. An engine that sends an
+    invalid message loses its connection, and its leases once its processes can copy no more; nothing else happens.
+
+    Owned by the sidecar's thread, whose loop calls `receive` when `file` is readable or there was more, then `poll` of
+    transfers and tiers, then `tick`.
     """
 
     def __init__(
         self, port: Port[bytes], layouts: Layouts, refusals: Refusals, clock: Callable[[], float], program: str
     ) -> None:
-        """*program*: what engines are told that this is, for people."""
+        """Start without engines. *program* is the name of this program that engines are sent, for people."""
         self._port = port
         self._layouts = layouts
         self._refusals = refusals
@@ -96,23 +101,23 @@ class EngineEndpoint:
         self._feeds: dict[BlockLayout, Feed] = {}
         self._sessions: dict[Client[bytes], _Attached] = {}
         self._mappers = Mappers()
-        self._ended: dict[bytes, list[Lifeline]] = {}  # by engine, of sessions in quarantine
+        self._ended: dict[bytes, list[Lifeline]] = {}  # by engine, for sessions in quarantine
         self._clearing: list[tuple[Client[bytes], Feed]] = []  # engines that wait for `Cleared`
         self._counts = SessionCounts()
         self._num_operations: Counter[str] = Counter()
 
     @property
     def file(self) -> int:
-        """Readable when frames have come, and until all have been taken in."""
+        """A descriptor that is readable until all frames that have arrived were processed."""
         return self._port.fileno()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an engine waits for blocks, or until they have been forgotten."""
+        """Whether an engine waits for blocks, or for the end of a clear."""
         return bool(self._clearing) or any(each.session.is_waiting for each in self._sessions.values())
 
     def receive(self) -> bool:
-        """Serve what has come; whether more has, or there is more to tell."""
+        """Process the frames that have arrived; return whether there are more, or more to send."""
         for message in self._port.receive():
             if message.client.is_open:
                 self._serve(message.client, message.content)
@@ -121,7 +126,7 @@ class EngineEndpoint:
         return self._port.has_more or bool(self._clearing) or any(feed.has_more for feed in self._feeds.values())
 
     def tick(self) -> None:
-        """Tell what lanes and tiers have brought, and end what has had its time."""
+        """Send what lanes and tiers have completed, and end what has timed out."""
         self._port.tick()
         self._tell_changes()
         now = self._clock()
@@ -139,9 +144,9 @@ class EngineEndpoint:
         self._end_gone()
 
     def close(self) -> None:
-        """Take no more frames, and end every connection.
+        """Stop receiving frames, and end every connection and lease.
 
-        Leases end too: from now on nothing is copied into the slots of engines that may still write to them.
+        From now on nothing is copied into the slots of engines, which may still write to them.
         """
         self._port.close()
         for session, _, _ in self._sessions.values():
@@ -152,20 +157,20 @@ class EngineEndpoint:
         self._mappers.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """What engines write to the slots of these layouts is never found."""
+        """Ensure that what engines are writing to the slots of these layouts is never found."""
         for session, feed, _ in self._sessions.values():
             if feed.tiers.layout in layouts:
                 session.void()
 
     def clients(self) -> list[AttachedClient]:
-        """All that are attached, by value."""
+        """Return all attached engines, by value."""
         return [
             AttachedClient(_name(client), session.since, feed.tiers.layout, tuple(session.leases()))
             for client, (session, feed, _) in self._sessions.items()
         ]
 
     def counts(self) -> ConnectorCounts:
-        """What every endpoint counts, by value."""
+        """Return the counters that every endpoint has, by value."""
         counts = self._counts
         return ConnectorCounts(
             "engine",
@@ -185,7 +190,7 @@ class EngineEndpoint:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         for session, _, _ in self._sessions.values():
             session.check()
         self._layouts.shares.check()
@@ -209,7 +214,7 @@ class EngineEndpoint:
             else:
                 self._do(client, found.session, found.feed, message)
         except Malformed as error:
-            self._refusals.refused("malformed", f"an engine says what none says: {error}; its connection is closed")
+            self._refusals.refused("malformed", f"an engine sent an invalid message: {error}; its connection is closed")
             self._port.end(client)
 
     def _attach(self, client: Client[bytes], hello: wire.Hello) -> None:
@@ -238,7 +243,7 @@ class EngineEndpoint:
             self._welcome(client)
 
     def _may_come(self, client: Client[bytes], message: wire.Hello | wire.Map) -> bool:
-        """Return whether the client is let in; tell it why if it is not."""
+        """Return whether the client may attach; if not, send it the reason."""
         if message.version != wire.VERSION:
             self._refuse(
                 client,
@@ -261,7 +266,7 @@ class EngineEndpoint:
         self._port.send(client, frame_of(welcome), segment.file)
 
     def _feed(self, layout: BlockLayout) -> Feed:
-        """Of the layout, whose tiers are made if it is new."""
+        """Return the feed of the layout. Create the layout's tiers if it is new."""
         feed = self._feeds.get(layout)
         if feed is None:
             events = EventLog()
@@ -299,7 +304,10 @@ class EngineEndpoint:
                 self._port.send(client, frame_of(wire.Pong()))
 
     def _answer(self, client: Client[bytes], feed: Feed, answer: wire.FromSidecar) -> None:
-        """After what it rests on: the engine knows which blocks left the slots that it is given."""
+        """Send the changes on which the answer depends, and then the answer.
+
+        So the engine knows which blocks have left the slots that it is given.
+        """
         feed.tell()
         self._port.send(client, frame_of(answer))
 
@@ -308,7 +316,7 @@ class EngineEndpoint:
             feed.tell()
 
     def _answer_cleared(self) -> None:
-        """Those whose blocks have all been told of as gone."""
+        """Answer the engines whose cleared blocks have all been reported as gone."""
         waiting, self._clearing = self._clearing, []
         for client, feed in waiting:
             if feed.tiers.tiers.is_forgetting:
@@ -317,7 +325,7 @@ class EngineEndpoint:
                 self._answer(client, feed, wire.Cleared())
 
     def _end_gone(self) -> None:
-        """End what connections had that have ended."""
+        """Release what belonged to connections that have ended."""
         self._mappers.poll()
         for client in self._port.take_gone():
             self._clearing = [each for each in self._clearing if each[0] is not client]
@@ -354,7 +362,7 @@ class EngineEndpoint:
         self._layouts.quarantine.hold("engine", client_then, holders, let_go)
 
     def _end_earlier(self, number: bytes) -> None:
-        """End what this engine had leased before, of which it copies nothing any more."""
+        """End the earlier leases of this engine, which copies nothing from or to them any more."""
         self._ended.pop(number, None)
         self._layouts.quarantine.poll()
         for client, attached in list(self._sessions.items()):

@@ -1,4 +1,4 @@
-"""Feed: what all engines of one layout are told of its blocks, and of how its tiers are."""
+"""Feed: the insertions and evictions of blocks, and the tiers' states, that all engines of one layout are sent."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,45 +28,52 @@ from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
-PAGE_BLOCKS = 1024  # of host memory in a frame for an engine that has just attached
-LOOKED_THROUGH = 1 << 16  # slots at most for such a frame
-MAX_UNREAD_BYTES = 256 << 10  # of it at most; the port reads the engine's requests up to more
-STATE_S = 0.5  # how old what engines were told of the tiers' state may be
+PAGE_BLOCKS = 1024  # blocks of host memory per frame for an engine that has just attached
+LOOKED_THROUGH = 1 << 16  # slots examined per such frame
+MAX_UNREAD_BYTES = 256 << 10  # backpressure for such frames; the port's own limit is higher
+STATE_S = 0.5  # maximum age of the tiers' state that engines were sent
 
 
 class Feed:
-    """Tells each engine first what is there, page by page and while it reads, and each change from the moment on at
-    which it attached. Both say what is so when it is said: "this block is in that slot now"; so the order of a page and
-    a change does not matter. Owned by the sidecar's thread."""
+    """The feed of one layout: each engine is sent first the blocks that there are, and then each change.
+
+    The blocks are sent page by page as the engine reads, and the changes from the moment on at which it attached. Both
+    state what is true when they are sent, for example "this block is in that slot now". So the order of a page and a
+    change does not matter. Owned by the sidecar's thread.
+    """
 
     def __init__(self, tiers: LayoutTiers, events: EventLog, port: Port[bytes], capacity_bytes: int) -> None:
-        """*events* are those of *tiers*; nobody else takes them. *capacity_bytes*: of all layouts' host memory."""
+        """Start without engines.
+
+        This feed is the only consumer of *events*, which are those of *tiers*. *capacity_bytes* is the host memory of
+        all layouts.
+        """
         self.tiers = tiers
         self._capacity_bytes = capacity_bytes
         self._events = events
         self._port = port
-        self._clients: dict[Client[bytes], Iterator[bytes] | None] = {}  # with what they have still to be told first
+        self._clients: dict[Client[bytes], Iterator[bytes] | None] = {}  # with the pages still to be sent
         self._flags = (False, False, False)
         self._stated_at = float("-inf")
 
     def attach(self, client: Client[bytes]) -> None:
-        """Tell this engine too."""
+        """Start to feed this engine."""
         self._clients[client] = self._all_there_is()
         self._port.send(client, frame_of(self.state()))
 
     def detach(self, client: Client[bytes]) -> None:
-        """Tell it nothing more."""
+        """Stop feeding this engine."""
         del self._clients[client]
 
     def tell(self) -> None:
-        """Tell what has come to the tiers and left them since the last call."""
+        """Send which blocks have entered and left the tiers since the last call."""
         events = self._events.take()
         if self._clients:
             for frame in self._frames(events):
                 self._send(frame)
 
     def go_on(self) -> None:
-        """Tell the next page to each engine that has still to be told of what there was, and reads."""
+        """Send the next page to each engine that reads and has not been sent all pages."""
         for client, pages in list(self._clients.items()):
             if pages is None or not _may_be_told(client):
                 continue
@@ -79,12 +86,14 @@ class Feed:
 
     @property
     def has_more(self) -> bool:
-        """Whether `go_on` can go on at once."""
+        """Whether `go_on` can send a page now."""
         return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
 
     def tell_state(self, now: float) -> None:
-        """Tell how the tiers are, if that has changed or was told some time ago. Not to an engine that reads nothing:
-        it would be told the same again and again."""
+        """Send the tiers' state if it has changed, or was last sent some time ago.
+
+        An unchanged state is not sent to an engine that reads nothing, because copies of it would queue up.
+        """
         tiers = self.tiers.tiers
         flags = (tiers.is_indexed, tiers.is_readable, tiers.is_making_room)
         if not self._clients or (flags == self._flags and now - self._stated_at < STATE_S):
@@ -96,7 +105,7 @@ class Feed:
         self._flags, self._stated_at = flags, now
 
     def state(self) -> State:
-        """How the tiers are now."""
+        """Return the current state of the tiers."""
         tiers = self.tiers.tiers
         statistics = tiers.statistics()
         host = replace(statistics.tiers[Tier.HOST], capacity_bytes=self._capacity_bytes)
@@ -116,7 +125,7 @@ class Feed:
             self._port.send(client, frame)
 
     def _frames(self, events: Sequence[object]) -> Iterator[bytes]:
-        """Events of one kind that follow each other are one frame."""
+        """Yield the frames of these events. Consecutive events of one kind share a frame."""
         blocks = [event for event in events if isinstance(event, BlockStored | BlockRemoved)]
         assert len(blocks) == len(events), "an event that these tiers do not have"
         for (tier, group_id, cause), run in groupby(blocks, _kind_of):
@@ -130,7 +139,7 @@ class Feed:
             return frame_of(gone(group_id, joined(names), cause))
         if tier is Tier.DISK:
             return frame_of(OnDisk(group_id, joined(names)))
-        # One that has left again is left out: that it has left comes next.
+        # Skip blocks that have left again: the event of their leaving follows.
         slots = self.tiers.tiers.index.host[group_id].pool.find_all(names)
         there = np.flatnonzero(slots != ABSENT)
         if len(there) < len(names):
@@ -138,7 +147,7 @@ class Feed:
         return frame_of(InHost(group_id, joined(names), packed(slots[there])))
 
     def _all_there_is(self) -> Iterator[bytes]:
-        """Frames that tell of all blocks that stay until the last frame; an empty one where nothing was found yet."""
+        """Yield frames with all blocks that stay until the last frame; a frame is empty if it found no block."""
         index = self.tiers.tiers.index
         for group_id, host in enumerate(index.host):
             start = 0
@@ -162,7 +171,7 @@ def _read_state(tiers: LowerTiers, tier: Tier) -> ReadState:
 
 
 def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:
-    """What events have in common that are told in one frame; the cause of blocks that have left, else None."""
+    """Return what all events of one frame share. The cause is None unless the blocks have left."""
     return event.tier, event.group_id, event.cause if isinstance(event, BlockRemoved) else None
 
 

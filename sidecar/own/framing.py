@@ -1,10 +1,10 @@
-"""EngineFrames: the frames of kvtier's own engines as the port takes them."""
+"""EngineFrames: the port's framing for the frames of kvtier's own engines."""
 
 from kvtier.engine.attached.wire import Frames
 
 
 class EngineFrames(Frames):
-    """See `Framing`: each message is the bytes of one frame. The framing itself says nothing."""
+    """A framing (see `Framing`) whose messages are the bytes of one frame each. The framing itself sends nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Session: what one engine that is attached leases."""
+"""Session: the leases and requests of one attached engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
-MAX_BLOCKS = 1 << 20  # that one engine leases or waits for; what it fetches beyond that fails
-MAX_FETCHES = 1 << 16  # of one engine
-MAX_INQUIRIES = 1 << 10  # of one engine
-FREE, RESERVED, VOID = 0, 1, 2  # what a slot is to an engine; void: reserved before its blocks were forgotten
+MAX_BLOCKS = 1 << 20  # leased or waited for by one engine; fetches beyond that fail
+MAX_FETCHES = 1 << 16  # per engine
+MAX_INQUIRIES = 1 << 10  # per engine
+FREE, RESERVED, VOID = 0, 1, 2  # states of a slot for an engine; void: reserved before the layout was cleared
 
 
 @dataclass(slots=True)
@@ -36,31 +36,31 @@ class SessionCounts:
 
     num_asked: int = 0
     num_leased: int = 0
-    num_loaded: int = 0  # leased, and released
+    num_loaded: int = 0  # leased and then released
     num_stored: int = 0
-    num_failed: int = 0  # asked for, and could not be had
-    num_late: int = 0  # of them those whose reads have hung
+    num_failed: int = 0  # requested but not available
+    num_late: int = 0  # those of `num_failed` whose reads hung
     num_without_room: int = 0  # slots that could not be reserved
-    num_over_share: int = 0  # blocks and slots that were refused since the engine has its share of host memory leased
-    num_given_up: int = 0  # slots that were reserved, and nothing was published in
-    landed_at: float = float("-inf")  # when a block last came from disk that one of them waits for, or could not
+    num_over_share: int = 0  # blocks and slots refused because the engine's share of host memory was leased
+    num_given_up: int = 0  # reserved slots to which nothing was published
+    landed_at: float = float("-inf")  # when a read from disk that an engine waits for last succeeded or failed
 
 
 @dataclass(eq=False, slots=True)
 class Fetched:
-    """One fetch of the engine's. *is_open*: for each place whether it is leased or waited for."""
+    """One fetch of the engine. *is_open* says for each place whether it is leased or waited for."""
 
     fetch: LocalFetch
     is_open: npt.NDArray[np.bool_]
     num_open: int
     begun_at: float
     is_for_later: bool
-    landed: list[int] = field(default_factory=list)  # places that the engine has not been told of
+    landed: list[int] = field(default_factory=list)  # places not reported to the engine yet
     failed: list[tuple[int, Reason]] = field(default_factory=list)
 
 
 class Asked(NamedTuple):
-    """An inquiry of the engine's that is not answered."""
+    """An inquiry of the engine that is not answered yet."""
 
     inquiry: Inquiry
     group_id: int
@@ -68,11 +68,14 @@ class Asked(NamedTuple):
 
 
 class Session:
-    """The leases of one engine: they end with it. Every call checks what the engine says before it does anything, and
-    raises `Malformed` for what an engine that is whole never says. Owned by the sidecar's thread."""
+    """The leases of one engine, which end with the session. Owned by the sidecar's thread.
+
+    Every call checks the engine's message before it does anything. It raises `Malformed` for a message that no correct
+    engine sends.
+    """
 
     def __init__(self, tiers: LayoutTiers, counts: SessionCounts, share: Share, clock: Callable[[], float]) -> None:
-        """*share* is the engine's, of host memory: what it leases counts there."""
+        """Start without leases. *share* is the engine's share of host memory, in which its leases count."""
         self.tiers = tiers
         self._share = share
         self.since = clock()
@@ -81,26 +84,26 @@ class Session:
         self._lower: LowerTiers = tiers.tiers
         self._fetches: dict[int, Fetched] = {}
         self._inquiries: dict[int, Asked] = {}
-        self._num_open = 0  # of all of them
+        self._num_open = 0  # of all fetches
         self._states = [np.zeros(num_slots, np.uint8) for num_slots in self._lower.num_slots]  # [group][slot]
         self._num_reserved = [0 for _ in self._states]
         self._reserved_at = self.since
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for blocks that it wants now, or for an answer."""
+        """Whether the engine waits for blocks that it wants now, or for an answer."""
         return bool(self._inquiries) or any(
             each.fetch.is_reading and not each.is_for_later for each in self._fetches.values()
         )
 
     @property
     def waits_since(self) -> float:
-        """Since when it waits for the oldest fetch that is not complete."""
+        """Start of the oldest fetch that the engine waits for; infinity if there is none."""
         waiting = (each for each in self._fetches.values() if each.fetch.is_reading and not each.is_for_later)
         return min((each.begun_at for each in waiting), default=float("inf"))
 
     def leases(self) -> Iterator[Lease]:
-        """What it leases now."""
+        """Yield the current leases."""
         for fetched in self._fetches.values():
             if fetched.fetch.num_leased:
                 yield Lease(LeaseUse.READ, fetched.fetch.group_id, fetched.fetch.num_leased, fetched.begun_at)
@@ -109,7 +112,7 @@ class Session:
                 yield Lease(LeaseUse.WRITTEN, group_id, num_slots, self._reserved_at)
 
     def fetch(self, message: wire.Fetch) -> Iterator[wire.Fetched]:
-        """Lease what is there, and have the rest read; what the engine is told at once."""
+        """Lease the blocks that are in host memory and start to read the rest; yield what can be reported at once."""
         names = self._names(message.group, message.names)
         if message.number in self._fetches:
             raise Malformed("a fetch with the number of another")
@@ -144,17 +147,17 @@ class Session:
         yield from self._told(message.number, fetched)
 
     def inquire(self, message: wire.Inquire) -> None:
-        """Find out which of these blocks a remote tier has."""
+        """Ask the remote tier which of these blocks it has."""
         names = self._names(message.group, message.names)
         if message.number in self._inquiries:
             raise Malformed("an inquiry with the number of another")
         if len(self._inquiries) == MAX_INQUIRIES:
-            return  # the engine goes on without an answer
+            return  # the engine continues without an answer
         inquiry = self._lower.inquire(message.group, names)
         self._inquiries[message.number] = Asked(inquiry, message.group, names)
 
     def take_inquired(self) -> Iterator[wire.Inquired]:
-        """The answers that have come since the last call."""
+        """Yield the answers to inquiries that have become ready since the last call."""
         for number, asked in list(self._inquiries.items()):
             if asked.inquiry.is_done:
                 del self._inquiries[number]
@@ -162,13 +165,13 @@ class Session:
                 yield wire.Inquired(number, wire.joined(list(compress(asked.names, is_remote.tolist()))))
 
     def take_fetched(self) -> Iterator[wire.Fetched]:
-        """What the engine is to be told of its fetches since the last call."""
+        """Yield the results of fetches that the engine was not sent yet."""
         for number, fetched in list(self._fetches.items()):
             if fetched.landed or fetched.failed:
                 yield from self._told(number, fetched)
 
     def release(self, message: wire.Release) -> None:
-        """End leases, or wait for blocks no longer. A fetch that is over has none."""
+        """End leases, or stop waiting for blocks. Ignored for a fetch that is over, because it has no leases."""
         fetched = self._fetches.get(message.number)
         if fetched is None:
             return
@@ -179,10 +182,10 @@ class Session:
         self._end_if_over(message.number, fetched)
 
     def reserve(self, message: wire.Reserve) -> wire.Reserved:
-        """Slots to write to, as many as there are."""
+        """Reserve as many of the requested slots as are available, for the engine to write to."""
         self._check_group(message.group)
         if not 0 <= message.num_slots <= wire.MAX_BLOCKS:
-            raise Malformed(f"{message.num_slots} slots are asked for")
+            raise Malformed(f"a reservation of {message.num_slots} slots")
         memory = self.tiers.memories[message.group]
         num_within = self._share.num_affordable([Wanted(memory, np.full(message.num_slots, NOWHERE))])
         slots = np.array(self.tiers.reserve(message.group, num_within), np.intp)
@@ -195,7 +198,7 @@ class Session:
         return wire.Reserved(message.group, message.num_slots, wire.packed(slots))
 
     def take_in(self, message: wire.Publish | wire.Abandon | wire.Refresh | wire.Forget) -> None:
-        """What the engine tells, and needs no answer to."""
+        """Process a message that needs no answer."""
         match message:
             case wire.Publish():
                 self.publish(message)
@@ -207,7 +210,7 @@ class Session:
                 self.forget(message)
 
     def publish(self, message: wire.Publish) -> None:
-        """The blocks in these slots can be found from now on, unless all were forgotten since they were reserved."""
+        """Make the blocks in these slots available to lookups, unless a clear has come since they were reserved."""
         slots = self._reserved(message.group, message.slots)
         names = self._names(message.group, message.names)
         digests = wire.digests_in(message.digests, len(slots))
@@ -226,52 +229,55 @@ class Session:
         self._lower.publish(message.group, slots, rows, digests, owners)
 
     def abandon(self, message: wire.Abandon) -> None:
-        """Nothing was written to these slots."""
+        """Free these slots, to which nothing was written."""
         slots = self._reserved(message.group, message.slots)
         self._no_longer_reserved(message.group, slots)
         self._counts.num_given_up += len(slots)
         self._lower.abandon(message.group, slots)
 
     def refresh(self, message: wire.Refresh) -> None:
-        """These blocks were used."""
+        """Record that these blocks were used."""
         names = self._names(message.group, message.names)
         if len(message.were_read) not in (0, len(names)):
-            raise Malformed(f"{len(names)} blocks were used, and {len(message.were_read)} have an origin")
+            raise Malformed(f"{len(names)} blocks were used, but {len(message.were_read)} have an origin")
         were_read = dict(zip(names, map(bool, message.were_read), strict=False))
         names = list(dict.fromkeys(names))
         self.tiers.refresh(message.group, names, [were_read[name] for name in names] if were_read else ())
 
     def forget(self, message: wire.Forget) -> None:
-        """These blocks have wrong bytes in host memory."""
+        """Forget these blocks, whose bytes in host memory are wrong."""
         self._lower.forget(message.group, list(dict.fromkeys(self._names(message.group, message.names))))
 
     def void(self) -> None:
-        """What is being written is never to be found."""
+        """Ensure that what the engine is writing is never found."""
         for states in self._states:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """The disk has brought nothing for too long: what is being read fails, and so does what waits for a slot."""
+        """Fail the blocks that are being read or wait for a slot: the disk has delivered nothing for too long."""
         for fetched in self._fetches.values():
             fetch = fetched.fetch
             if not fetch.is_reading or fetched.is_for_later:
                 continue
             fetch.time_out()
             is_waiting = fetched.is_open & (fetch.slots == ABSENT)
-            is_waiting[list(fetch.failures)] = False  # told with the next poll
+            is_waiting[list(fetch.failures)] = False  # reported by the next poll
             places = np.flatnonzero(is_waiting)
             fetch.release(places)
             fetched.failed += [(place, Reason.CAPACITY) for place in places.tolist()]
             self._close(fetched, places)
 
     def give_up(self, message: wire.TimeOut) -> None:
-        """The engine takes what a fetch waits for to hang."""
+        """Time out a fetch that the engine considers hung."""
         if (fetched := self._fetches.get(message.number)) is not None:
             fetched.fetch.time_out()
 
     def stop_listening(self) -> None:
-        """Wait no longer for what the engine was not told of. What it knows to be leased stays so until `end`, as one
-        of its processes may be copying there."""
+        """Stop waiting for blocks that were not reported to the engine.
+
+        Blocks that the engine knows to be leased stay leased until `end`, because one of its processes may be copying
+        there.
+        """
         self._inquiries.clear()
         for number, fetched in list(self._fetches.items()):
             is_unknown = fetched.is_open.copy()
@@ -282,7 +288,7 @@ class Session:
             self._end_if_over(number, fetched)
 
     def end(self) -> None:
-        """End all leases: no process of the engine copies any more."""
+        """End all leases. No process of the engine may copy any more."""
         for fetched in self._fetches.values():
             self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])
         self._fetches.clear()
@@ -294,7 +300,7 @@ class Session:
                 self._lower.abandon(group_id, slots)
 
     def check(self) -> None:
-        """Raise AssertionError if any two books disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         for group_id, states in enumerate(self._states):
             slots = np.flatnonzero(states)
             assert len(slots) == self._num_reserved[group_id], "an engine's reserved slots were miscounted"
@@ -327,7 +333,7 @@ class Session:
 
     def _on_fetched(self, fetched: Fetched, place: int, failure: Reason | None) -> None:
         self._counts.landed_at = self._clock()
-        if not fetched.is_open[place]:  # it was told at once, or released
+        if not fetched.is_open[place]:  # it was reported at once, or released
             return
         if failure is None:
             self._share.lease(
@@ -344,7 +350,7 @@ class Session:
             del self._fetches[number]
 
     def _num_within_share(self, group_id: int, names: Sequence[BlockName], places: Places) -> int:
-        """How many of the first of these blocks the engine may have leased beside what it has."""
+        """Return how many of the first of these blocks the engine may lease in addition to its leases."""
         num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
         self._counts.num_over_share += len(names) - num_within
         return num_within
@@ -359,7 +365,7 @@ class Session:
         fetched.fetch.release(places)
 
     def _close(self, fetched: Fetched, places: Ids) -> None:
-        """These are neither leased nor waited for any more."""
+        """Record that these places are neither leased nor waited for any more."""
         num_closed = int(np.count_nonzero(fetched.is_open[places]))
         fetched.num_open -= num_closed
         self._num_open -= num_closed
@@ -374,7 +380,7 @@ class Session:
         return wire.names_in(data)
 
     def _reserved(self, group_id: int, data: bytes) -> Ids:
-        """The slots, all of them reserved by this engine, and no slot twice."""
+        """Return the slots. Raise `Malformed` unless this engine has reserved all of them, and none is named twice."""
         self._check_group(group_id)
         slots = wire.numbers_in(data, len(self._states[group_id]))
         if (self._states[group_id][slots] == FREE).any() or len(np.unique(slots)) < len(slots):
@@ -388,15 +394,15 @@ class Session:
 
 
 def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
-    """The names of each traced request's blocks; `Malformed` for too many requests, or places that there are not."""
+    """Yield each traced request with its blocks' names. Raise `Malformed` for too many requests or unknown places."""
     if len(traced) > wire.MAX_TRACED:
-        raise Malformed(f"{len(traced)} requests are told to be traced, at most {wire.MAX_TRACED} may be")
+        raise Malformed(f"{len(traced)} traced requests, more than {wire.MAX_TRACED}")
     for each in traced:
         yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
 
 
 def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[Row]:
-    """The chains as rows; `Malformed` unless each of the blocks is in one of them."""
+    """Return the chains as rows. Raise `Malformed` unless each of the blocks is in one of them."""
     rows, end = [], 0
     for each in chains:
         if each.start != end or not end < each.end <= len(names):

@@ -1,1 +1,1 @@
-"""The bytes of a block at rest: encoded, sealed, encrypted."""
+"""Encoding, sealing and encryption of the bytes of a block at rest."""

@@ -1,7 +1,7 @@
-"""Encryption at rest: other users of the disk cannot read keys and values, and their records are refused.
+"""Encryption at rest: other users of the disk cannot read K/V data, and records that they write are refused.
 
-The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids: unless the
-seed of the names, or the request's salt, is a secret, a reader that guesses a prompt can see whether it was cached.
+The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids. So unless
+the seed of the names or the request's salt is secret, a reader who guesses a prompt can see whether it was cached.
 """
 
 import base64
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
-OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # of a value over its payload
+OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # that encryption adds to a payload
 _KEY_ID_TAG = b"kvtier encryption key id\x00"
-_MAX_BYTES = 4096  # of a key file, or of the output of a command: a key has less than a hundred
+_MAX_BYTES = 4096  # limit for a key file or the output of a command; a key has less than a hundred bytes
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
 class Cipher:
-    """AES-256-GCM under one key. Holds the key and never shows it; one object serves all threads.
+    """AES-256-GCM under one key. The object never shows its key and serves all threads.
 
-    Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag verifies the bytes at rest,
-    the digest what happened to the raw bytes before. The digest is encrypted, as that of a plain text would tell
-    which records hold the same text. Each value has a random nonce, which is safe for 2^32 values under one key
-    (4 PiB in blocks of 1 MiB): change the key before. *key_id* (8 bytes, tells nothing of the key) belongs into
-    the namespace: then another key is another namespace, and old records are ordinary misses.
+    Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag verifies the bytes at rest. The
+    digest detects damage to the raw bytes before they were encrypted. The digest is encrypted too, because a plain
+    digest would reveal which records hold the same text. Each value has a random nonce. That is safe for 2^32 values
+    under one key (4 PiB in blocks of 1 MiB), so change the key before. *key_id* (8 bytes, reveals nothing about the
+    key) belongs in the namespace: a new key then makes a new namespace, and old records are ordinary misses.
 
-    About 20 GB/s per core at 1 MiB and 9 at 64 KiB, both ways, straight from and into the caller's memory;
-    3 us a value. Needs the package `cryptography`; one older than 50 keeps the interpreter lock meanwhile.
+    Speed is about 20 GB/s per core at 1 MiB and 9 GB/s at 64 KiB, in both directions, directly between the caller's
+    buffers, plus 3 us per value. Needs the package `cryptography`; versions before 50 hold the GIL meanwhile.
     """
 
-    cipher_id = 1  # stored in every record; no other scheme ever gets this number
+    cipher_id = 1  # stored in every record; never reused for another scheme
 
     def __init__(self, key: bytes) -> None:
-        """ValueError unless *key* has 32 bytes; `MissingExtra` without the package."""
+        """Create a cipher. Raises ValueError unless *key* has 32 bytes, and `MissingExtra` without the package."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"encryption key of {len(key)} bytes; need {KEY_BYTES}")
         self.key_id = hashlib.sha256(_KEY_ID_TAG + key).digest()[:8]
@@ -59,26 +59,28 @@ class Cipher:
         self._context = _context_of(key)
 
     def __reduce__(self) -> "tuple[type[Cipher], tuple[bytes]]":
-        return type(self), (self._key,)  # pickled for the process of the store only
+        return type(self), (self._key,)  # pickled only for the store's process
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """The cipher whose key is in *path*: 32 bytes raw, as 64 hex digits, or in base64.
+        """Return the cipher whose key is in the file *path*: 32 raw bytes, 64 hex digits, or base64.
 
-        ValueError, one line that says what to do, if there is none or other users than the owner may use the file.
+        Raises ValueError, with one line that says what to do, if there is no key or users other than the owner may use
+        the file.
         """
         return cls(_parse_key(_read_key(path), f"encryption key {path}"))
 
     @classmethod
     def from_command(cls, command: str, timeout_s: float = 30) -> Self:
-        """The cipher whose key (as in a file) *command* prints; it is run without a shell and without input.
+        """Return the cipher whose key *command* prints, in a format of `from_file`.
 
-        ValueError, one line that says what to do and shows neither output nor arguments, if it fails.
+        The command runs without a shell and without input. Raises ValueError if it fails. The message is one line that
+        says what to do and shows neither output nor arguments.
         """
         return cls(_parse_key(_output_of(command, timeout_s), "encryption key command"))
 
     def encrypt(self, digest: bytes, payload: memoryview, context: bytes, value: memoryview) -> None:
-        """Fill *value*, OVERHEAD_BYTES longer than *payload*; it decrypts under the same *context* only."""
+        """Fill *value*, which is OVERHEAD_BYTES longer than *payload*. Decryption needs the same *context*."""
         end = len(value) - _TAG_BYTES
         nonce = os.urandom(_NONCE_BYTES)
         value[:_NONCE_BYTES] = nonce
@@ -91,9 +93,9 @@ class Cipher:
         value[end:] = encryptor.tag
 
     def decrypt(self, value: memoryview, context: bytes, payload: memoryview) -> bytes:
-        """Fill *payload* from *value* and return the digest; ValueError if not all is as it was encrypted.
+        """Decrypt *value* into *payload* and return the digest.
 
-        *payload* holds anything after an error.
+        Raises ValueError if anything differs from what was encrypted. *payload* then holds arbitrary bytes.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -115,7 +117,10 @@ class Cipher:
 
 
 def _context_of(key: bytes) -> "Callable[[bytes], CipherContext[GCM]]":
-    """A function from a nonce to a streaming context. (`AESGCM` would need digest and payload joined.)"""
+    """Return a function that makes a streaming context from a nonce.
+
+    `AESGCM` would need digest and payload in one buffer.
+    """
     with extra("crypto", "encryption at rest"):
         from cryptography.hazmat.primitives.ciphers import Cipher as CipherContext
         from cryptography.hazmat.primitives.ciphers.algorithms import AES256
@@ -151,7 +156,7 @@ def _read_key(path: Path) -> bytes:
 
 
 def _output_of(command: str, timeout_s: float) -> bytes:
-    """The standard output of *command*. Errors name the program only, as its arguments may be secret."""
+    """Return the standard output of *command*. Errors name only the program, because its arguments may be secret."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -165,7 +170,7 @@ def _output_of(command: str, timeout_s: float) -> bytes:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that its children end with it: they hold the pipe
+            start_new_session=True,  # so that killing the group ends its children too, which hold the pipe
         )
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}; give the full path of a program") from None
@@ -181,14 +186,14 @@ def _output_of(command: str, timeout_s: float) -> bytes:
             process.wait(max(0.0, give_up_at - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
-            raise ValueError(f"{name}: no end after {timeout_s} s; run it by hand to see what it waits for") from None
+            raise ValueError(f"{name}: not finished after {timeout_s} s; run it by hand to see why") from None
     if process.returncode != 0:
         raise ValueError(f"{name}: exit status {process.returncode}; run it by hand to see why")
     return output
 
 
 def _read_piece(process: "subprocess.Popen[bytes]", give_up_at: float) -> bytes:
-    """The next bytes that *process* prints, empty at the end. TimeoutError if none come before *give_up_at*."""
+    """Return the next bytes that *process* prints, or b"" at the end. Raises TimeoutError at *give_up_at*."""
     assert process.stdout is not None
     readable = select.poll()
     readable.register(process.stdout, select.POLLIN)

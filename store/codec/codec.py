@@ -1,4 +1,4 @@
-"""Codecs: how the raw bytes of a block are laid out at rest."""
+"""Codecs: the layouts of a block's bytes at rest."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,28 +12,28 @@ from kvtier.store.codec.fp8_codec import Fp8Codec
 
 
 class Codec(Protocol):
-    """A layout of the bytes of a block at rest. It has no state, so one object serves all threads."""
+    """A layout of a block's bytes at rest. It is stateless, so one object serves all threads."""
 
     @property
     def codec_id(self) -> int:
-        """The number stored in every record. No other layout ever gets it."""
+        """The number stored in every record. It is never reused for another layout."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives back the raw bytes. A lossy codec gives the same bytes every time."""
+        """Whether decoding returns the raw bytes. A lossy codec returns the same bytes every time."""
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether blocks of one raw length have payloads of one length."""
+        """Whether all blocks of one raw length have payloads of the same length."""
 
     def encode(self, raw: memoryview) -> memoryview:
-        """The payload for *raw*: a view of *raw* itself or of new memory. Use it within the call that asked for it."""
+        """Return the payload for *raw*, which may be a view of *raw*. Use it only within the call that asked for it."""
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Fill *out*, which is as long as the raw bytes were. ValueError for bytes that this codec never wrote."""
+        """Fill *out*, which has the raw length. Raises ValueError for bytes that this codec never wrote."""
 
 
 class NoCodec:
@@ -52,18 +52,18 @@ class NoCodec:
             raise ValueError(f"{payload.nbytes} bytes of payload for a block of {out.nbytes}")
         if payload is out:
             return  # the payload was read into *out* itself
-        # Not out[:] = payload: a slice copy keeps the interpreter lock, and a payload whose pages
-        # are still on disk would hold up every thread of the process for the time of the disk read.
+        # Not out[:] = payload: a slice copy holds the GIL, so a payload whose pages are still on disk
+        # would block every thread of the process for the time of the disk read.
         np.copyto(_bytes_of(out), _bytes_of(payload))
 
 
 class ZstdPlaneCodec:
-    """zstd level 1 on the most significant byte of each little-endian element, the other bytes raw.
+    """zstd level 1 on the most significant byte of each little-endian element; the other bytes stay raw.
 
-    That byte holds sign and exponent, where floats repeat themselves: real K/V in bfloat16 shrinks
-    1.45 times, in float16 1.16 times; compressing the other bytes too, or harder, gains nothing.
-    It buys capacity, not speed: one core encodes about 0.5 GB/s and decodes 0.9 GB/s.
-    Payload: the raw bytes of all elements, then one zstd frame.
+    The most significant byte holds sign and exponent, which repeat across floats. Real K/V in bfloat16 shrinks 1.45
+    times, in float16 1.16 times. Compressing the other bytes too, or at a higher level, gains nothing. The codec buys
+    capacity, not speed: one core encodes about 0.5 GB/s and decodes 0.9 GB/s. Payload: the raw bytes of all elements,
+    then one zstd frame.
     """
 
     is_lossless = True
@@ -71,14 +71,14 @@ class ZstdPlaneCodec:
 
     def __init__(self, element_bytes: int) -> None:
         if element_bytes not in (1, 2, 4):
-            raise ValueError(f"zstd-plane: element_bytes is {element_bytes}; 1, 2 and 4 exist")
+            raise ValueError(f"zstd-plane: element_bytes is {element_bytes}; use 1, 2 or 4")
         self.codec_id = 16 + element_bytes
         self.name = f"zstd-plane-{element_bytes}"
         self._element_bytes = element_bytes
 
     def encode(self, raw: memoryview) -> memoryview:
         elements = self._elements_of(raw)
-        # A compressor is not thread-safe; a new one per call costs 1 % of a block of 1 MiB.
+        # A compressor is not thread-safe; a new one per call costs 1 % of the time for a block of 1 MiB.
         frame = zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(elements[:, -1]).data)
         low = elements[:, :-1]
         payload = np.empty(low.size + len(frame), dtype=np.uint8)
@@ -94,7 +94,7 @@ class ZstdPlaneCodec:
         low[:] = stored[: low.size].reshape(low.shape)
 
     def _elements_of(self, raw: memoryview) -> npt.NDArray[np.uint8]:
-        """*raw* as [num_elements, element_bytes], not copied."""
+        """Return *raw* as [num_elements, element_bytes], without copying."""
         if raw.nbytes % self._element_bytes:
             raise ValueError(f"{self.name}: a block of {raw.nbytes} bytes is not a whole number of elements")
         return _bytes_of(raw).reshape(-1, self._element_bytes)
@@ -105,7 +105,10 @@ def _bytes_of(view: memoryview) -> npt.NDArray[np.uint8]:
 
 
 def _decompress(frame: memoryview, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The *num_bytes* compressed in *frame*. Its stated size is checked first: a damaged frame may claim terabytes."""
+    """Return the *num_bytes* that are compressed in *frame*.
+
+    The stated size of the frame is checked first, because a damaged frame may claim terabytes.
+    """
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
             raise ValueError(f"zstd frame is not one of {num_bytes} bytes")
@@ -132,5 +135,5 @@ _BY_ID = {codec.codec_id: codec for codec in _KNOWN}
 
 
 def codec_by_id(codec_id: int) -> Codec | None:
-    """The codec with the number *codec_id*; None for a number that this program does not know."""
+    """Return the codec with the number *codec_id*, or None if this version does not know it."""
     return _BY_ID.get(codec_id)

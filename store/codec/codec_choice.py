@@ -1,4 +1,4 @@
-"""`CodecChoice`: chooses the codec whose blocks are read fastest, by the measured speed of reading and decoding."""
+"""`CodecChoice`: picks the codec whose blocks are fastest to read, from measured read and decode speeds."""
 
 import threading
 import time
@@ -9,22 +9,22 @@ import numpy as np
 
 from kvtier.store.codec.codec import NO_CODEC, Codec
 
-_BLOCKS_PER_SAMPLE = 64  # a sample of 1 MiB takes 3 ms to encode and decode: 0.05 ms a block
-_MIN_READS = 16  # before the medium counts as measured
-_MARGIN = 0.9  # the other codec must take less than this of the time of the one in use
-_FADING = 15 / 16  # weight that an observation keeps at each later one
+_BLOCKS_PER_SAMPLE = 64  # encoding and decoding a sample of 1 MiB takes 3 ms, so 0.05 ms per block
+_MIN_READS = 16  # before the speed of the disk counts as measured
+_MARGIN = 0.9  # switch if the other codec takes less than this fraction of the current codec's time
+_FADING = 15 / 16  # factor by which each observation lowers the weight of the earlier ones
 
 
 @dataclass(slots=True)
 class _Rate:
-    """A mean of *amount* per *cost*, in which about the last 16 observations count."""
+    """A running mean of *amount* per *cost* over about the last 16 observations."""
 
     amount: float = 0.0
     cost: float = 0.0
     num_seen: int = 0
 
     def add(self, amount: float, cost: float) -> None:
-        if amount > 0 and cost > 0:  # else the clock was too coarse, or the block was empty
+        if amount > 0 and cost > 0:  # otherwise the clock was too coarse, or the block was empty
             self.amount = _FADING * self.amount + amount
             self.cost = _FADING * self.cost + cost
             self.num_seen += 1
@@ -35,16 +35,16 @@ class _Rate:
 
 
 class CodecChoice:
-    """Chooses between codec `none` and *compressed*: the one whose blocks are read sooner from the medium.
+    """The choice between codec `none` and *compressed*, by the time that it takes to read their blocks from disk.
 
-    Seconds to read a raw byte: 1 / medium, or 1 / (ratio * medium) + 1 / decoding. The choice is `none` until
-    enough reads were measured, and changes only for a gain of a tenth, so that it does not flap. It
-    considers neither writing, which compression slows down, nor capacity, which compression saves.
-    All methods may be called from any thread.
+    Reading a raw byte takes 1 / disk seconds with `none`, or 1 / (ratio * disk) + 1 / decoding if compressed. The
+    choice is `none` until enough reads were measured. It changes only for a gain of a tenth, so that it does not flap.
+    It considers neither writing, which compression slows down, nor capacity, which compression saves. All methods are
+    thread-safe.
     """
 
     def __init__(self, compressed: Codec, clock: Callable[[], float] = time.perf_counter) -> None:
-        assert compressed.is_lossless, f"{compressed.name} is lossy: it changes what a key stands for"
+        assert compressed.is_lossless, f"{compressed.name} is lossy, so a key would have two contents; use another"
         self._compressed = compressed
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
@@ -55,12 +55,12 @@ class CodecChoice:
         self._decoding = _Rate()  # raw bytes per second, by *compressed*
 
     def __reduce__(self) -> "tuple[type[CodecChoice], tuple[Codec]]":
-        return type(self), (self._compressed,)  # pickled for the process of the store, which measures for itself
+        return type(self), (self._compressed,)  # pickled for the store's process, which takes its own measurements
 
     def pick(self, raw: memoryview) -> Codec:
-        """Choose the codec for *raw*. The first and every 64th block is encoded and decoded to measure.
+        """Return the codec for *raw*. The first and every 64th block is encoded and decoded to measure the speed.
 
-        ValueError for a block that *compressed* cannot encode.
+        Raises ValueError for a block that *compressed* cannot encode.
         """
         with self._lock:
             is_sample = self._num_picked % _BLOCKS_PER_SAMPLE == 0
@@ -71,7 +71,7 @@ class CodecChoice:
             return self._chosen
 
     def on_read(self, stored_bytes: int, seconds: float) -> None:
-        """Count a read of *stored_bytes* from the medium; *seconds* exclude decoding and verifying."""
+        """Count a read of *stored_bytes* from disk. *seconds* exclude decoding and verification."""
         with self._lock:
             self._medium.add(stored_bytes, seconds)
             self._decide()

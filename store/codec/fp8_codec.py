@@ -1,4 +1,4 @@
-"""`Fp8Codec`: a lossy codec that stores 8 bits of each float, and a scale for each short run of them."""
+"""`Fp8Codec`: a lossy codec that stores 8 bits per float, and a scale for each short run of floats."""
 
 import sys
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-assert sys.byteorder == "little", "views of 32-bit floats as pairs of 16 bits"
+assert sys.byteorder == "little", "the fp8 codec views 32-bit floats as pairs of 16 bits; use a little-endian machine"
 
 _RUN = 64  # elements that share a scale
 _CHUNK = 32_768  # elements converted at a time, a multiple of _RUN: as float32 they fit the L2 cache
@@ -20,19 +20,19 @@ _Floats = npt.NDArray[np.float32]
 
 
 class Fp8Codec:
-    """Stores each element as e4m3 (4 bits of exponent, 3 of mantissa), with a bfloat16 scale for every 64: LOSSY.
+    """LOSSY codec that stores each element as e4m3 (4 exponent bits, 3 mantissa bits), with a bfloat16 scale per 64.
 
-    16-bit elements shrink 1.94 times, float32 3.88 times. An element of a run whose largest finite magnitude
-    is m comes back wrong by at most m / 25, and 2^-25 for float16, 2^-121 for the others (their smallest
-    numbers); above m / 28,000 by at most 1/15 of itself, and as much. (The widest step of e4m3 is 32
-    of 448, half of it m / 28; the rest is rounding to the element's type.) Zeros come back as zeros,
-    NaN as NaN, an infinity as the largest finite number of its type less up to 1/25, and
-    its run is scaled as if that stood there.
+    16-bit elements shrink 1.94 times, float32 3.88 times. Let m be the largest finite magnitude in a run of 64
+    elements. The error of an element is at most m / 25, plus 2^-25 for float16 or 2^-121 for the other types (their
+    smallest numbers). Above m / 28,000 the error is at most 1/15 of the element, plus the same constant. (The widest
+    step of e4m3 is 32 of 448, half of it m / 28; the rest is rounding to the element's type.) Zeros decode to zeros and
+    NaN to NaN. An infinity decodes to the largest finite number of its type, less up to 1/25. Its run is scaled as if
+    it held that number.
 
-    It must not share a namespace with lossless codecs: a key would have two contents. The caller names the
-    codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. One core encodes 1.1 GB/s of
-    bfloat16 and decodes 1.8, of float16 0.7 and 0.85, of float32 2.3 and 4.2. Both casts are look-ups in
-    tables: `ml_dtypes` takes 4 times as long to make codes, and 7 times to make floats of them.
+    The codec must not share a namespace with lossless codecs, because a key would have two contents. The caller names
+    the codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. One core encodes 1.1 GB/s of bfloat16
+    and decodes 1.8, of float16 0.7 and 0.85, of float32 2.3 and 4.2. Both casts are table lookups: `ml_dtypes` takes 4
+    times as long to encode and 7 times as long to decode.
     """
 
     is_lossless = False
@@ -59,7 +59,7 @@ class Fp8Codec:
             scales[start // _RUN :][: len(runs)] = scale_bits
             with np.errstate(all="ignore"):  # NaN and infinities
                 scaled = self._widen(runs) * (1 / _widen_bfloat16(scale_bits))[:, np.newaxis]
-            # The upper half decides: the steps of e4m3 and their middles have no bits in the lower one.
+            # The upper half suffices: the steps of e4m3 and their midpoints have no bits in the lower half.
             codes[part] = CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
         return payload.data
 
@@ -80,15 +80,18 @@ class Fp8Codec:
                 self._narrow(values.ravel()[: part.stop - start], elements[part])
 
     def _elements_of(self, raw: memoryview) -> _Bits:
-        """The bits of each element of *raw* as an unsigned number, not copied."""
+        """Return the bits of each element of *raw* as an unsigned number, without copying."""
         if raw.nbytes % self._dtype.itemsize:
             raise ValueError(f"{self.name}: a block of {raw.nbytes} bytes is not a whole number of elements")
         elements: _Bits = np.frombuffer(raw, dtype=self._dtype)
         return elements
 
     def _scales_of(self, runs: _Bits) -> npt.NDArray[np.uint16]:
-        """Bits of a bfloat16 scale for each of *runs* [num_runs, 64], cut off lest the largest decode to infinity."""
-        magnitudes = runs & self._magnitude  # compared as integers they have the order of the floats
+        """Return the bits of a bfloat16 scale for each of *runs* [num_runs, 64].
+
+        Scales are truncated, so that the largest element does not decode to infinity.
+        """
+        magnitudes = runs & self._magnitude  # as integers they have the order of the floats
         largest = magnitudes.max(axis=1)
         if largest.max() >= self._infinity:
             largest = np.where(magnitudes > self._infinity, self._dtype.type(0), magnitudes).max(axis=1)  # no NaN
@@ -118,7 +121,7 @@ def _num_runs(num_elements: int) -> int:
 
 
 def _in_runs(elements: _Bits) -> _Bits:
-    """*elements* as [num_runs, 64], not copied unless zeros must fill the last run."""
+    """Return *elements* as [num_runs, 64], copied only if zeros must fill the last run."""
     missing = -elements.size % _RUN
     return (np.pad(elements, (0, missing)) if missing else elements).reshape(-1, _RUN)
 
@@ -128,7 +131,7 @@ def _widen_bfloat16(bits: _Bits) -> _Floats:
 
 
 def _values_of_codes() -> _Floats:
-    """The number that each of the 256 codes of e4m3 ("fn": no infinities, one NaN of each sign) stands for."""
+    """Return the number for each of the 256 codes of e4m3 ("fn": no infinities, one NaN of each sign)."""
     codes = np.arange(128)
     exponents, mantissas = codes >> 3, codes & 7
     magnitudes = np.where(exponents > 0, 8 + mantissas, mantissas) * 2.0 ** (np.maximum(exponents, 1) - 10)
@@ -137,7 +140,7 @@ def _values_of_codes() -> _Floats:
 
 
 def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
-    """The code nearest to each float32, by its upper 16 bits; more than the largest is the largest."""
+    """Return the code nearest to each float32, by its upper 16 bits. Numbers above the largest get its code."""
     magnitudes = _widen_bfloat16(np.arange(1 << 15, dtype=np.uint16))
     middles = (values[:126] + values[1:127]) / 2
     codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)

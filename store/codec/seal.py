@@ -1,4 +1,4 @@
-"""Seals a blob into the header and value that are stored, and opens them again, verified."""
+"""Sealing of a block into the header and value that are stored, and opening them again with verification."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -14,15 +14,15 @@ from kvtier.store.record import NAMESPACE_BYTES, NO_CIPHER_ID, NO_DIGEST, NO_KEY
 from kvtier.store.slab import PAGE_BYTES as _PAGE_BYTES
 from kvtier.store.slab import slot_bytes
 
-# Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
+# Rows in `records`, `order` and `free` for a key of 50 to 70 bytes, in pages that are 2/3 full.
 _INDEX_BYTES = 512
-MAX_BLOCK_BYTES = 2 << 30  # more than any block has; rows of the index have four bytes for the size of a slot
-_NUM_READERS = 2  # or more: threads read beside each other, in a process that does little else
-_SIZE_CLASSES = 8  # lengths that the values of one raw length may have
+MAX_BLOCK_BYTES = 2 << 30  # more than any block has; index rows have four bytes for the size of a slot
+_NUM_READERS = 2  # or more: threads read concurrently, in a process that does little else
+_SIZE_CLASSES = 8  # number of lengths that the values of one raw length may have
 
 
 class Sealed(NamedTuple):
-    """A block as it is stored. *payload* is the whole value with its padding, perhaps a view of the caller's memory."""
+    """A block as it is stored. *payload* is the whole value with padding, possibly a view of the caller's memory."""
 
     key: bytes
     header: bytes
@@ -32,17 +32,17 @@ class Sealed(NamedTuple):
 
 @cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
-    """Bytes that a value of *value_bytes* counts against a capacity: its slot and its index rows."""
+    """Return how many bytes a value of *value_bytes* counts against a capacity: its slot and its index rows."""
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
 def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
-    """Bytes that *blob* counts against a capacity if its codec does not make it smaller."""
+    """Return how many bytes *blob* counts against a capacity if its codec does not shrink it."""
     return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
 
 
 def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
-    """Raise ValueError if one of *blobs* does not even fit an empty store."""
+    """Raise ValueError if one of *blobs* does not fit even an empty store."""
     for blob in blobs:
         if not 0 < blob.raw.nbytes <= MAX_BLOCK_BYTES:
             raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
@@ -54,10 +54,10 @@ def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | No
 
 
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
-    """Length of the value for *stored_length* bytes of a block: padded to a size class where lengths would vary.
+    """Return the length of the value for *stored_length* bytes of a block, padded to a size class if lengths vary.
 
-    Each file of the store has slots of one size. So the value has one of 8 lengths, the multiples of an eighth of
-    the raw length, rounded up to whole pages: a block that shrinks 1.45 times takes six eighths.
+    Each file of the store has slots of one size. So a value has one of 8 lengths, the multiples of an eighth of the raw
+    length, rounded up to whole pages. A block that shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length
@@ -69,8 +69,8 @@ def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
 def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -> Sealed:
     """Encode *blob* for storing, and encrypt it if there is a *cipher*.
 
-    A block of which *codec* saves less than an eighth or a page is stored raw, so no value is longer than raw
-    but for the 44 bytes that encryption adds. A block that is neither encoded nor encrypted is not copied.
+    A block is stored raw if *codec* saves less than an eighth or a page. So no value is longer than the raw block,
+    except for the 44 bytes that encryption adds. A block that is neither encoded nor encrypted is not copied. Raises
     ValueError for a block that *codec* cannot encode.
     """
     codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
@@ -103,9 +103,9 @@ def open_record(
 ) -> bytes | Fault:
     """Decrypt and decode the value at the start of *payload* into *out*, verify it, and return its digest or a fault.
 
-    Bytes after the value are ignored. *payload* may be *out* itself, if it is neither encoded nor encrypted. With a
-    *cipher* a record that is not encrypted is refused, as any process may have written it. *out* holds arbitrary bytes
-    after a fault.
+    Bytes after the value are ignored. *payload* may be *out* itself if the value is neither encoded nor encrypted. With
+    a *cipher* a record that is not encrypted is refused, because any process may have written it. After a fault *out*
+    holds arbitrary bytes.
     """
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
@@ -132,13 +132,13 @@ def open_record(
 
 
 def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:
-    """The fault of a stored record, None if it is good. Decodes into memory of its own."""
+    """Return the fault of a stored record, or None if it is good. The record is decoded into new memory."""
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
         return record
     try:
         out = memoryview(bytearray(record.raw_length))
-    except (MemoryError, OverflowError):  # no block has that length, though the checksum is right
+    except (MemoryError, OverflowError):  # no block has that length, although the checksum is right
         return Fault.TORN
     result = open_record(key, header, payload, out, cipher)
     return result if isinstance(result, Fault) else None
@@ -149,18 +149,21 @@ def _overhead_bytes(cipher: Cipher | None) -> int:
 
 
 def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
-    """The payload for *raw* and the codec that encoded it: `none` where *codec* does not save enough."""
+    """Return the payload for *raw* and the codec that encoded it, which is `none` if *codec* does not save enough."""
     payload = codec.encode(raw)
     if payload is raw:
         return codec, raw
     length = value_bytes(codec, payload.nbytes + _overhead_bytes(cipher), raw.nbytes)
-    if length >= raw.nbytes:  # all eight eighths, or not a page less
+    if length >= raw.nbytes:  # less than an eighth or a page is saved
         return NO_CODEC, raw
     return codec, payload
 
 
 def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
-    """Digest of the bytes that decoding will give. If the raw bytes are damaged, the blob's, which will not match."""
+    """Return the digest of the bytes that decoding will give.
+
+    If the raw bytes are damaged, return the blob's digest, which will not match.
+    """
     if digest(blob.raw) != blob.digest:
         return blob.digest
     out = np.empty(blob.raw.nbytes, dtype=np.uint8).data
@@ -169,7 +172,7 @@ def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
 
 
 def _decrypt(cipher: Cipher, stored: memoryview, context: bytes, codec: Codec, out: memoryview) -> bytes:
-    """Decrypt *stored* into *out*, directly if it was not encoded, and return the digest stored with it."""
+    """Decrypt *stored*, decode it into *out*, and return the digest stored with it."""
     if codec is NO_CODEC:
         return cipher.decrypt(stored, context, out)
     payload = np.empty(max(stored.nbytes - OVERHEAD_BYTES, 0), dtype=np.uint8).data

@@ -1,1 +1,1 @@
-"""The store on disk: an LMDB index, and slabs beside it."""
+"""The store on disk: an LMDB index, and slab files for the payloads."""

@@ -1,7 +1,7 @@
-"""The boot mark: a small file beside the data file that says in which boot that was last open, and in which state.
+"""The boot mark: a small file that records in which boot the data file was last open, and in which state.
 
-LMDB's file is whole after kill -9 (the kernel still writes the pages) but, unless it was synced, not after a crash of
-the machine. Reading a damaged file may crash, so its state is kept beside it. A mark that cannot be read costs the
+After kill -9 LMDB's file is intact, because the kernel still writes the pages. After a machine crash it is not, unless
+it was synced. Reading a damaged file may crash, so the state is kept in a file of its own. An unreadable mark costs the
 whole store, so there are two copies of it, each with a checksum.
 """
 
@@ -15,17 +15,17 @@ import xxhash
 
 from kvtier.store.folder import open_or_make, open_own, sync_folder
 
-_LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have a version of their own
+_LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have their own version
 _ANY_LAYOUT = b"kvtier-store-"
 _NAME = "boot_mark"
 _COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
-_COPIES_AT = (0, 4096)  # so far apart that no page, and no block of the medium, has both
+_COPIES_AT = (0, 4096)  # so far apart that no page and no block of the disk contains both
 
 
 class FileState(StrEnum):
-    """The state in which a data file was left, unless its mark was written again since."""
+    """State in which a data file was left when the mark was written."""
 
-    CLEAN = "clean"  # all of it synced and nothing written since: it was closed, or is about to be compacted
+    CLEAN = "clean"  # fully synced and not written since: it was closed, or is about to be compacted
     PROCESS = "process"  # open, nothing synced
     INTERVAL = "interval"  # open, synced at checkpoints
     COMMIT = "commit"  # open, synced with every change
@@ -33,7 +33,7 @@ class FileState(StrEnum):
 
 
 def current_boot_id() -> str:
-    """The kernel's identifier of this boot: another after every start of the machine."""
+    """Return the kernel's identifier of this boot, which changes with every start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -48,7 +48,10 @@ class BootMark:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The mark in *folder*; None if there is none or no copy is as it was written. OSError if it cannot be read."""
+        """Return the mark in *folder*, or None if there is none or no copy is intact.
+
+        Raises OSError if the file cannot be read.
+        """
         try:
             with open(folder / _NAME, "rb", opener=open_own) as file:
                 content = file.read(_COPIES_AT[-1] + _COPY_BYTES)
@@ -61,9 +64,9 @@ class BootMark:
         return cls._unpack_earlier(content)
 
     def write(self, folder: Path) -> None:
-        """Overwrite the mark in *folder*, durably.
+        """Overwrite the mark in *folder* durably.
 
-        A crash of the machine meanwhile may leave one copy of the old mark and one of the new: both are true until this
+        A machine crash meanwhile may leave one copy of the old mark and one of the new. Both are true until this method
         returns. The file is overwritten and not replaced, so that a store can be opened and closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
@@ -76,12 +79,12 @@ class BootMark:
 
     @property
     def is_of_another_layout(self) -> bool:
-        """Whether the data file has a layout that this program cannot read."""
+        """Whether the data file has a layout that this version cannot read."""
         return self.layout != _LAYOUT
 
     @property
     def saw_crash(self) -> bool:
-        """Whether the machine went down while the data file was open."""
+        """Whether the machine crashed while the data file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
     def _pack(self) -> bytes:
@@ -90,7 +93,7 @@ class BootMark:
 
     @classmethod
     def _unpack(cls, copy: bytes) -> Self | None:
-        """The mark that *copy* holds; None if it is not as it was written."""
+        """Return the mark that *copy* holds, or None if the copy is damaged."""
         *facts, checksum = (copy.split(b"\n", 5) + [b""] * 5)[:5]
         if checksum.strip() != _checksum(b"\n".join(facts)):
             return None
@@ -99,7 +102,7 @@ class BootMark:
 
     @classmethod
     def _unpack_earlier(cls, content: bytes) -> Self | None:
-        """The mark in *content* if it is of a layout before 6, which had one copy and no checksum; else None."""
+        """Return the mark in *content* if its layout is older than 6, with one copy and no checksum, else None."""
         facts = content.split()
         if len(facts) != 3 or not facts[0].startswith(_ANY_LAYOUT) or not content.isascii():
             return None

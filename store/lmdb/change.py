@@ -1,4 +1,4 @@
-"""`Change`: the write transaction that changes all sub-databases of an LMDB store together."""
+"""`Change`: a write transaction that changes all sub-databases of an LMDB store together."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,28 +25,29 @@ from kvtier.store.lmdb.tables import (
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MAX_SECOND_CHANCES`
+REMOVAL_BYTES = 8 << 20  # new pages that only removing records may need; see `_MAX_SECOND_CHANCES`
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _ROWS_AT_ONCE = 16
-_MAX_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
+_MAX_SECOND_CHANCES = 512  # marked records that one change skips: up to 3 index pages each, 6 MiB
 
 
 class NoFreeSlot(Exception):
-    """No slot of the wanted size may be written to, and a new one would exceed the limit of the slabs."""
+    """Error raised if no slot of the wanted size is writable and a new one would exceed the limit of the slabs."""
 
 
 class Change:
-    """A write transaction under way: rows, payloads, order and accounts move together or not at all.
+    """A write transaction in progress. Rows, payloads, order and accounts change together or not at all.
 
-    Records are evicted by CLOCK. One rule keeps the records that stay prefix-closed: a parent is newer than its child,
-    or it is marked. Each step that makes a record the newest marks its parent; so no record continues the oldest one
-    that is unmarked. The same holds among the records of one tenant, as all of a chain belongs to one tenant.
+    Records are evicted by CLOCK. One rule keeps the remaining records prefix-closed: a parent is newer than its child,
+    or it is marked. Each step that makes a record the newest also marks its parent, so the oldest unmarked record has
+    no child. The same holds among the records of one tenant, because a whole chain belongs to one tenant.
     """
 
     def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
-        """Slots freed after *synced_change* are not written to: after an accident they would be records again.
+        """Begin a change.
 
-        None: slots freed before this change may be written to.
+        Slots freed after *synced_change* are not reused, because they would be records again after a crash. With None,
+        slots freed before this change may be reused.
         """
         self._tables = tables
         self._txn = txn
@@ -54,10 +55,10 @@ class Change:
         self._usable_before = self.counters.num_changes if synced_change is None else synced_change
         self.counters.num_changes += 1
         self._num_written = 0
-        self._tenants: dict[bytes, int] = {}  # charged bytes, of the tenants that this change has looked at
+        self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
     def mark(self, key: bytes) -> bool:
-        """Have eviction pass over *key* once; False if it has no record."""
+        """Mark *key*, so that eviction skips it once. Returns False if it has no record."""
         packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
@@ -67,9 +68,10 @@ class Change:
         return True
 
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
-        """Allocate *num_slots* slots of *num_bytes*; also returns slots whose disk space must be punched out first.
+        """Allocate *num_slots* slots of *num_bytes*, keeping all slots within *limit_bytes*.
 
-        That keeps all slots within *limit_bytes*. `NoFreeSlot` if there are not enough.
+        Returns the slots, and the slots whose disk space must be punched out first to stay within the limit. Raises
+        `NoFreeSlot` if there are not enough.
         """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]
@@ -81,10 +83,10 @@ class Change:
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, limit: int = 128) -> list[Slot]:
-        """Make holes of free slots until all slots take *limit_bytes* at most, and return these: the caller punches out
-        their disk space.
+        """Turn free slots into holes until all slots take at most *limit_bytes*, and return the new holes.
 
-        At most *limit* of them, up to 3 index pages each. There may be too few.
+        The caller punches out their disk space. Returns at most *limit* slots, which take up to 3 index pages each.
+        There may be too few free slots.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -108,7 +110,7 @@ class Change:
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
         """Add the record of *blob*, a new key whose value is in *slot*, as the newest.
 
-        *coming* are keys that this change adds later: as parents they will be newer, and need no mark.
+        *coming* are keys that this change adds later. As parents they will be newer, so they need no mark.
         """
         tenant = blob.tenant or NO_TENANT
         self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
@@ -118,15 +120,15 @@ class Change:
         self._charge(tenant, sealed.charged_bytes)
 
     def find_again(self, keys: Iterable[bytes]) -> None:
-        """Raise `lmdb.CorruptedError` if one of *keys*, which were added, is not found where a reader looks.
+        """Raise `lmdb.CorruptedError` if a lookup does not find one of *keys*, which this change has added.
 
-        A damaged page that leads readers elsewhere makes sense to LMDB, and no other check would find it.
+        A damaged page that misleads readers may look valid to LMDB, and no other check would find it.
         """
         if not all(self._txn.get(key, db=self._tables.records) for key in keys):
-            raise lmdb.CorruptedError("a new record is not found again")
+            raise lmdb.CorruptedError("a record that was just added is not found")
 
     def forget(self, key: bytes) -> bool:
-        """Delete the record of *key*; False if there is none."""
+        """Delete the record of *key*. Returns False if there is none."""
         packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
@@ -134,25 +136,28 @@ class Change:
         return True
 
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
-        """Evict the oldest records until at most *limit_bytes* are stored, *limit* records at most; returns their keys.
+        """Evict the oldest records until at most *limit_bytes* are stored, and return their keys.
 
-        A marked record gets a second chance instead. One change gives *limit* of those at most too, so look at
-        `counters` for whether another change is needed.
+        Evicts at most *limit* records. A marked record gets a second chance instead. One change also gives at most
+        *limit* second chances, so check `counters` to see whether another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
         return evicted
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, limit: int) -> list[bytes]:
-        """As `evict`, among the records of *tenant*, until that has at most *limit_bytes*."""
+        """Evict as `evict` does, among the records of *tenant*, until it has at most *limit_bytes*."""
         evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, limit, tenant)
         self.counters.evicted_total += len(evicted)
         self.counters.quota_evicted_total += len(evicted)
         return evicted
 
     def clear(self, num_bytes: int, limit: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
-        """Evict the oldest records of *tenant*, or of all, until *num_bytes* less are stored; they do not count as
-        evicted, as that was asked for. Their keys, and how many bytes are left. Second chances as of `evict`."""
+        """Evict the oldest records of *tenant* (NO_TENANT: of all) until *num_bytes* fewer are stored.
+
+        Returns the evicted keys and the bytes that are left. Second chances are as in `evict`. These evictions were
+        requested, so `evicted_total` does not count them.
+        """
 
         def stored_bytes() -> int:
             return self.counters.stored_bytes if tenant == NO_TENANT else self.bytes_of(tenant)
@@ -161,16 +166,16 @@ class Change:
         return self._turn(lambda: stored_bytes() > limit_bytes, limit, tenant), stored_bytes()
 
     def bytes_of(self, tenant: bytes) -> int:
-        """Bytes that the records of *tenant* are charged, as in `Counters.stored_bytes`."""
+        """Return the bytes charged for the records of *tenant*, as in `Counters.stored_bytes`."""
         if tenant not in self._tenants:
             packed = self._txn.get(tenant, db=self._tables.tenants)
             self._tenants[tenant] = 0 if packed is None else BYTES_OF_TENANT.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
     def leave_spare_pages(self) -> None:
-        """Take as many pages as must be left free and give them back; `lmdb.MapFullError` if there are too few.
+        """Take as many pages as must be left free, and give them back. Raises `lmdb.MapFullError` if there are too few.
 
-        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
+        A deletion needs new pages itself, so a map filled to the last page could never be emptied again.
         """
         spares = [b"spare" + bytes([number]) for number in range(SPARE_PAGES)]
         for spare in spares:
@@ -179,7 +184,7 @@ class Change:
             self._txn.delete(spare, db=self._tables.ledger)
 
     def write_accounts(self) -> None:
-        """Write the ledger and the tenants' bytes: the last step of every change."""
+        """Write the ledger and the tenants' bytes. This is the last step of every change."""
         if self._num_written:
             self.counters.on_written(self._num_written, time.time())
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
@@ -190,7 +195,7 @@ class Change:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict by CLOCK, oldest first, among the records of *tenant*, or of all for NO_TENANT, while *is_too_much*."""
+        """Evict records of *tenant* (NO_TENANT: of all) by CLOCK, oldest first, while *is_too_much*."""
         evicted: list[bytes] = []
         num_chances, max_chances = 0, min(limit, _MAX_SECOND_CHANCES)
         order = self._in_order(tenant)
@@ -200,11 +205,11 @@ class Change:
                 raise lmdb.CorruptedError("the ledger counts bytes that no record has")
             position, owner, key = found
             if not key:
-                raise lmdb.CorruptedError("a place in the order has no key")
+                raise lmdb.CorruptedError("an entry of the order has no key")
             packed = self._txn.get(key, db=self._tables.records)
             row = None if packed is None else Row.unpack(key, packed)
             if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
-                raise lmdb.CorruptedError("a place in the order belongs to another record")
+                raise lmdb.CorruptedError("an entry of the order belongs to another record")
             if not row.is_marked:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
@@ -218,7 +223,7 @@ class Change:
         return evicted
 
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Place, tenant and key of each record of *tenant*, or of all for NO_TENANT, oldest first.
+        """Yield position, tenant and key of each record of *tenant* (NO_TENANT: of all), oldest first.
 
         The caller may move or delete records meanwhile.
         """
@@ -245,7 +250,7 @@ class Change:
             self._txn.delete(owner + position, db=self._tables.owned)
 
     def _on_removed(self, row: Row) -> None:
-        """The record of *row* was deleted: remove its place in the order and its charge, and free its slot."""
+        """Remove a deleted record's entry in the order and its charge, and free its slot."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
         self._txn.put(freed, checksum(freed), db=self._tables.free)
@@ -254,7 +259,7 @@ class Change:
         self._charge(row.tenant, -row.charged_bytes)
 
     def _take_free(self, num_bytes: int | None, limit: int) -> list[tuple[int, int, int]]:
-        """Take up to *limit* free slots of *num_bytes* (None: of any size) that may be written to out of the table."""
+        """Take up to *limit* writable free slots of *num_bytes* (None: of any size) out of the table."""
         found: list[tuple[int, int, int]] = []
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
         with self._txn.cursor(db=self._tables.free) as cursor:
@@ -266,13 +271,13 @@ class Change:
                     if change <= self._usable_before:
                         found.append((size, change, number))
                     elif num_bytes is not None:
-                        break  # the next ones were freed later still
+                        break  # the next ones were freed even later
         for slot in found:
             self._txn.delete(FREE.pack(*slot), db=self._tables.free)
         return found
 
     def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
-        """Take slots that have no disk space so far: holes, and then new ones at the end of the slab."""
+        """Take slots that have no disk space so far: first holes, then new slots at the end of the slab."""
         if not num_slots:
             return []
         with self._txn.cursor(db=self._tables.holes) as cursor:
@@ -293,13 +298,13 @@ class Change:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
-        """Write the record of *key* as the newest, and mark its parent unless that is *coming*."""
+        """Write the record of *key* as the newest, and mark its parent unless that is in *coming*."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
         place, owned = SEQUENCE.pack(sequence), row.tenant + key
         if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
-            raise lmdb.CorruptedError("the newest in the order is newer than all records")
+            raise lmdb.CorruptedError("the order has an entry that is newer than all records")
         if row.tenant != NO_TENANT:
             self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:

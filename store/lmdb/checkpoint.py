@@ -1,10 +1,10 @@
-"""Checkpoints: copies of a data file's root, so that a crash of the machine costs the changes since, not the store.
+"""Checkpoints: copies of a data file's root, so that a machine crash costs only the changes since the last copy.
 
-LMDB never overwrites a page that the newest root or a reader's root can reach. So while a read transaction holds the
-root that was synced last, all pages of that root are on the medium and stay as they are, whatever is written
-afterwards. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Putting back a copy of these
-pages after a crash restores the file as it was at the checkpoint. The copy is kept twice, each with a checksum, so that
-no flipped bit costs the store.
+LMDB never overwrites a page that is reachable from the newest root or a reader's root. So while a read transaction
+holds the root that was synced last, all pages of that root are on disk and stay as they are, whatever is written
+afterwards. Only the root itself changes: LMDB keeps it in the first two pages, alternately. Putting back a copy of
+these pages after a crash restores the file to the checkpoint. The copy is kept twice, each with a checksum, so that a
+flipped bit does not cost the store.
 """
 
 import os
@@ -22,23 +22,23 @@ _CHECKSUM_BYTES = 16
 
 
 class Checkpoint:
-    """Takes checkpoints of one environment, and holds the read transaction that keeps the last one whole.
+    """The checkpoints of one environment, and the read transaction that keeps the last one intact.
 
     The caller of `take` is the writer: the store may not change from before the file is synced until `take` returns.
-    Pages freed since the last checkpoint are not used again before the next, so a store that runs out of pages takes
-    one.
+    Pages freed since the last checkpoint are not reused before the next one, so a store that runs out of pages takes a
+    checkpoint.
     """
 
     def __init__(self, folder: Path, tables: Tables) -> None:
         self._folder = folder
         self._tables = tables
-        self.last_change: int | None = None  # number of the last change that the checkpoint has; None before the first
+        self.last_change: int | None = None  # number of the last change in the checkpoint; None before the first one
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Keep a copy of the root of the file, which is synced.
+        """Keep a copy of the root of the file, which must be synced.
 
-        OSError or lmdb.Error: the checkpoint before stays valid.
+        Raises OSError or lmdb.Error; the previous checkpoint then stays valid.
         """
         reader = self._tables.env.begin()
         keep_when_forked(reader)
@@ -55,14 +55,14 @@ class Checkpoint:
         self.last_change = last_change
 
     def close(self) -> None:
-        """End the read transaction: pages of the last checkpoint may be overwritten."""
+        """End the read transaction, so that pages of the last checkpoint may be overwritten."""
         if self._reader is not None:
             self._reader.abort()
             self._reader = None
 
 
 def restore(folder: Path) -> bool:
-    """Take the data file in *folder* back to its last checkpoint; False if there is no valid one."""
+    """Restore the data file in *folder* to its last checkpoint. Returns False if there is no valid one."""
     try:
         with open(folder / _NAME, "rb", opener=open_own) as file:
             root = _whole(file.read())
@@ -80,7 +80,7 @@ def restore(folder: Path) -> bool:
 
 
 def _whole(kept: bytes) -> bytes | None:
-    """The first of the two copies in *kept* that is as it was written, without its checksum; None if neither is."""
+    """Return the first intact copy of the two in *kept*, without its checksum, or None if neither is intact."""
     for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
         root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
         if xxhash.xxh3_128_digest(root) == checksum:
@@ -97,6 +97,6 @@ def _keep(folder: Path, root: bytes) -> None:
         os.fsync(file.fileno())
     fresh.replace(folder / _NAME)
     sync_folder(folder)
-    # So that a full disk has room for the next: see `Checkpoint`.
+    # Reserve room for the next checkpoint, which a store needs even on a full disk: see `Checkpoint`.
     with suppress(OSError), open(fresh, "r+b", opener=open_or_make) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,7 +1,7 @@
 """Counts crashes of a store's process, which a damaged index may have caused, in the boot mark.
 
-A damaged page may crash a process that reads it, or send it round in a circle, at every start anew. `data_file` starts
-an empty store when the counter is too high; a clean end sets it to 0.
+A damaged page may crash a process that reads it, or trap it in an endless loop, at every start. `data_file` starts an
+empty store if the count is too high. A clean end resets the count to 0.
 """
 
 import signal
@@ -13,17 +13,17 @@ from kvtier.store.folder import Folder
 from kvtier.store.lmdb.boot_mark import BootMark
 from kvtier.store.owner_lock import OwnerLock
 
-# SIGKILL is not among them: it comes from outside.
+# SIGKILL is not included, because it comes from outside the process.
 _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
 def signal_of(status: int | None) -> str:
-    """Name of the signal by which a process with the exit *status* crashed; "" if it ended in another way."""
+    """Return the name of the signal by which a process with the exit *status* crashed, or "" if it did not crash."""
     return next((crash.name for crash in _SIGNALS if status == -crash), "")
 
 
 def is_computing(pid: int) -> bool:
-    """Whether a thread of the process *pid* runs now. One that waits for a disk, or was stopped, does not."""
+    """Return whether a thread of the process *pid* is running now, and neither waits for a disk nor was stopped."""
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
             if task.read_text().rpartition(")")[2].split()[0] == "R":
@@ -32,9 +32,9 @@ def is_computing(pid: int) -> bool:
 
 
 def note(path: Path, owner: int) -> int:
-    """Count a crash of the process that had the store at *path* open, and return how many in a row there are now.
+    """Count a crash of the process that had the store at *path* open, and return the number of crashes in a row.
 
-    OSError if the mark cannot be written, or another process has opened the store since.
+    Raises OSError if the mark cannot be written, or if another process has opened the store since.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

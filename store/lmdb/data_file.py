@@ -1,4 +1,4 @@
-"""Decides how large the files of an LMDB store may get, and whether those of an earlier process can be used."""
+"""Limits on the size of an LMDB store's files, and the decision whether files of an earlier process can be used."""
 
 import logging
 import os
@@ -16,12 +16,12 @@ from kvtier.store.lmdb.tables import MAX_DBS, Tables, open_tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
-MAX_CRASHES = 2  # of processes in a row on one file: one may have had another cause, as a page that was not read
+MAX_CRASHES = 2  # in a row on one file: a single crash may have another cause, such as a page that was not read
 _COPY = "compact"  # the folder in which a compacted copy is made
-BESIDES_BYTES = 1 << 20  # most that marks, lock files and the file system's own blocks take
+BESIDES_BYTES = 1 << 20  # limit on marks, lock files and the file system's own blocks
 _MIN_INDEX_BYTES = 8 << 20
-# Errors of LMDB and of `rows` which mean that the tree itself is broken, not one payload: such a file is not opened
-# again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors end the transaction only.
+# Errors of LMDB and of `tables` which mean that the tree itself is broken, not one payload. Such a file is not opened
+# again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors only end the transaction.
 DAMAGE = (
     lmdb.BadTxnError,
     lmdb.CorruptedError,
@@ -38,17 +38,20 @@ _log = logging.getLogger(__name__)
 
 
 def part_bytes(capacity_bytes: int) -> int:
-    """Most bytes of blocks that one change puts; this bounds the bytes of freed slots that cannot be written to yet."""
+    """Return the limit on the block bytes that one change puts.
+
+    It bounds the bytes of freed slots that cannot be reused yet.
+    """
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
 
 def slab_bytes(capacity_bytes: int) -> int:
-    """Most bytes that all slots take: those of records, and those that were freed and cannot be written to yet."""
+    """Return the limit on the bytes of all slots: those of records, and freed ones that cannot be reused yet."""
     return capacity_bytes * 9 // 8 + 2 * part_bytes(capacity_bytes)
 
 
 def index_bytes(capacity_bytes: int) -> int:
-    """Size of the map, which the data file never exceeds.
+    """Return the size of the map, which the data file never exceeds.
 
     An eighth of the capacity is enough for blocks of one page; larger blocks need less.
     """
@@ -57,17 +60,17 @@ def index_bytes(capacity_bytes: int) -> int:
 
 
 def max_bytes(capacity_bytes: int) -> int:
-    """Most bytes that the folder of a store takes on the medium."""
+    """Return the limit on the disk space of a store's folder."""
     return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + BESIDES_BYTES
 
 
 def capacity_within(disk_bytes: int) -> int:
-    """The largest capacity whose folder stays within *disk_bytes* on the medium; 0 if there is none."""
+    """Return the largest capacity whose folder takes at most *disk_bytes* of disk space, or 0 if there is none."""
     return _largest(max_bytes, disk_bytes)
 
 
 def capacity_of_slabs(disk_bytes: int) -> int:
-    """The largest capacity whose slots stay within *disk_bytes*; 0 if there is none."""
+    """Return the largest capacity whose slots take at most *disk_bytes*, or 0 if there is none."""
     return _largest(slab_bytes, disk_bytes)
 
 
@@ -80,9 +83,12 @@ def _largest(taken_bytes: Callable[[int], int], limit_bytes: int) -> int:
 
 
 def recorded_capacity(folder: Folder) -> int:
-    """The capacity with which the store in *folder* was last opened. OSError if there is no store, or a broken one."""
+    """Return the capacity with which the store in *folder* was last opened.
+
+    Raises OSError if there is no store, or if it is broken.
+    """
     if not (folder.here / DATA).exists():
-        raise FileNotFoundError(f"store {folder.name}: there is none; give the folder that [disk] path names")
+        raise FileNotFoundError(f"no store in {folder.name}; give the folder that [disk] path names")
     reason = _restore_or_refuse(folder)
     if reason is not None:
         raise OSError(f"store {folder.name}: {reason}; the next engine that opens it starts empty")
@@ -95,10 +101,10 @@ def recorded_capacity(folder: Folder) -> int:
 
 
 def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """Open the tables in *folder*; empty ones if the files there cannot be trusted.
+    """Open the tables in *folder*. They are empty if the files there cannot be trusted.
 
-    Trusted files are not changed, so their mark stays true. The caller holds the folder's lock, and writes the mark of
-    the durability level once that is true, before the first change.
+    Trusted files are not changed, so their mark stays true. The caller holds the folder's lock. Before the first change
+    it writes the mark of the durability level, once that mark is true.
     """
     shutil.rmtree(folder.here / _COPY, ignore_errors=True)
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
@@ -123,9 +129,9 @@ def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Table
 
 
 def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
-    """Copy the index into a file without free pages, for a store with a lowered capacity, and open that.
+    """Copy the index to a file without free pages, for a store with a lowered capacity, and open the copy.
 
-    If there is no room for a copy the index stays as it is. The mark must be CLEAN, which is true of either file.
+    If there is no room for a copy, the index stays as it is. The mark must be CLEAN, which is true of either file.
     """
     copy = folder.here / _COPY
     try:
@@ -137,7 +143,7 @@ def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Dur
     except DAMAGE:
         raise
     except (lmdb.Error, OSError) as error:
-        _log.warning("store %s: its index stays larger than it should, it cannot be copied: %s", folder.name, error)
+        _log.warning("store %s: its index could not be compacted and stays too large: %s", folder.name, error)
         shutil.rmtree(copy, ignore_errors=True)
         return tables
     tables.file.close()
@@ -153,7 +159,10 @@ def _start_empty(folder: Folder, reason: str) -> None:
 
 
 def _clear(folder: Folder) -> None:
-    """Remove data file and slabs, and mark the folder as not synced. If killed meanwhile, the next start repeats it."""
+    """Remove the data file and the slabs, and mark the folder as not synced.
+
+    If the process is killed meanwhile, the next start repeats this.
+    """
     for name in (DATA, "lock.mdb"):
         (folder.here / name).unlink(missing_ok=True)
     Slabs.remove(folder.here)
@@ -162,27 +171,27 @@ def _clear(folder: Folder) -> None:
 
 
 def _restore_or_refuse(folder: Folder) -> str | None:
-    """Take the data file back to its last checkpoint if need be; the reason not to open it, None if there is none."""
+    """Restore the data file to its last checkpoint if needed. Returns why it must not be opened, or None."""
     mark = BootMark.read(folder.here)
     if mark is None:
         return "it has no readable boot mark"
     if mark.is_of_another_layout:
-        return f"its layout is {mark.layout}, another than this program's"
+        return f"its layout is {mark.layout}, which this version cannot read"
     reason = damage_of(mark)
     if reason is None and mark.saw_crash and mark.state is not FileState.COMMIT:
         if mark.state is not FileState.INTERVAL or not restore(folder.here):
             reason = "the machine went down while it was open"
         else:
             _log.warning(
-                "store %s goes back to its last checkpoint: the machine went down while it was open", folder.name
+                "store %s is restored to its last checkpoint: the machine went down while it was open", folder.name
             )
     return reason
 
 
 def damage_of(mark: BootMark) -> str | None:
-    """The reason to take the tree in the data file for broken, by its *mark*; None if there is no reason."""
+    """Return why the tree in the data file counts as broken, judged by its *mark*, or None if it does not."""
     if mark.state is FileState.DAMAGED:
-        return "its tree was found damaged"
+        return "its index was found damaged"
     if mark.num_crashes >= MAX_CRASHES:
         return f"{mark.num_crashes} processes in a row crashed on it"
     return None

@@ -1,4 +1,4 @@
-"""`DiskRoom`: how much of its capacity a store may use, after its disk was found full."""
+"""`DiskRoom`: how much of its capacity a store may use after its disk was full."""
 
 import logging
 import os
@@ -6,30 +6,30 @@ from pathlib import Path
 
 from kvtier.store.lmdb import data_file
 
-_INDEX_ROOM_BYTES = 8 << 20  # given up at a time; as much as a change of the index may ask for
+_INDEX_ROOM_BYTES = 8 << 20  # left to the index at a time; a change of the index may need this much
 
 _log = logging.getLogger(__name__)
 
 
 class DiskRoom:
-    """The capacity of a store whose folder is *here*; touched by the writer only.
+    """The current capacity of a store whose folder is *here*. Only the writer uses it.
 
-    It is *max_bytes*, or less from the moment that the disk was full until there is more room on it.
+    The capacity is *max_bytes*. It is lower from the moment that the disk is full until there is more room on it.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
         self._name = name
         self._here = here
         self._max_bytes = max_bytes
-        self._left_bytes = 0  # free on the disk when the store had shrunk
+        self._left_bytes = 0  # free on the disk after the store shrank
         self.capacity_bytes = max_bytes
-        self.slab_bytes = data_file.slab_bytes(max_bytes)  # most bytes that all slots take
+        self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
 
     def shrink(self, taken_bytes: int) -> bool:
-        """Lower the capacity, as the disk is full while all slots take *taken_bytes*.
+        """Lower the capacity, because the disk is full while all slots take *taken_bytes*.
 
-        They must take a little less, for the index: a quarter less at most. False, and nothing changes, if no capacity
-        would be left: then other files fill the disk.
+        The slots must take a little less, to leave room for the index: at most a quarter less. Returns False and
+        changes nothing if no capacity would be left, which means that other files fill the disk.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
@@ -38,22 +38,22 @@ class DiskRoom:
             return False
         self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
         _log.warning(
-            "store %s: the disk is full; its capacity is %.1f MB until there is more room, %.1f MB then",
+            "store %s: the disk is full; its capacity is lowered to %.1f MB until there is room for %.1f MB",
             *(self._name, self.capacity_bytes / 1e6, self._max_bytes / 1e6),
         )
         return True
 
     def on_shrunk(self) -> None:
-        """The store has shrunk to the lowered capacity. It grows back only when the disk has more room than now."""
+        """Note that the store has shrunk. It grows back only when the disk has more free space than now."""
         self._left_bytes = self._free_bytes()
 
     def grow_back(self) -> None:
-        """Return to the full capacity if the disk has more room than after the store shrank."""
+        """Restore the full capacity if the disk has more free space than after the store shrank."""
         if self.capacity_bytes == self._max_bytes:
             return
         if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
             self.capacity_bytes, self.slab_bytes = self._max_bytes, data_file.slab_bytes(self._max_bytes)
-            _log.warning("store %s: the disk has room again", self._name)
+            _log.warning("store %s: the disk has room again; its full capacity is restored", self._name)
 
     def _free_bytes(self) -> int:
         try:

@@ -1,4 +1,4 @@
-"""`LmdbFiles`: index and slabs of one folder, kept open; transactions, syncs, and recovery when LMDB fails."""
+"""`LmdbFiles`: the open index and slabs of one folder, with transactions, syncs, and recovery when LMDB fails."""
 
 import errno
 import logging
@@ -26,17 +26,17 @@ from kvtier.store.lmdb.tables import Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
-_RECORDS_PER_CHANGE = 512  # that one change deletes: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 4  # that one change deletes, and passes over, where there is only room for `LITTLE_BYTES`
+_RECORDS_PER_CHANGE = 512  # deleted in one change: up to 3 index pages each, 6 MiB
+_RECORDS_WHEN_FULL = 4  # deleted, and skipped, in one change if there is only room for `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
-CHECK_READERS_S = 10.0  # interval of freeing the reader slots of dead processes, which hold back pages
+CHECK_READERS_S = 10.0  # interval for freeing the reader slots of dead processes, which hold back pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class OpenFolder:
-    """Owns the folder, lock, tables and slabs: `close` closes them. *tables* is replaced when the index is reopened."""
+    """Owner of the folder, lock, tables and slabs, which `close` closes. Reopening the index replaces *tables*."""
 
     def __init__(
         self, folder: Folder, lock: OwnerLock, tables: Tables, capacity_bytes: int, durability: Durability
@@ -50,12 +50,12 @@ class OpenFolder:
 
     @property
     def here(self) -> Path:
-        """A path to the open folder, whatever its name leads to now."""
+        """A path to the open folder, even if its name leads elsewhere now."""
         return self._folder.here
 
     @property
     def is_index_open(self) -> bool:
-        """False after `reopen_index` has failed."""
+        """Whether the index is open; False after `reopen_index` has failed."""
         return self.tables.file.is_open
 
     @property
@@ -64,26 +64,26 @@ class OpenFolder:
         return self.tables.file.is_removed
 
     def read_mark(self) -> BootMark | None:
-        """The boot mark in the folder; None if there is no valid one."""
+        """Return the boot mark in the folder, or None if there is no valid one."""
         return BootMark.read(self.here)
 
     def mark(self, state: FileState, num_crashes: int = 0) -> None:
-        """Write the boot mark: in this boot the files are in *state*."""
+        """Write the boot mark, which says that in this boot the files are in *state*."""
         BootMark(current_boot_id(), state, num_crashes=num_crashes).write(self.here)
 
     def sync(self) -> None:
-        """Return when all that was written is on the medium, or raise OSError or lmdb.Error. For the writer only."""
+        """Block until everything written is on disk. For the writer only. Raises OSError or lmdb.Error."""
         if self.tables.file.is_doubtful:
             self.tables.file.write_again()
         self.slabs.sync()
         self.tables.file.sync()
 
     def taken_bytes(self) -> int:
-        """Bytes that index and slabs take on the medium."""
+        """Return the disk space that index and slabs take."""
         return self.tables.file.taken_bytes() + self.slabs.file_bytes()
 
     def reopen_index(self) -> None:
-        """Close the index, which LMDB gave up, and open it as it was before. OSError or lmdb.Error if that fails."""
+        """Close the index, which LMDB gave up, and reopen it as it was before. Raises OSError or lmdb.Error."""
         self.tables.file.close()
         self.tables = data_file.reopen(self._folder, self.capacity_bytes, self.durability)
 
@@ -92,7 +92,7 @@ class OpenFolder:
         self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
 
     def close(self) -> None:
-        """Close the slabs, unmap the index, and free the folder's lock."""
+        """Close the slabs, unmap the index, and release the folder's lock."""
         with ExitStack() as let_go:
             let_go.callback(self._folder.close)
             let_go.callback(self._lock.release)
@@ -101,9 +101,10 @@ class OpenFolder:
 
 
 def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, owner: int | None) -> OpenFolder:
-    """Open the store in the folder *path*, which is made if there is none. `FolderInUse` if another process has it.
+    """Open the store in the folder *path*, which is created if there is none.
 
-    *capacity_bytes* None stands for the recorded capacity; then OSError if there is no store, or a broken one.
+    *capacity_bytes* None stands for the recorded capacity. Then nothing is created, and a missing or broken store
+    raises OSError. Raises `FolderInUse` if another process has the folder open.
     """
     with ExitStack() as undo:
         folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.make(path))
@@ -124,7 +125,10 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
 
 
 class MapUsers:
-    """Counts the threads inside a `with` block of it. Never nest two blocks. ValueError on entering after `close`."""
+    """The number of threads inside a `with` block of this object. Entering after `close` raises ValueError.
+
+    Never nest two blocks.
+    """
 
     def __init__(self) -> None:
         self._gate = threading.Condition()  # guards the two below
@@ -144,13 +148,16 @@ class MapUsers:
 
     @contextmanager
     def kept_out(self) -> Iterator[None]:
-        """A block in which no thread uses the map: it waits for users, and new ones wait. Not for a user's thread."""
+        """Run the block while no thread uses the map. Existing users are waited for, and new ones wait.
+
+        A thread that uses the map must not enter this block.
+        """
         with self._gate:
             self._gate.wait_for(lambda: self._num_users == 0)
             yield
 
     def close(self) -> bool:
-        """Refuse new users, and wait until all have left; False if it was closed before."""
+        """Refuse new users, and wait until all have left. Returns False if it was already closed."""
         with self._gate:
             if self.is_closed:
                 return False
@@ -160,16 +167,16 @@ class MapUsers:
 
 
 class LmdbFiles:
-    """The open files of a store. One process has them open, and one of its threads changes them at a time.
+    """The open files of a store. One process has them open, and one of its threads at a time changes them.
 
-    Errors of LMDB are raised as OSError. A broken tree also marks the folder, so that the next start is empty; until
-    then changes are refused, and reads go on. If LMDB stops because it could not write its root, the index is opened
-    again as it was before. In a process forked from this one every call is a ValueError, and `close` does nothing.
-    Once the records are within the capacity the caller must call `settle`.
+    LMDB errors are raised as OSError. A broken tree also marks the folder, so that the next start is empty. Until then
+    changes are refused and reads continue. If LMDB stops because it could not write its root, the index is reopened as
+    it was before. In a process forked from this one `close` does nothing and every other call raises ValueError. The
+    caller must call `settle` once the records are within the capacity.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
-        self.writer = threading.RLock()  # held for a change; taken before, never inside, `_users`
+        self.writer = threading.RLock()  # held for a change; acquired before `_users`, never inside it
         self.name = name
         self._opened = opened
         self._interval_s = interval_s
@@ -192,7 +199,7 @@ class LmdbFiles:
             raise
 
     def settle(self) -> None:
-        """Bring the files, whose records are within the capacity, to their right size, and start taking checkpoints."""
+        """Bring the files to their right size and start taking checkpoints. Records must be within the capacity."""
         self._tidy_up()
         with self.reading() as txn:
             counters = self.tables.counters(txn)
@@ -206,7 +213,7 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Give disk space of free slots back, in several changes, until all slots take *limit_bytes* at most."""
+        """Release the disk space of free slots, in several changes, until all slots take at most *limit_bytes*."""
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
@@ -221,7 +228,7 @@ class LmdbFiles:
             pass
 
     def close(self) -> None:
-        """Sync and unmap, once all calls under way have ended. A second call does nothing."""
+        """Sync and unmap once all calls in progress have ended. A second call does nothing."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -236,7 +243,7 @@ class LmdbFiles:
 
     @property
     def tables(self) -> Tables:
-        """The tables of the index. They are another object after the index was opened again."""
+        """The tables of the index. Reopening the index replaces this object."""
         return self._opened.tables
 
     @property
@@ -249,17 +256,20 @@ class LmdbFiles:
 
     @property
     def here(self) -> Path:
-        """A path to the open folder, whatever its name leads to now."""
+        """A path to the open folder, even if its name leads elsewhere now."""
         return self._opened.here
 
     @property
     def is_lost(self) -> bool:
-        """Whether the index is damaged and marked so: the process should end, as the next start is empty and works."""
+        """Whether the index is damaged and marked so. Then the process should end, so that the next start is empty."""
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the map open inside the block: `close` waits for its end. Never nest two. ValueError after `close`."""
+        """Keep the map open inside the block; `close` waits for its end. Raises ValueError after `close`.
+
+        Never nest two blocks.
+        """
         self._refuse_forked()
         self._recover()
         with self._users, self._lmdb_errors():
@@ -267,14 +277,20 @@ class LmdbFiles:
 
     @contextmanager
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
-        """A read transaction. Keep it short: pages freed since it began cannot be reused before it ends."""
+        """Run the block in a read transaction.
+
+        Keep the block short, because pages freed since it began cannot be reused before it ends.
+        """
         with self.using(), self.tables.env.begin() as txn:
             yield txn
 
     @contextmanager
     def changing(self, added_bytes: int = 0, removal_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
-        """A change that may need new pages: *added_bytes* for records that it adds, *removal_bytes* for those that it
-        removes or moves. It is committed at the block's end, and undone by any exception.
+        """Run the block as one change, which is committed at its end and undone by any exception.
+
+        Args:
+            added_bytes: New pages that the change may need for records that it adds.
+            removal_bytes: New pages that the change may need for records that it removes or moves.
         """
         self._refuse_forked()
         with self.writer:
@@ -302,8 +318,8 @@ class LmdbFiles:
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         """Run *act*, which may need *new_bytes* of new pages, as one change that leaves enough pages for a deletion.
 
-        Near the end of the map the change takes these pages to try, as LMDB does not say how many are free. `StoreFull`
-        if there are too few.
+        LMDB does not say how many pages are free. So near the end of the map the change takes the pages of a deletion
+        to try. Raises `StoreFull` if there are too few.
         """
         try:
             return self._change_at_once(act, new_bytes)
@@ -312,7 +328,10 @@ class LmdbFiles:
             return self._change_at_once(act, new_bytes)
 
     def remove(self, act: Callable[[Change, int], _T]) -> _T:
-        """Run *act*, which deletes at most the given number of records, as one change; few if the disk is full."""
+        """Run *act*, which deletes at most the given number of records, as one change.
+
+        The number is small if the disk is full.
+        """
         try:
             with self.changing() as change:
                 return act(change, _RECORDS_PER_CHANGE)
@@ -326,23 +345,23 @@ class LmdbFiles:
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed pages and slots usable again.
 
-        Of free slots, whatever their size, so much disk space is given back that a change fits *limit_bytes*.
+        Disk space of free slots, whatever their size, is released until a change fits into *limit_bytes*.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
 
     def sync(self) -> None:
-        """Return when every finished change is on the medium, or raise OSError."""
+        """Block until every completed change is on disk. Raises OSError if that fails."""
         if self.tables.file.is_doubtful:
             with self.writer, self.using():
                 self.tables.file.write_again()
-        with self.using():  # not as the writer: changes go on meanwhile
+        with self.using():  # without the writer's lock, so that changes continue meanwhile
             self.slabs.sync()
             self.tables.file.sync()
         self._take_checkpoint()
 
     def file_bytes(self) -> int:
-        """Bytes that index and slabs take on the medium."""
+        """Return the disk space that index and slabs take."""
         return self._opened.taken_bytes()
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
@@ -353,19 +372,19 @@ class LmdbFiles:
             return result
 
     def _must_fit(self, added_bytes: int, removal_bytes: int) -> bool:
-        """Whether a change, as of `changing`, finds room for certain in a tree that is whole.
+        """Return whether a change with these arguments of `changing` certainly finds room in an intact tree.
 
-        A change that removes or moves any number of records copies each page in use once at most, and fills no more
-        pages with the moved rows than they take now.
+        A change that removes or moves any number of records copies each page in use at most once. The moved rows fill
+        no more pages than they take now.
         """
         if removal_bytes > LITTLE_BYTES:
             removal_bytes = 2 * self.tables.file.used_bytes()
         return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)
 
     def _mark_open(self) -> None:
-        """Sync the files, if the durability level asks for it, and mark the folder as open.
+        """Sync the files if the durability level asks for it, and mark the folder as open.
 
-        This comes before the first change: until here the old mark is true, and the last checkpoint whole.
+        This precedes the first change. Until here the old mark is true, and the last checkpoint is intact.
         """
         level = self._opened.durability
         if level is Durability.COMMIT:
@@ -378,19 +397,19 @@ class LmdbFiles:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
     def _mark_closed(self) -> None:
-        """Sync the open files, and mark the folder with the state that they are left in."""
-        if not self._opened.is_index_open:  # it could not be opened again: it stays as it was, not synced
+        """Sync the open files, and mark the folder with the state in which they are left."""
+        if not self._opened.is_index_open:  # it could not be reopened, so it stays as it was, not synced
             return
         with self._lmdb_errors():
             self._opened.sync()
         if self._damage is None and not self._opened.is_removed:
-            # Untidy files were synced all the same, which is what COMMIT stands for.
+            # Untidy files were synced too, which is what COMMIT stands for.
             self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
-        """Give back disk space of slots that no committed change allocated.
+        """Release the disk space of slots that no committed change allocated.
 
-        A process that was killed had written to them, or the index went back to a checkpoint before their change.
+        A process that was killed had written to them, or the index was restored to a checkpoint before their change.
         """
         if self._is_tidy:
             return
@@ -403,10 +422,10 @@ class LmdbFiles:
                         self.slabs.punch(*some)
             self._is_tidy = True
         except OSError as error:
-            _log.warning("store %s: takes more room than it should until it is opened again: %s", self.name, error)
+            _log.warning("store %s takes too much disk space until it is opened again: %s", self.name, error)
 
     def _undo_writes(self) -> None:
-        """Give back disk space of slots that a failed change has written to and not allocated."""
+        """Release the disk space of slots that a failed change has written to but not allocated."""
         if not self.slabs.written:
             return
         try:
@@ -425,7 +444,7 @@ class LmdbFiles:
             self._mark_open()
 
     def _reclaim(self) -> None:
-        """Make usable again what a dead reader, the last checkpoint or the last change holds back: pages and slots."""
+        """Make pages and slots usable again that a dead reader, the last checkpoint or the last change holds back."""
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
@@ -442,17 +461,17 @@ class LmdbFiles:
                 self._checkpoint_now()
 
     def _checkpoint_now(self) -> None:
-        assert self._checkpoint is not None, "this level takes none"
+        assert self._checkpoint is not None, "this durability level takes no checkpoints"
         self._opened.sync()
         self._checkpoint.take()
 
     @property
     def _synced_change(self) -> int | None:
-        """The last change that a checkpoint has; None at a level that takes none."""
+        """The last change in a checkpoint; None at a level that takes no checkpoints."""
         return None if self._checkpoint is None else self._checkpoint.last_change
 
     def _release_checkpoint(self) -> None:
-        """Let pages of the last checkpoint be used again. No change may happen before the next checkpoint."""
+        """Let pages of the last checkpoint be reused. No change may happen before the next checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -463,7 +482,7 @@ class LmdbFiles:
             except ValueError:  # closed
                 return
             except OSError as error:
-                _log.warning("store %s: no checkpoint, the one before stays: %s", self.name, error)
+                _log.warning("store %s: the checkpoint failed, the previous one stays valid: %s", self.name, error)
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
@@ -472,7 +491,7 @@ class LmdbFiles:
             yield
         except (lmdb.MapFullError, NoFreeSlot) as error:
             raise StoreFull(
-                errno.ENOSPC, f"store {self.name}: map full; raise capacity_bytes or use blocks of one size"
+                errno.ENOSPC, f"store {self.name}: no free page or slot; raise capacity_bytes or use blocks of one size"
             ) from error
         except lmdb.Error as error:
             if self._is_dead():
@@ -480,14 +499,14 @@ class LmdbFiles:
             if isinstance(error, DAMAGE) and self._damage is None:
                 try:
                     if not self._is_upkeep:
-                        _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
+                        _log.warning("store %s is damaged, and its next start is empty: %s", self.name, error)
                         self._opened.mark(FileState.DAMAGED)
-                finally:  # not before: a thread that sees `is_lost` ends the process, marked or not
+                finally:  # last, because a thread that sees `is_lost` ends the process, marked or not
                     self._damage = error
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
-        """Whether LMDB refuses every call in this environment, since it could not write its root."""
+        """Return whether LMDB refuses every call in this environment, because it could not write its root."""
         try:
             self.tables.env.begin().abort()
         except lmdb.PanicError:
@@ -497,7 +516,7 @@ class LmdbFiles:
         return False
 
     def _recover(self) -> None:
-        """Open the index again, as it was before, if LMDB could not write its root. OSError if that fails still."""
+        """Reopen the index as it was before, if LMDB could not write its root. Raises OSError if that still fails."""
         if not self._has_panicked or self._users.is_closed:
             return
         with self.writer, self._users.kept_out():
@@ -518,10 +537,10 @@ class LmdbFiles:
 def open_files(
     folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
 ) -> LmdbFiles:
-    """Open the files of the store in *folder*; *interval_s* is the time between checkpoints.
+    """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
-    *capacity_bytes* None stands for the capacity with which the folder was last opened. Commands that look after a
-    store open it so: OSError if there is no store, or a broken one, which stays as it is and is not marked.
+    *capacity_bytes* None stands for the capacity with which the folder was last opened. Maintenance commands open a
+    store this way: a missing or broken store raises OSError, stays as it is and is not marked.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

@@ -1,4 +1,4 @@
-"""`IndexFile`: the file under LMDB's map. It takes disk space before pages need it, and never trusts a failed sync."""
+"""`IndexFile`: the file under LMDB's map, which reserves disk space early and never trusts a failed sync."""
 
 import errno
 import os
@@ -8,13 +8,16 @@ import lmdb
 
 from kvtier.store.slab import PAGE_BYTES
 
-SPARE_PAGES = 64  # that each change that adds leaves free: removing or moving 8 records needs them, three levels deep
-LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that a change which removes or moves at most 8 records may need
-_AHEAD_BYTES = 8 << 20  # disk space taken at a time
+SPARE_PAGES = 64  # left free by each change that adds: removing or moving 8 records needs them, three levels deep
+LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that removing or moving at most 8 records may need
+_AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 
 class IndexFile:
-    """The data file of *env*, open as *descriptor*; it owns both. Any thread may sync; the writer makes other calls."""
+    """The data file of *env*, open as *descriptor*, and owner of both.
+
+    Any thread may call `sync`; only the writer calls the other methods.
+    """
 
     def __init__(self, env: lmdb.Environment, descriptor: int) -> None:
         self.env = env
@@ -29,32 +32,33 @@ class IndexFile:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file has been deleted: its content is lost once it is closed."""
+        """Whether the file has been deleted, so that its content is lost once it is closed."""
         return self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Unmap and close. A transaction still open would crash the process. A second call does nothing."""
+        """Unmap and close the file. A transaction still open would crash the process. A second call does nothing."""
         self.env.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def used_bytes(self) -> int:
-        """Bytes of the file up to the last page in use."""
+        """Return the bytes of the file up to the last page in use."""
         return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
 
     def taken_bytes(self) -> int:
-        """Bytes that the file takes on the medium."""
+        """Return the disk space that the file takes."""
         return os.fstat(self._open_descriptor()).st_blocks * 512
 
     def sync(self) -> None:
-        """Return when the file, as it was at the call, is on the medium.
+        """Block until the file, as it was at the call, is on disk.
 
-        OSError or lmdb.Error if that fails. From then on every call raises until the writer has called `write_again`.
+        Raises OSError or lmdb.Error if that fails. From then on every call raises until the writer has called
+        `write_again`.
         """
         with self._syncing:
             if self.is_doubtful:
-                raise OSError(errno.EIO, "the index could not be synced before")
+                raise OSError(errno.EIO, "an earlier sync of the index failed")
             try:
                 self.env.sync(True)
             except lmdb.Error:
@@ -62,10 +66,10 @@ class IndexFile:
                 raise
 
     def write_again(self) -> None:
-        """Write all pages to the file again, so that the next sync writes them to the medium.
+        """Write all pages to the file again, so that the next sync writes them to disk.
 
-        The kernel reports once that it could not write pages, and then takes them for written: the next sync would
-        succeed without writing anything, and a checkpoint be trusted that is not there.
+        The kernel reports only once that it could not write pages, and then takes them for written. The next sync would
+        succeed without writing anything, and a checkpoint that does not exist would be trusted.
         """
         descriptor = self._open_descriptor()
         with self._syncing:
@@ -76,7 +80,7 @@ class IndexFile:
             self.is_doubtful = False
 
     def reserve(self, new_bytes: int) -> None:
-        """Take disk space for *new_bytes* beyond the pages in use; OSError if there is none.
+        """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if there is none.
 
         Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
         """
@@ -85,11 +89,11 @@ class IndexFile:
         if wanted > self.reserved_bytes:
             try:
                 self._reserve_up_to(min(wanted + _AHEAD_BYTES, map_bytes))
-            except OSError:  # perhaps there is room without the step ahead
+            except OSError:  # perhaps there is room for exactly what is needed
                 self._reserve_up_to(wanted)
 
     def is_nearly_full(self, new_bytes: int) -> bool:
-        """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
+        """Return whether *new_bytes* and the spare pages might not fit after the last page in use."""
         return self.used_bytes() + new_bytes + LITTLE_BYTES > self.env.info()["map_size"]
 
     def _reserve_up_to(self, end: int) -> None:

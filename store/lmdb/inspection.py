@@ -1,4 +1,4 @@
-"""Inspects a store from outside, also while another process has it open. It changes nothing and delays no process."""
+"""Inspection of a store from outside, even while another process has it open, without changing or delaying anything."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from kvtier.store.lmdb.tables import Row, Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # rows of one read transaction, 10 ms: meanwhile the owner cannot reuse the pages that it frees
-_DURABILITIES = {  # level of the process that left such a mark
+_DURABILITIES = {  # durability level of the process that left such a mark
     FileState.PROCESS: Durability.PROCESS,
     FileState.INTERVAL: Durability.INTERVAL,
     FileState.COMMIT: Durability.COMMIT,
@@ -29,19 +29,19 @@ _DURABILITIES = {  # level of the process that left such a mark
 
 
 class StoreLost(OSError):
-    """The index of the store is broken, or its files cannot be trusted. The message says which, and what follows."""
+    """Error raised if the index is broken or the files cannot be trusted. The message says which, and what follows."""
 
 
 class StoreDamaged(StoreLost):
-    """The index is broken, and no mark says so yet to the process that opens the store next."""
+    """Error raised if the index is broken and its mark does not yet say so to the process that opens it next."""
 
 
 class State(StrEnum):
-    """How a data file was left."""
+    """State in which a data file was left."""
 
     CLEAN = "clean"  # closed and synced
     OPEN = "open"  # a process has it open
-    LEFT_OPEN = "left open"  # by a process that has ended; whole all the same
+    LEFT_OPEN = "left open"  # by a process that has ended; intact nevertheless
     MACHINE_DOWN = "machine went down"  # while it was open
     DAMAGED = "damaged"  # its tree was found broken, or processes crashed on it
     OTHER_LAYOUT = "other layout"  # written by another version of this program
@@ -49,7 +49,7 @@ class State(StrEnum):
 
 
 class NextStart(StrEnum):
-    """What the next engine that opens the store will find."""
+    """Content that the next engine finds when it opens the store."""
 
     WARM = "warm"
     CHECKPOINT = "last checkpoint"
@@ -67,7 +67,7 @@ class NamespaceUse:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Counts of what a store holds. If it changes meanwhile, sums of the namespaces may differ from the totals."""
+    """Counts of a store's content. If it changes meanwhile, the sums of the namespaces may differ from the totals."""
 
     num_records: int
     stored_bytes: int
@@ -79,10 +79,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A store at one moment. *content* is None if the data file must not be opened as it is (*next_start* is not warm).
+    """A store at one moment.
 
-    *durability* is the level of the process that has it open or left it so: None after a clean end. *owner* is the pid
-    of the process that has it open: None if there is none, or none that this one can see (in another container).
+    *content* is None if the data file must not be opened as it is (*next_start* is not warm). *durability* is the level
+    of the process that has the store open or left it open; None after a clean end. *owner* is the pid of the process
+    that has it open. *owner* is None if there is no such process, or if it is not visible from here (in another
+    container).
     """
 
     folder: Path
@@ -90,15 +92,15 @@ class Inspection:
     next_start: NextStart
     durability: Durability | None
     owner: int | None
-    file_bytes: int  # bytes that the folder's files take on the medium
+    file_bytes: int  # disk space that the folder's files take
     content: Content | None
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect the store in *folder*, by read transactions so short that its owner is not held up.
+    """Inspect the store in *folder* with read transactions so short that its owner is not delayed.
 
-    FileNotFoundError if there is none; StoreLost if it turns out to be broken, which may also crash the process.
-    Killed at any point it leaves a reader's slot, which the owner frees.
+    Raises FileNotFoundError if there is no store, and StoreLost if it turns out to be broken, which may also crash the
+    process. A kill at any point leaves a reader slot, which the owner frees.
     """
     require_store(folder)
     with Folder(folder) as opened:
@@ -116,13 +118,13 @@ def inspect(folder: Path) -> Inspection:
 
 
 def require_store(folder: Path) -> None:
-    """FileNotFoundError if there is no store in *folder*."""
+    """Raise FileNotFoundError if there is no store in *folder*."""
     if not (folder / DATA).exists():
-        raise FileNotFoundError(f"store {folder}: there is none; give the folder that [disk] path names")
+        raise FileNotFoundError(f"no store in {folder}; give the folder that [disk] path names")
 
 
 def standing(folder: Path) -> tuple[State, NextStart]:
-    """How the data file in *folder* was left, and what the next start finds; judged by its mark, as in `data_file`."""
+    """Return how the data file in *folder* was left, and what the next start finds, according to its mark."""
     mark = BootMark.read(folder)
     if mark is None:
         return State.UNKNOWN, NextStart.EMPTY
@@ -139,9 +141,9 @@ def standing(folder: Path) -> tuple[State, NextStart]:
 
 
 def _owner(folder: Path) -> int | None:
-    """The pid in the lock file, if that process exists and the kernel lists a lock on the file; else None.
+    """Return the pid in the lock file if that process exists and the kernel lists a lock on the file, else None.
 
-    Trying to take the lock would refuse a process that is about to open the store.
+    Trying to take the lock could turn away a process that is just opening the store.
     """
     lock = folder / "owner.lock"
     try:
@@ -171,7 +173,7 @@ def _content(folder: Folder) -> Content:
     try:
         lmdb_roots.check(folder.here / DATA)
         os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
-        # The map size is the owner's. As many readers as its: the first process makes the table of readers.
+        # The map size is the owner's. So is the number of readers: the first process creates the table of readers.
         with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
             counters = Tables.counters_in(env)
             return Content(
@@ -184,7 +186,7 @@ def _content(folder: Folder) -> Content:
             )
     except DAMAGE as error:
         raise StoreDamaged(
-            f"store {folder.name} is damaged, kvtier check says whether it can be used: {error}"
+            f"store {folder.name} is damaged; kvtier check says whether it can be used: {error}"
         ) from error
     except lmdb.Error as error:
         raise OSError(errno.EIO, f"store {folder.name}: {error}") from error
@@ -198,7 +200,7 @@ def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
     while True:
         with env.begin() as txn, txn.cursor(db=records) as cursor:
             is_there = cursor.set_range(last) if last else cursor.first()
-            if is_there and cursor.key() == last:  # not sought past: after the longest key there is none to seek
+            if is_there and cursor.key() == last:  # stepped over, because the longest key has no successor to seek
                 is_there = cursor.next()
             rows = list(islice(ascending(cursor, last), _ROWS_PER_LOOK)) if is_there else []
         if not rows:

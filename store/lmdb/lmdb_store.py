@@ -1,4 +1,4 @@
-"""`LmdbStore`: one LMDB index and slabs beside it, the disk tier of one process."""
+"""`LmdbStore`: an LMDB index and slab files, the disk tier of one process."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,18 +21,19 @@ _KEYS_PER_PAGE = 4096
 
 
 class LmdbStore:
-    """A `BlobStore` on disk. One process owns *folder* (`FolderInUse` otherwise). Opening takes as long at any size.
+    """A `BlobStore` on disk. Opening it takes the same time at any size.
 
-    A payload is written to a slot that no record has. Then record, slot, recency and accounting change in one
-    transaction, so a process killed at any point leaves a whole store. *durability* says what a crash of the machine
-    leaves; *interval_s* is the time between checkpoints.
-    *quotas* are bytes by tenant. From the first put of a tenant on, its quota is not exceeded.
-    *owner* is the pid that other processes are told, this process's by default.
-    After a broken tree was met, changes raise and reads go on, each verified; the next start is empty.
-    Without *capacity_bytes* the store has the capacity with which it was last opened; OSError if there is no store, or
-    a broken one, which stays as it is. A process forked from the owner's may not use it.
-    The folder never takes more than `data_file.max_bytes` of the capacity. A medium that fails to read a page of the
-    index ends the process with SIGBUS, as with every program that maps files: `StoreProcess` is there for that.
+    One process owns *folder*; another one gets `FolderInUse`. A payload is written to a slot that no record has. Then
+    record, slot, recency and accounting change in one transaction, so a process killed at any point leaves an intact
+    store. *durability* determines what survives a machine crash. *interval_s* is the time between checkpoints. *quotas*
+    are bytes by tenant; a quota holds from the first put of its tenant on. *owner* is the pid that other processes are
+    shown, by default this process's.
+
+    Once a broken tree was found, changes raise and reads continue, each verified; the next start is empty. Without
+    *capacity_bytes* the store has the capacity with which it was last opened, and a missing or broken store raises
+    OSError and stays as it is. A process forked from the owner may not use the store. The folder never takes more than
+    `data_file.max_bytes` of the capacity. If the disk fails to read a page of the index, SIGBUS ends the process, as in
+    every program that maps files. `StoreProcess` protects against that.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LmdbStore:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         owner: int | None = None,
     ) -> None:
-        # Index and slabs; commands that look after the store use them too.
+        # Index and slabs; maintenance commands use them too.
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
         self._quotas = quotas
         self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
@@ -88,11 +89,11 @@ class LmdbStore:
                 yield key, found[1]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
+        """Read a record; return the bytes read and its fault, or None without a record. Deletes and counts nothing."""
         return self._reader.verify_one(key)
 
     def place(self, key: bytes) -> tuple[Path, int, int] | None:
-        """File, offset and length of the slot that has the payload of *key*; None if there is no record."""
+        """Return file, offset and length of the slot with the payload of *key*, or None if there is no record."""
         with self.files.reading() as txn:
             found = self.files.tables.located(txn, key)
         if found is None:
@@ -152,7 +153,7 @@ class LmdbStore:
         self.close()
 
     def _walk(self) -> Iterator[bytes]:
-        """The keys, newest first, in pages: a long read transaction would hold back the pages freed meanwhile."""
+        """Yield the keys, newest first, in pages: a long read transaction would hold back pages freed meanwhile."""
         before = None
         while True:
             with self.files.reading() as txn:

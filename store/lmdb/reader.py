@@ -1,4 +1,4 @@
-"""`LmdbReader`: reads blocks from the slots that the index names, and verifies each one."""
+"""`LmdbReader`: reads blocks from the slots that the index names, and verifies each of them."""
 
 import logging
 import mmap
@@ -17,19 +17,19 @@ from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.record import Fault, is_plain
 from kvtier.store.slab import Slot
 
-NUM_READERS = 8  # threads that share a large read: enough requests at a time to keep a drive busy
-_SHARE_BYTES = 1 << 20  # least bytes of a read that a thread takes
-_CACHED_SHARE_BYTES = 8 << 20  # the same where it only copies: handing work over takes as long as copying a megabyte
-_LOCATED_BYTES = 16 << 20  # whose slots one transaction finds, or one block
-_READ_BYTES = 1 << 20  # that a thread reads and then verifies, or one block: they are in its core's cache still
+NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
+_SHARE_BYTES = 1 << 20  # minimum bytes of a read per thread
+_CACHED_SHARE_BYTES = 8 << 20  # the same for page cache hits: handing work over takes as long as copying a megabyte
+_LOCATED_BYTES = 16 << 20  # limit, or one block, for the slots that one transaction finds
+_READ_BYTES = 1 << 20  # limit, or one block, that a thread reads before it verifies: its core's cache still holds them
 
 _log = logging.getLogger(__name__)
 
 
 class LmdbReader:
-    """Reads from *files*, in the threads of its callers and `NUM_READERS` of its own; counts bytes read and faults.
+    """A reader of *files*, in the threads of its callers and `NUM_READERS` of its own. Counts bytes read and faults.
 
-    It deletes a record that it finds bad. *timed*, if there is one, is told how long reads take, to choose a codec.
+    It deletes records that it finds bad. *timed*, if given, learns how long reads take, to choose a codec.
     """
 
     def __init__(self, files: LmdbFiles, cipher: Cipher | None, timed: CodecChoice | None) -> None:
@@ -60,7 +60,7 @@ class LmdbReader:
         return [*self._read_share(shares[0]), *chain.from_iterable(others)]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
+        """Read a record; return the bytes read and its fault, or None without a record. Deletes and counts nothing."""
         while True:
             with self._files.using():
                 found = self._located([key])[0]
@@ -71,20 +71,20 @@ class LmdbReader:
                 if self._fill([(slot, value)]):
                     return 0, Fault.IO_ERROR
                 fault = fault_of(key, header, value, self._cipher)
-                if fault is None or self._located([key])[0] == found:  # else it was replaced meanwhile
+                if fault is None or self._located([key])[0] == found:  # otherwise it was replaced meanwhile
                     return slot.num_bytes, fault
 
     def counted(self) -> tuple[int, dict[Fault, int]]:
-        """Raw bytes read so far, and the number of each fault."""
+        """Return the raw bytes read so far, and the number of each fault."""
         with self._counting:
             return self._read_bytes_total, dict(self._faults)
 
     def close(self) -> None:
-        """End its threads; the files must be closed. A second call does nothing."""
+        """End the reader's threads; the files must be closed. A second call does nothing."""
         self._threads.shutdown()
 
     def _seems_cached(self, key: bytes) -> bool:
-        """Whether the block of *key* is in the page cache: its neighbours in the request then probably are too."""
+        """Return whether the block of *key* is in the page cache. Then the rest of the request probably is too."""
         try:
             with self._files.using():
                 (found,) = self._located([key])
@@ -112,7 +112,7 @@ class LmdbReader:
         return results
 
     def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read these blocks, past the transaction that finds them: a slot reused meanwhile shows as a bad digest."""
+        """Read these blocks outside the transaction that finds them. A slot reused meanwhile shows as a bad digest."""
         results: list[bytes | Fault] = []
         try:
             with self._files.using():
@@ -146,12 +146,12 @@ class LmdbReader:
         ]
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
-        """Header and slot of each key, None without a record. The caller is inside `files.using`."""
+        """Return header and slot of each key, or None without a record. The caller is inside `files.using`."""
         with self._files.tables.env.begin() as txn:
             return [self._files.tables.located(txn, key) for key in keys]
 
     def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
-        """Read all slots, together or, if that fails, one by one; returns those that cannot be read."""
+        """Read all slots together or, if that fails, one by one. Return the slots that cannot be read."""
         try:
             self._files.slabs.read([slot for slot, _ in places], [value for _, value in places])
             return set()
@@ -161,7 +161,7 @@ class LmdbReader:
         return set().union(*(self._fill([place]) for place in places))
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
-        """Read *key*, whose record was found bad, again while no other thread changes anything; delete it if still bad.
+        """Read *key*, whose record was found bad, once more under the writer's lock, and delete it if still bad.
 
         A good record, which must stay, may have replaced it since the first read.
         """
@@ -176,22 +176,22 @@ class LmdbReader:
 
 
 def _is_bad(result: bytes | Fault) -> bool:
-    """Whether the *result* of a read is a record that must be deleted."""
+    """Return whether the *result* of a read is a record that must be deleted."""
     return isinstance(result, Fault) and result.is_bad_record
 
 
 def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
-    """Memory to read a slot into: *out* itself, if the slot has the plain bytes of the block."""
+    """Return memory to read a slot into, which is *out* itself if the slot has the raw bytes of the block."""
     return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
 
 
 def _scratch(slot: Slot) -> memoryview:
-    """New memory for a whole slot, aligned to pages."""
+    """Return new memory for a whole slot, aligned to pages."""
     return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 
 def _runs(pairs: Sequence[tuple[bytes, memoryview]], max_bytes: int) -> Iterator[slice]:
-    """Where runs of *pairs* are that have at most *max_bytes*, or one block."""
+    """Yield slices of *pairs* that have at most *max_bytes* each, or one block."""
     start = num_bytes = 0
     for i, (_, out) in enumerate(pairs):
         if i > start and num_bytes + out.nbytes > max_bytes:

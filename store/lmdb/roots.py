@@ -1,7 +1,8 @@
 """Checks the two roots of an LMDB file (LMDB 0.9, 64 bit, little-endian) before the file is opened.
 
-LMDB keeps them in the first two pages, without a checksum, and trusts what they say of the other pages: for a last page
-far beyond the file it makes the file as long, and for an older transaction it overwrites pages of the newer one.
+LMDB keeps the roots in the first two pages, without a checksum, and trusts what they say about the other pages. If a
+root names a last page far beyond the file, LMDB extends the file to it. If a root has an older transaction number, LMDB
+overwrites pages of the newer one.
 """
 
 import os
@@ -15,9 +16,9 @@ from kvtier.store.folder import open_own
 from kvtier.store.slab import PAGE_BYTES
 
 _META = struct.Struct("<II8xQ" + 2 * "IHH32xQ" + "QQ")
-_META_AT = 16  # offset of a root, behind the header of its page
+_META_AT = 16  # offset of a root, after the header of its page
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_INTEGER_KEYS = 0x08  # flags of the list of free pages; the file itself has none
+_INTEGER_KEYS = 0x08  # flags of the list of free pages; the main tree has none
 _NO_PAGE = (1 << 64) - 1
 _MAX_LEVELS = 16  # of a tree; one of 4096 pages of 4 KiB has three
 
@@ -38,11 +39,11 @@ class _Root(NamedTuple):
     transaction: int
 
     def is_of_lmdb(self, number: int) -> bool:
-        """Whether this can be root *number* (0 or 1) of a file of this LMDB."""
+        """Return whether this can be root *number* (0 or 1) of a file of this LMDB version."""
         return (self.magic, self.version, self.transaction % 2) == (_MAGIC, _VERSION, number)
 
     def is_plausible(self, num_pages: int) -> bool:
-        """Whether its trees can be those of a file of *num_pages*."""
+        """Return whether the root's trees can belong to a file of *num_pages*."""
         return (
             (self.page_bytes, self.free_flags, self.main_pad, self.main_flags) == (PAGE_BYTES, _INTEGER_KEYS, 0, 0)
             and self.map_bytes % PAGE_BYTES == 0
@@ -55,10 +56,10 @@ class _Root(NamedTuple):
 
 
 def check(data_file: Path) -> None:
-    """Raise CorruptedError unless both roots of *data_file* are possible, neighbours in time, and the newer is sound.
+    """Raise CorruptedError unless both roots of *data_file* are possible and consecutive, and the newer is sound.
 
     LMDB never reads the trees of the older root. After a failed write of a root, LMDB restores that root's transaction
-    number and last page, but not its trees: those belong to a transaction that was never committed.
+    number and last page, but not its trees, which belong to a transaction that was never committed.
     """
     with open(data_file, "rb", opener=open_own) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES

@@ -30,17 +30,17 @@ _CHECKSUM_BYTES = 8
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
-_LOCK_BYTES = (_MAX_READERS + 64) * 64  # at least: LMDB takes 64 bytes for each reader, and 200 for the file
+_LOCK_BYTES = (_MAX_READERS + 64) * 64  # minimum: LMDB takes 64 bytes per reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
 
 
 def checksum(key: bytes, row: bytes = b"") -> bytes:
-    """The checksum at the end of *row*; of a row that is all key, the whole row."""
+    """Return the checksum that ends *row*. For a row that is all key, it is the whole row."""
     return xxhash.xxh3_64_digest(key + row)
 
 
 def verified(key: bytes, packed: bytes) -> bytes:
-    """*packed* without its checksum. CorruptedError if that is wrong."""
+    """Return *packed* without its checksum. Raises CorruptedError if the checksum is wrong."""
     row = packed[:-_CHECKSUM_BYTES]
     if packed[-_CHECKSUM_BYTES:] != checksum(key, row):
         raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
@@ -48,7 +48,7 @@ def verified(key: bytes, packed: bytes) -> bytes:
 
 
 class _Layout(struct.Struct):
-    """A layout of rows: bytes that do not fit it raise CorruptedError."""
+    """A layout of rows. Bytes that do not fit it raise CorruptedError."""
 
     def unpack(self, row: "Buffer") -> tuple[Any, ...]:
         try:
@@ -64,19 +64,19 @@ class _Layout(struct.Struct):
 
 
 class _Counts:
-    """A layout of rows that hold counts, with a checksum; implausible counts raise CorruptedError."""
+    """A layout of rows that hold counts, with a checksum. Implausible counts raise CorruptedError."""
 
     def __init__(self, layout: str) -> None:
         self._layout = _Layout(layout)
         self.num_bytes = self._layout.size + _CHECKSUM_BYTES  # of a row
 
     def pack(self, key: bytes, *counts: float) -> bytes:
-        """The row of *counts* at *key*."""
+        """Return the row of *counts* at *key*."""
         row = self._layout.pack(*self._plausible(counts))
         return row + checksum(key, row)
 
     def unpack(self, key: bytes, packed: bytes) -> tuple[Any, ...]:
-        """The counts in the row at *key*."""
+        """Return the counts in the row at *key*."""
         return self._plausible(self._layout.unpack(verified(key, packed)))
 
     def _plausible(self, counts: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -86,10 +86,10 @@ class _Counts:
 
 
 class _Slots(_Layout):
-    """A layout of keys that describe a slot, where the row is only a checksum of the key."""
+    """A layout of keys that describe a slot. The row is only a checksum of the key."""
 
     def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
-        """The fields of *key*. CorruptedError unless its row *packed* is the checksum of it."""
+        """Return the fields of *key*. Raises CorruptedError unless its row *packed* is the key's checksum."""
         if packed != checksum(key):
             raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
         return self.unpack(key)
@@ -105,13 +105,13 @@ NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
 _COUNTERS = _Counts("<7Qd3Q")
-_FEWER_COUNTERS = _Counts("<7Qd2Q")  # of a store that has not been written to since it counted quotas
+_FEWER_COUNTERS = _Counts("<7Qd2Q")  # of a store not written to since quota evictions are counted
 _DAY_S = 86_400.0
 
 
 @dataclass(slots=True)
 class Counters:
-    """The ledger: sums that a full count would give, and totals since the store was made."""
+    """The ledger: sums that a full count would give, and totals since the store was created."""
 
     num_records: int = 0
     stored_bytes: int = 0
@@ -119,30 +119,30 @@ class Counters:
     written_bytes_total: int = 0
     evicted_total: int = 0
     capacity_bytes: int = 0  # with which the store was last opened
-    written_lately_bytes: int = 0  # fading, by two thirds a day
+    written_lately_bytes: int = 0  # decaying by two thirds a day
     written_lately_at: float = 0.0  # seconds since 1970
     num_changes: int = 0
-    slab_bytes: int = 0  # of all slots that take room on the medium
-    quota_evicted_total: int = 0  # of `evicted_total`
+    slab_bytes: int = 0  # of all slots that take disk space
+    quota_evicted_total: int = 0  # part of `evicted_total`
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Counters":
-        """The counters in the row *packed*."""
+        """Return the counters in the row *packed*."""
         layout = _FEWER_COUNTERS if len(packed) == _FEWER_COUNTERS.num_bytes else _COUNTERS
         return cls(*layout.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
-        """The row of these counters."""
+        """Return the row of these counters."""
         return _COUNTERS.pack(COUNTERS_KEY, *(getattr(self, name) for name in self.__slots__))
 
     def on_written(self, num_bytes: int, now: float) -> None:
-        """Count *num_bytes* of payload that were written at *now* (seconds since 1970)."""
+        """Count *num_bytes* of payload written at *now* (seconds since 1970)."""
         self.written_bytes_total += num_bytes
         self.written_lately_bytes = self.lately_bytes(now) + num_bytes
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """`written_lately_bytes` as they have faded by *now*."""
+        """Return `written_lately_bytes`, decayed until *now*."""
         return round(self.written_lately_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
@@ -168,33 +168,33 @@ class Row(NamedTuple):
 
     @staticmethod
     def located(key: bytes, packed: bytes) -> tuple[bytes, Slot]:
-        """Header and slot of the packed row at *key*: all that a read needs."""
+        """Return header and slot of the packed row at *key*, which is all that a read needs."""
         row = verified(key, packed)
         *_, num_bytes, number = _ROW.unpack_from(row)
         return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
     def pack(self, key: bytes) -> bytes:
-        """The row packed for *key*."""
+        """Return the row packed for *key*."""
         row = _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
         return row + checksum(key, row)
 
 
 def plausible(slot: Slot) -> Slot:
-    """*slot* itself. CorruptedError if no file can have it: such a slot comes from a broken page."""
+    """Return *slot*. Raises CorruptedError if no file can contain it, which means that it comes from a broken page."""
     if slot.num_bytes == 0 or slot.num_bytes % PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
-        raise lmdb.CorruptedError(f"no payload is in {slot}")
+        raise lmdb.CorruptedError(f"a row names the impossible {slot}")
     return slot
 
 
 class Tables:
-    """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` beside it.
+    """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` in the same folder.
 
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
     owned     tenant and sequence number -> key: the same order for each tenant
     free      slots without a record that have disk space: size, change that freed it, number
     holes     slots without a record and without disk space: size, number
-    slabs     size -> how many slots there are
+    slabs     size -> number of slots
     tenants   tenant -> charged bytes
     ledger    `Counters`
     """
@@ -218,32 +218,32 @@ class Tables:
 
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
-        """The capacity in the ledger of an environment that is open for reading only."""
+        """Return the capacity in the ledger of an environment that is open for reading only."""
         return Tables.counters_in(env).capacity_bytes
 
     @staticmethod
     def counters_in(env: lmdb.Environment) -> Counters:
-        """The ledger of an environment that is open for reading only."""
+        """Return the ledger of an environment that is open for reading only."""
         ledger = env.open_db(b"ledger", create=False)
         with env.begin() as txn:
             packed = txn.get(COUNTERS_KEY, db=ledger)
         return Counters() if packed is None else Counters.unpack(packed)
 
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
-        """The ledger as *txn* sees it."""
+        """Return the ledger as *txn* sees it."""
         packed = txn.get(COUNTERS_KEY, db=self.ledger)
         return Counters() if packed is None else Counters.unpack(bytes(packed))
 
     def num_slots(self, txn: "lmdb.Transaction[bytes]") -> dict[int, int]:
-        """Number of slots in each slab, by the size of its slots."""
+        """Return the number of slots in each slab, by the size of its slots."""
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
-        """The holes: slots without disk space."""
+        """Iterate over the holes, which are slots without disk space."""
         return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
 
     def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
-        """Those of *slots* that should have no disk space: holes, and slots behind the last one of a slab."""
+        """Return those of *slots* that should have no disk space: holes, and slots behind the last one of a slab."""
         ends = self.num_slots(txn)
         return [
             slot
@@ -252,12 +252,15 @@ class Tables:
         ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
-        """Header and slot of the record of *key*; None if there is none."""
+        """Return header and slot of the record of *key*, or None if there is none."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         return None if packed is None else Row.located(key, packed)
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
-        """Up to *limit* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
+        """Return up to *limit* records older than *sequence*, newest first, as sequence number and key.
+
+        *sequence* None stands for the end of the order, so the newest records are returned.
+        """
         with txn.cursor(db=self.order) as cursor:
             if sequence is None:
                 is_there = cursor.last()
@@ -268,19 +271,19 @@ class Tables:
                 (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, limit)
             ]
         for before, after in pairwise([(sequence, b""), *page]):
-            if before[0] is not None and before[0] <= after[0]:  # going on from the last would never end
+            if before[0] is not None and before[0] <= after[0]:  # continuing from the last key would never end
                 raise lmdb.CorruptedError("the keys of a table are out of order")
         return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
-        """Charged bytes of each of *tenants* that has records."""
+        """Return the charged bytes of each of *tenants* that has records."""
         found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
         return {
             tenant: BYTES_OF_TENANT.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
         }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
-        """Raise AssertionError if tables or slots disagree, or a record may be evicted before one that continues it."""
+        """Raise AssertionError if tables or slots disagree, or if a record may be evicted before its child."""
         counters = self.counters(txn)
         places = {verified(place, row): place for place, row in _rows(txn, self.order)}
         order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
@@ -288,7 +291,7 @@ class Tables:
         rows = {key: Row.unpack(key, row) for key, row in _rows(txn, self.records)}
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
-        assert txn.stat(db=self.order)["entries"] == len(order), "a key stands twice in the order"
+        assert txn.stat(db=self.order)["entries"] == len(order), "a key is in the order twice"
         assert counters.num_records == len(rows), f"ledger: {counters.num_records} of {len(rows)} records"
         recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
@@ -310,22 +313,22 @@ class Tables:
         for row in rows.values():
             parent = rows.get(row.parent)
             is_safe = parent is None or parent.is_marked or parent.sequence > row.sequence
-            assert is_safe, "a record would leave before the one that continues it"
+            assert is_safe, "a record would be evicted before its child"
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
         """Raise AssertionError unless every slot has a record, is free, or is a hole."""
         free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
-        assert len(set(slots)) == len(slots), "a slot is two things at once"
+        assert len(set(slots)) == len(slots), "a slot is in two states at once"
         there = self.num_slots(txn)
-        assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot is used that is not there"
-        assert len(slots) == sum(there.values()), "a slot is neither a record's, nor free, nor a hole"
+        assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot beyond its slab is used"
+        assert len(slots) == sum(there.values()), "a slot has no record, is not free and is no hole"
         taken = sum(slot.num_bytes for slot in used + free)
         assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 
 
 def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
-    """Open the tables of the index in *folder*, made if there are none. OSError or lmdb.Error."""
+    """Open the tables of the index in *folder*, creating them if there are none. Raises OSError or lmdb.Error."""
     _take_room(folder / "lock.mdb", _LOCK_BYTES)
     descriptor = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
     try:
@@ -351,17 +354,17 @@ def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
 
 
 def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database":
-    """Open a sub-database, which is made if the environment is new. CorruptedError if it is missing otherwise."""
+    """Open a sub-database, created if the environment is new. Raises CorruptedError if it is missing otherwise."""
     try:
         return env.open_db(name, create=is_new)
     except lmdb.NotFoundError as error:
-        raise lmdb.CorruptedError(f"the table {name.decode()} is not there") from error
+        raise lmdb.CorruptedError(f"the table {name.decode()} is missing") from error
 
 
 def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:
-    """Never free *opened* in a process forked from this one.
+    """Keep *opened* from being freed in a process forked from this one.
 
-    Freeing it there would free this process's slot in the table of readers, which the two share, and LMDB would
+    Freeing it there would free this process's slot in the reader table, which both processes share. LMDB would then
     overwrite pages that this process still reads.
     """
     _parents.add(opened)
@@ -376,8 +379,8 @@ os.register_at_fork(after_in_child=_keep_parents)
 
 
 def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Environment:
-    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would unmap pages under a
-    # reader. For `writemap` and `sync` see `Durability`.
+    # Without readahead cold reads are 14 times slower. The map size never changes, because LMDB would unmap pages that
+    # a reader uses. For `writemap` and `sync` see `Durability`.
     return lmdb.open(
         str(folder),
         map_size=map_bytes,
@@ -392,7 +395,7 @@ def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Enviro
 
 
 def _take_room(path: Path, num_bytes: int) -> None:
-    """Take disk space for the first *num_bytes* of a mapped file, as `IndexFile.reserve` does; OSError."""
+    """Reserve disk space for the first *num_bytes* of a mapped file, as `IndexFile.reserve` does. Raises OSError."""
     file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(file, 0, num_bytes)
@@ -401,7 +404,7 @@ def _take_room(path: Path, num_bytes: int) -> None:
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """*rows*, whose keys must ascend from *start*; else CorruptedError: a damaged tree may lead round in a circle."""
+    """Yield *rows*, whose keys must ascend from *start*, else raise CorruptedError: a damaged tree may be circular."""
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):

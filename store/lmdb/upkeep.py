@@ -1,8 +1,8 @@
-"""Upkeep of a store that no engine has open: `kvtier check` and the other commands verify it and delete from it.
+"""Maintenance of a store that no engine has open: `kvtier check` and other commands verify it and delete from it.
 
-The functions are generators, so that a command sees their progress and can end them anywhere: that closes the store.
-They should run in a process of their own, since a broken tree may crash it. The store is opened with
-`Durability.COMMIT`: a crash of the process or the machine meanwhile leaves the store no worse than before. A broken
+The functions are generators, so that a command sees their progress and can end them anywhere, which closes the store.
+They should run in a process of their own, because a broken tree may crash it. The store is opened with
+`Durability.COMMIT`, so a crash of the process or the machine meanwhile leaves the store no worse than before. A broken
 store stays as it is.
 """
 
@@ -32,7 +32,7 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator here. *total_bytes* is 0 where it is unknown; bytes are those charged for the records."""
+    """Progress of a generator in this module, in charged bytes. *total_bytes* is 0 if it is unknown."""
 
     doing: str
     done_bytes: int = 0
@@ -50,23 +50,23 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of verifying a store. *miscount* is what `check` still found wrong in the end, "" if nothing."""
+    """Result of verifying a store. *miscount* is what `check` found wrong in the end, or "" if nothing."""
 
-    num_stored: int  # records in the store, of which perhaps only a sample was read
+    num_stored: int  # records in the store; perhaps only a sample of them was read
     tallies: dict[bytes, Tally]  # by namespace
     miscount: str
-    went_back: bool  # whether it went back to its last checkpoint, as the machine had gone down while it was open
+    went_back: bool  # whether it was restored to its last checkpoint after a machine crash
     num_deleted: int
-    seconds: float  # that reading records took
+    seconds: float  # spent reading records
 
     @property
     def num_records(self) -> int:
-        """Records that were read."""
+        """Number of records read."""
         return sum(tally.num_records for tally in self.tallies.values())
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that were read."""
+        """Number of bytes read."""
         return sum(tally.read_bytes for tally in self.tallies.values())
 
     @property
@@ -82,7 +82,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Result of deleting; bytes as charged."""
+    """Result of a deletion, with the charged bytes."""
 
     num_records: int
     stored_bytes: int
@@ -91,10 +91,10 @@ class Deletion:
 def verify_store(
     folder: Path, owner: int, fix: bool = False, sample: int | None = None, key_file: Path | None = None
 ) -> Iterator[Progress | Verification]:
-    """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
+    """Compare the accounting with a full count, and verify all records or a random *sample*.
 
-    With *fix* bad records are deleted. *owner* is the pid that other processes are told. FolderInUse; StoreLost;
-    ValueError for a file that holds no key.
+    Yields `Progress` and finally the `Verification`. With *fix* bad records are deleted. *owner* is the pid that other
+    processes are shown. Raises FolderInUse, StoreLost, or ValueError for a file that holds no key.
     """
     require_store(folder)
     cipher = None if key_file is None else Cipher.from_file(key_file)
@@ -135,7 +135,7 @@ def verify_store(
         num_deleted += store.delete(bad)
         seconds = time.perf_counter() - began_at
 
-        if miscount and num_deleted:  # a record without its payload is both
+        if miscount and num_deleted:  # a record without its payload is bad and miscounted
             yield Progress("counting again")
             miscount = _miscount(store)
     yield Verification(statistics.num_records, tallies, miscount, went_back, num_deleted, seconds)
@@ -144,9 +144,9 @@ def verify_store(
 def delete_namespaces(
     folder: Path, owner: int, namespaces: Collection[bytes], total_bytes: int
 ) -> Iterator[Progress | Deletion]:
-    """Delete all records of *namespaces*, about *total_bytes*, and the bytes of their payloads; the `Deletion` is last.
+    """Delete all records of *namespaces*, about *total_bytes*, and the bytes of their payloads.
 
-    Raises what `verify_store` raises.
+    Yields `Progress` and finally the `Deletion`. Raises what `verify_store` raises.
     """
     require_store(folder)
     yield Progress("opening")
@@ -158,12 +158,12 @@ def delete_namespaces(
             num_records += store.delete(batch)
             num_bytes = before_bytes - store.statistics().stored_bytes
             yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
-        store.files.give_back(0)  # punches out the payloads: their bytes are gone and take no disk space
+        store.files.give_back(0)  # punches out the payloads, so that their bytes are gone and take no disk space
     yield Deletion(num_records, num_bytes)
 
 
 def condemn(folder: Path) -> None:
-    """Mark the store as damaged, so that the next engine that opens it starts empty; FolderInUse."""
+    """Mark the store as damaged, so that the next engine that opens it starts empty. Raises FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)
         try:
@@ -174,17 +174,17 @@ def condemn(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[LmdbStore]:
-    """Open the store in *folder* with the capacity that it had."""
+    """Open the store in *folder* with its recorded capacity."""
     try:
         with LmdbStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
     except FolderInUse as error:
         whose = str(error).partition(";")[0]
-        raise FolderInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
+        raise FolderInUse(f"{whose}; stop that process first. kvtier stats works meanwhile") from error
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error
-        if error.errno is None:  # not from the system: the files cannot be trusted, and the message says why
+        if error.errno is None:  # not a system error: the files cannot be trusted, and the message says why
             raise StoreLost(str(error)) from error
         raise
 
@@ -198,7 +198,7 @@ def _miscount(store: LmdbStore) -> str:
 
 
 def sample_of(keys: Iterable[bytes], size: int) -> list[bytes]:
-    """A random sample of *size* of the *keys*, each equally likely, in their order (reservoir sampling)."""
+    """Return a random sample of *size* of the *keys*, each equally likely, in their order (reservoir sampling)."""
     chosen: list[tuple[int, bytes]] = []
     for number, key in enumerate(keys):
         if number < size:

@@ -22,7 +22,7 @@ from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
-_MAX_EVICTED = 512  # that one change evicts, besides as many as it adds: see `REMOVAL_BYTES`
+_MAX_EVICTED = 512  # evicted in one change, in addition to as many as it adds; see `REMOVAL_BYTES`
 _MAX_TRIES = 8  # to make room for one group
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,10 +39,10 @@ class _Call:
 
 
 class GroupCommit:
-    """Gathers the calls that come while a change is under way; the next change stores them all, up to *max_bytes*.
+    """A group commit: the calls that arrive during a change are stored by the next change, up to *max_bytes*.
 
-    The call that gets the *writer* lock works for all that wait: there is no thread for it, and a lone call waits for
-    none. If that call is interrupted, the next one that gets the lock works for those that are left.
+    The call that gets the *writer* lock works for all waiting calls. So there is no extra thread, and a lone call waits
+    for no other. If that call is interrupted, the next one that gets the lock works for the remaining calls.
     """
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
@@ -53,13 +53,13 @@ class GroupCommit:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait or are at work."""
+        """Number of calls that wait or are in progress."""
         return len(self._waiting)
 
     def put(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs* and return the keys evicted for this call. Raises what *act* raises.
 
-        When it has returned or raised, interrupted or not, no thread reads *blobs* any more.
+        Once this has returned or raised, interrupted or not, no thread reads *blobs* any more.
         """
         call = _Call(blobs)
         try:
@@ -77,7 +77,10 @@ class GroupCommit:
         return call.evicted
 
     def _gathered(self) -> list[_Call]:
-        """The next waiting calls, of at most `max_bytes` together, or one larger call. At least one call waits."""
+        """Return the next waiting calls, of at most `max_bytes` together, or one larger call.
+
+        At least one call must be waiting.
+        """
         calls: list[_Call] = []
         num_bytes = 0
         for call in self._waiting.copy():  # other threads append meanwhile
@@ -108,7 +111,7 @@ class GroupCommit:
 
 
 class _StillTooMuch(Exception):
-    """One change has evicted and passed over as many records as it may, and there is still no room."""
+    """Error raised if one change has evicted and skipped as many records as it may, and there is still no room."""
 
     def __init__(self, evicted: list[bytes]) -> None:
         super().__init__()
@@ -116,10 +119,11 @@ class _StillTooMuch(Exception):
 
 
 class LmdbWriter:
-    """Makes all changes of a store's records: puts with the evictions that they need, touches and deletions.
+    """The writer of all changes to a store's records: puts with the evictions that they need, touches and deletions.
 
-    The records stay within the capacity, which is lower than that of *files* while the disk is full, and those of a
-    tenant within its quota. Blocks are encoded by *codec*; with *durability* COMMIT a put also syncs their payloads.
+    The records stay within the capacity, and a tenant's records within its quota. The capacity is lower than that of
+    *files* while the disk is full. Blocks are encoded by *codec*. With *durability* COMMIT a put also syncs the
+    payloads.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class LmdbWriter:
         self._durability = durability
         self._quotas = quotas
         self._room = DiskRoom(files.name, files.here, files.capacity_bytes)
-        self._untold: list[bytes] = []  # evicted keys that no put has returned yet; `files.writer` guards it
+        self._untold: list[bytes] = []  # evicted keys that no put has returned yet; guarded by `files.writer`
         self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
         self._group = GroupCommit(files.writer, data_file.part_bytes(files.capacity_bytes), self._put_group)
 
@@ -146,7 +150,7 @@ class LmdbWriter:
         return self._room.capacity_bytes
 
     def fit_capacity(self) -> None:
-        """Evict what a lowered capacity has no room for. No put returns these keys: no caller knows them yet."""
+        """Evict what exceeds a lowered capacity. No put returns these keys, because no caller knows them yet."""
         self._evict_to(self._files.capacity_bytes)
         self._untold.clear()
 
@@ -165,7 +169,7 @@ class LmdbWriter:
                         full.evicted, self._untold = list(dict.fromkeys(self._untold)), []
                         raise full from error
                 raise
-            for blob in part:  # evicted by an earlier part, now back
+            for blob in part:  # perhaps evicted by an earlier part, now back
                 evicted.pop(blob.key, None)
             evicted.update(dict.fromkeys(gone))
         return list(evicted)
@@ -209,11 +213,11 @@ class LmdbWriter:
         return Evicted(gone, num_freed)
 
     def close(self) -> None:
-        """End its thread; the files must be closed. A second call does nothing."""
+        """End the writer's thread; the files must be closed. A second call does nothing."""
         self._syncer.shutdown()
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*, making room if there is none; returns all evicted keys that no put has returned yet."""
+        """Store *group*, making room if there is none, and return all evicted keys that no put has returned yet."""
         self._room.grow_back()
         for is_last in (False, False, True):
             try:
@@ -238,13 +242,13 @@ class LmdbWriter:
             new = _mark(change, unique)
             coming = {blob.key for blob in new}
             sealed = [seal(blob, self._codec, self._cipher) for blob in new]
-            # Before the new records are added, so that these are newer than the records passed over for them.
+            # Evict before adding, so that the new records are newer than the records skipped for them.
             new_bytes: Counter[bytes] = Counter()
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
             evicted = self._evict(change, new_bytes, limit)
             slots = self._write(change, sealed)
-            if self._durability is Durability.COMMIT:  # beside the commit: digests show whether a payload is complete
+            if self._durability is Durability.COMMIT:  # during the commit: digests show whether a payload is complete
                 syncing.append(self._syncer.submit(self._files.slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
@@ -267,13 +271,13 @@ class LmdbWriter:
             for sync in syncing:
                 sync.result()
         except OSError:
-            with suppress(OSError):  # else they stay, and may not survive a crash
+            with suppress(OSError):  # otherwise they stay, and may not survive a crash
                 self.delete(list(new))
-            self._untold += back  # returned when in doubt: the caller then looks for less on disk than there is
+            self._untold += back  # returned when in doubt: the caller then expects too little on disk
             raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
-        """Write the payloads to slots that no record has, and return these."""
+        """Write the payloads to slots that no record has, and return the slots."""
         sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
@@ -286,7 +290,7 @@ class LmdbWriter:
         return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int], limit: int) -> list[bytes]:
-        """Evict until *new_bytes* (by tenant) fit quotas and capacity; `_StillTooMuch` after *limit* evictions."""
+        """Evict until *new_bytes* (by tenant) fit quotas and capacity. Raises `_StillTooMuch` after *limit* records."""
         evicted: list[bytes] = []
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
@@ -301,10 +305,10 @@ class LmdbWriter:
         return evicted
 
     def _evict_for(self, group: Collection[Blob]) -> None:
-        """Evict until *group* fits, in as many changes as it takes.
+        """Evict until *group* fits, in as many changes as needed.
 
-        Each change marks the group's records and parents anew, since a mark lasts for one turn of CLOCK: no record is
-        evicted for the sake of one that continues it.
+        Each change marks the group's records and parents again, because a mark lasts for one turn of CLOCK. So no
+        record is evicted to make room for its own child.
         """
         is_done = False
         while not is_done:
@@ -319,12 +323,12 @@ class LmdbWriter:
             self._untold += evicted
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict *num_bytes* of records, and make their pages and slots usable."""
+        """Evict *num_bytes* of records, and make their pages and slots usable again."""
         self._evict_to(max(0, self._stored_bytes() - num_bytes))
         self._files.free_pages(self._room.slab_bytes)
 
     def _shrink(self) -> bool:
-        """Lower the capacity to what a full disk allows; False if that is next to nothing."""
+        """Lower the capacity to what a full disk allows. Returns False if no capacity would be left."""
         with self._files.reading() as txn:
             taken_bytes = self._files.tables.counters(txn).slab_bytes
         if not self._room.shrink(taken_bytes):
@@ -343,14 +347,14 @@ class LmdbWriter:
             return self._files.tables.counters(txn).stored_bytes
 
     def _still_absent(self, evicted: Iterable[bytes]) -> list[bytes]:
-        """Those of *evicted* that have no record again; all of them if the index cannot be read."""
+        """Return those of *evicted* that still have no record, or all of them if the index cannot be read."""
         with suppress(OSError), self._files.reading() as txn:
             return [key for key in evicted if self._files.tables.located(txn, key) is None]
         return list(evicted)
 
 
 def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
-    """Mark the records of *group* that exist, and the parents of the others; returns these others."""
+    """Mark the records of *group* that exist, and the parents of the new blobs; return the new blobs."""
     new = [blob for blob in group if not change.mark(blob.key)]
     coming = {blob.key for blob in new}
     for blob in new:
@@ -360,7 +364,7 @@ def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
 
 
 def _parts(blobs: Sequence[Blob], max_bytes: int) -> Iterator[list[Blob]]:
-    """Runs of *blobs* of at most *max_bytes*, or of one blob."""
+    """Yield runs of *blobs* of at most *max_bytes* each, or of one blob."""
     part: list[Blob] = []
     num_bytes = 0
     for blob in blobs:

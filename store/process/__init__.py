@@ -1,1 +1,1 @@
-"""A store in a process of its own: `StoreProcess` asks, `StoreServer` answers."""
+"""A store in a process of its own: `StoreProcess` is the client, `StoreServer` the server."""

@@ -1,4 +1,4 @@
-"""The channel to a store's process: questions and answers go over a socket, bytes of blocks through shared memory."""
+"""The channel to a store's process: requests and responses go over a socket, block bytes through shared memory."""
 
 import contextlib
 import ctypes
@@ -15,31 +15,33 @@ from weakref import WeakSet
 
 import numpy as np
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # <linux/mman.h>; Python's mmap does not name them
-_WARM_STEP_BYTES = 4 << 20  # populated with the interpreter's lock held: 2 ms a step
-_HEADER = struct.Struct("=QQ")  # of a message: its bytes in all, the number of its question
-_PIECE_BYTES = 64 << 10  # holds a whole question or answer, unless that has bytes of blocks
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # from <linux/mman.h>; Python's mmap does not define them
+_WARM_STEP_BYTES = 4 << 20  # populated at a time with the GIL held, for 2 ms
+_HEADER = struct.Struct("=QQ")  # of a message: its total bytes, the number of its request
+_PIECE_BYTES = 64 << 10  # holds a whole request or response, unless it contains block bytes
 
 
 class SharedMemory(NamedTuple):
-    """Memory of this process that is mapped from a file, a host slab: its first byte is byte 0 of the file."""
+    """Memory of this process that is mapped from a file, such as a host slab. Its first byte is byte 0 of the file."""
 
     file: int  # descriptor
     address: int
     num_bytes: int
-    is_backed: bool = True  # whether all of it is, or soon will be: then another process may enter its pages ahead
+    is_backed: bool = True  # whether all pages are or soon will be allocated, so that another process may populate them
 
 
 Place = tuple[int, int, int]
-"""A range of bytes in one of the shared memories, as both processes name it: which memory, where in it, how many. No
-class of its own, as hundreds are pickled for one question."""
+"""A byte range in shared memory, as both processes name it: index of the memory, offset, length.
 
-# Sent over the socket for a piece of memory: its place, or, if it is not shared, the bytes themselves.
+Not a class, because hundreds are pickled per request.
+"""
+
+# Sent over the socket for a piece of memory: its place or, if it is not shared, the bytes themselves.
 Bytes = Place | bytes
 
 
 class MemoryMap:
-    """The asker's side of shared memory: finds the place of a view."""
+    """The client's side of shared memory, which finds the place of a view."""
 
     def __init__(self, memories: Sequence[SharedMemory]) -> None:
         order = sorted(range(len(memories)), key=lambda i: memories[i].address)
@@ -48,7 +50,7 @@ class MemoryMap:
         self._ends = [memories[i].address + memories[i].num_bytes for i in order]
 
     def place(self, view: memoryview) -> Place | None:
-        """The place of *view* (contiguous); None if it is in no shared memory."""
+        """Return the place of *view* (contiguous), or None if it is in no shared memory."""
         if not view.nbytes:
             return None
         address = address_of(view)
@@ -59,45 +61,47 @@ class MemoryMap:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the first byte of a view (contiguous, not empty) is in this process."""
+    """Return the address of the first byte of a view (contiguous, not empty) in this process."""
     if not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # an eighth of the time of what follows
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # an eighth of the time of numpy's way
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
 
 
 class Mappings:
-    """The answering side of shared memory: maps the asker's memories into this process."""
+    """The server's side of shared memory, which maps the client's memories into this process."""
 
     def __init__(self, memories: Sequence[tuple[int, int, bool]]) -> None:
-        """*memories* are of each its file's descriptor, its size, and whether it is backed."""
+        """Map *memories*, each given as its file's descriptor, its size, and whether it is backed."""
         self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes, _ in memories]
         self._views = [memoryview(shared) for shared in self._maps]
         self._backed = [shared for shared, (_, _, is_backed) in zip(self._maps, memories, strict=True) if is_backed]
 
     def warm(self) -> None:
-        """Enter the pages of what is backed in this process's page table, so that first copies are as fast as later
-        ones. Of the rest that would take memory that the asker may never use."""
+        """Populate this process's page table for the backed memories, so that first copies are as fast as later ones.
+
+        Populating the other memories would take memory that the client may never use.
+        """
         for shared in self._backed:
             for offset in range(0, len(shared), _WARM_STEP_BYTES):
-                with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses it
+                with contextlib.suppress(OSError, ValueError):  # not supported before Linux 5.14
                     shared.madvise(_MADV_POPULATE_WRITE, offset, min(_WARM_STEP_BYTES, len(shared) - offset))
 
     def enter(self, piece: Bytes) -> None:
-        """Enter the pages of *piece* in this process's page table, before a file is written from them.
+        """Populate this process's page table for *piece* before a file is written from it.
 
-        Where Linux finds a page missing it goes on in small pieces, and the file's pages in its cache are small ones:
-        each later read from there takes nearly twice as long.
+        If Linux finds a page missing, it continues in small pieces and caches the file in small pages. Each later read
+        from the page cache then takes nearly twice as long.
         """
         if isinstance(piece, bytes):
             return
         memory, offset, num_bytes = piece
         start = offset - offset % mmap.PAGESIZE
-        with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses it
+        with contextlib.suppress(OSError, ValueError):  # not supported before Linux 5.14
             self._maps[memory].madvise(_MADV_POPULATE_READ, start, offset + num_bytes - start)
 
     def view(self, piece: Bytes) -> memoryview:
-        """The memory of *piece*, writable if it is shared."""
+        """Return the memory of *piece*, which is writable if it is shared."""
         if isinstance(piece, bytes):
             return memoryview(piece)
         memory, offset, num_bytes = piece
@@ -105,7 +109,7 @@ class Mappings:
 
 
 class NoAnswer(Exception):
-    """The other process has ended, or was silent for too long. (Errors of the store are answers.)"""
+    """Error raised if the other process has ended or timed out. Errors of the store are responses instead."""
 
     @property
     def is_silence(self) -> bool:
@@ -114,12 +118,11 @@ class NoAnswer(Exception):
 
 
 class Channel:
-    """The asker's end of a socket, for one question at a time.
+    """The client's end of a socket, for one request at a time.
 
-    Each question has a number, and its answer has the same. After `NoAnswer` or an interruption an answer may still
-    come, and the other process may still write to memory: the caller must end that process.
-    A channel hangs up when it is garbage, and in a forked child at once: an open end would keep the other process
-    waiting.
+    A response carries the number of its request. After `NoAnswer` or an interruption a response may still arrive, and
+    the other process may still write to memory, so the caller must end that process. A channel closes its end when it
+    is garbage-collected, and at once in a forked child, because an open end would keep the other process waiting.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -128,7 +131,10 @@ class Channel:
         _channels.add(self)
 
     def ask(self, question: bytes, timeout_s: float) -> memoryview:
-        """Send *question* and return the answer; `NoAnswer` if the process has ended or is silent for *timeout_s*."""
+        """Send *question* and return the response.
+
+        Raises `NoAnswer` if the process has ended or does not respond within *timeout_s*.
+        """
         self._number += 1
         try:
             self._socket.settimeout(timeout_s)
@@ -139,11 +145,11 @@ class Channel:
         except (EOFError, OSError) as error:
             raise NoAnswer("its process ended") from error
         if number != self._number:
-            raise NoAnswer("it answered another question")
+            raise NoAnswer("it answered another request")
         return answer
 
     def hang_up(self) -> None:
-        """Close this process's end."""
+        """Close this process's end of the socket."""
         self._socket.close()
 
     __del__ = hang_up
@@ -161,12 +167,15 @@ os.register_at_fork(after_in_child=_hang_up_all)
 
 
 def send(end: socket.socket, number: int, message: bytes) -> None:
-    """Send a whole message. OSError if that fails, TimeoutError after the socket's timeout."""
+    """Send a whole message. Raises OSError if that fails, TimeoutError after the socket's timeout."""
     end.sendall(_HEADER.pack(_HEADER.size + len(message), number) + message)
 
 
 def receive(end: socket.socket) -> tuple[int, memoryview]:
-    """Number and bytes of the next message. EOFError if the other end was closed, TimeoutError after the timeout."""
+    """Return the number and the bytes of the next message.
+
+    Raises EOFError if the other end was closed, TimeoutError after the socket's timeout.
+    """
     data = bytearray()
     while len(data) < _HEADER.size or len(data) < _HEADER.unpack_from(data)[0]:
         piece = end.recv(_PIECE_BYTES)
@@ -177,9 +186,9 @@ def receive(end: socket.socket) -> tuple[int, memoryview]:
 
 
 def portable(error: Exception) -> Exception:
-    """*error* itself, if it can be pickled for another process; else an OSError with its text."""
+    """Return *error* itself if it can be pickled for another process, else an OSError with its text."""
     try:
-        pickle.loads(pickle.dumps(error))  # some errors can be pickled and not unpickled
+        pickle.loads(pickle.dumps(error))  # some errors can be pickled but not unpickled
     except Exception:  # pickling runs code of the error, which may raise anything
         return OSError(errno.EIO, f"{type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""Staging: shared memory of the asker's own, through which blocks go that lie in none of the shared memories."""
+"""Staging: shared memory of the client, for blocks that are in none of the other shared memories."""
 
 import errno
 import mmap
@@ -14,22 +14,22 @@ from kvtier.store.process.channel import SharedMemory, address_of
 
 
 class Staging:
-    """*num_places* of *place_bytes* each, for one call at a time. Pages that no block went through take no memory.
+    """A pool of *num_places* buffers of *place_bytes* each, one per call. Pages that no block used take no memory.
 
-    Sent over the socket instead, blocks are pickled and copied four times: a third of the speed.
+    Blocks sent over the socket instead are pickled and copied four times, at a third of the speed.
     """
 
     def __init__(self, num_places: int, place_bytes: int) -> None:
         num_bytes = num_places * place_bytes
         file = _memory_file()
         self.close: Callable[[], object] = weakref.finalize(self, os.close, file)
-        """Gives the file up; the memory goes with the last view of it. So does what is no longer used."""
+        """Close the file; the memory is freed with its last view. Garbage collection does the same."""
         os.ftruncate(file, num_bytes)
         self._file, self._place_bytes = file, place_bytes
-        self._backed: set[int] = set()  # places whose memory is there
+        self._backed: set[int] = set()  # places whose memory is allocated
         memory = memoryview(mmap.mmap(file, num_bytes))
         self.memory = SharedMemory(file, address_of(memory), num_bytes, is_backed=False)
-        # The place that was used last is the next: its pages are there.
+        # The most recently used place is taken first, because its pages are allocated.
         self._places = memory
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         for start in range(0, num_bytes, place_bytes):
@@ -37,8 +37,10 @@ class Staging:
 
     @contextmanager
     def place(self) -> Iterator[memoryview]:
-        """A place, which is the caller's in here; an empty one if none is free, as one is lost with a call that is
-        interrupted, or if there is no memory for it."""
+        """Lend a place to the caller for the duration of the block.
+
+        The place is empty if none is free, because an interrupted call may lose one, or if there is no memory for it.
+        """
         try:
             start = self._free.get_nowait()
         except queue.Empty:
@@ -50,7 +52,10 @@ class Staging:
             self._free.put(start)
 
     def _is_backed(self, start: int) -> bool:
-        """Have the kernel allocate a place before it is touched: a page that it refuses then is SIGBUS."""
+        """Allocate the memory of a place before it is touched. Returns False if the kernel has none.
+
+        Touching a page that the kernel cannot allocate raises SIGBUS.
+        """
         if start not in self._backed:
             try:
                 os.posix_fallocate(self._file, start, self._place_bytes)
@@ -64,10 +69,10 @@ class Staging:
 def _memory_file() -> int:
     try:
         return os.memfd_create("kvtier-staging")
-    except OSError:  # a sandbox forbids it
+    except OSError:  # forbidden in a sandbox
         return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy the bytes of *source* to *target*, which has as many, without the interpreter's lock."""
+    """Copy the bytes of *source* to *target*, which has the same length, without holding the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

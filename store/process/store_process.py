@@ -1,4 +1,4 @@
-"""`StoreProcess`: a store in a process of its own, and that process's start, end and replacement."""
+"""`StoreProcess`: a store in a process of its own, and how that process is started, ended and replaced."""
 
 import json
 import logging
@@ -23,39 +23,40 @@ from kvtier.store.process.staging import Staging, copy
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
-NUM_WRITERS = 2  # calls at a time that change something: one works, one gathers blocks behind it
+NUM_WRITERS = 2  # concurrent calls that change something: one works, one gathers the next blocks
 NUM_READERS = 6
-TIMEOUT_S = 60.0  # for one call; if it takes longer the process hangs, and is killed
-# For `sys.setswitchinterval`, in a process that asks and also computes in Python: every answer waits that long for the
-# interpreter's lock. With Python's default of 5 ms, reads of 8 MiB beside a busy thread have a tenth of their speed.
+TIMEOUT_S = 60.0  # for one call; a process that takes longer hangs, and is killed
+# For `sys.setswitchinterval` in a client process that also computes in Python: every response waits this long for the
+# GIL. With Python's default of 5 ms, reads of 8 MiB next to a busy thread have a tenth of their speed.
 SWITCH_INTERVAL_S = 0.0005
-_PLACE_BYTES = 32 << 20  # of staging: what one change of the store puts at most, and large blocks
-_OPEN_TIMEOUT_S = 300.0  # to make the index smaller it is copied
-_END_TIMEOUT_S = 5.0  # for a killed process to be gone: that takes milliseconds, or it hangs in the kernel, on its disk
+_PLACE_BYTES = 32 << 20  # of staging: the maximum that one change of the store puts, and large blocks
+_OPEN_TIMEOUT_S = 300.0  # opening may copy the index to shrink it
+_END_TIMEOUT_S = 5.0  # for a killed process to exit: takes milliseconds, unless it hangs in the kernel, on its disk
 
 _log = logging.getLogger(__name__)
 
 
 class StoreDied(OSError):
-    """The store's process has ended, or is still opening the store. After an end the next call starts another."""
+    """Error raised if the store's process has ended or is still opening. After an end the next call starts another."""
 
 
 class StoreProcess:
-    """A `BlobStore`: an `LmdbStore` in a process of its own, which reads into and writes from *memories* directly.
+    """A `BlobStore` that runs an `LmdbStore` in a process of its own, which reads and writes *memories* directly.
 
-    - Python code that computes in this process delays no read or write of the store, nor the reverse: beside a busy
-      thread every call of LMDB's would wait up to 5 ms for the interpreter's lock, 64 puts 340 ms instead of 6.
-    - A medium that fails under a mapped file ends the store's process, not this one: calls under way raise `StoreDied`
-      (reads give `Fault.IO_ERROR`), and the next call starts another process. One that hangs is killed after
-      *timeout_s* of silence, and one whose caller was interrupted (Ctrl-C) at once, as its answer has no reader.
-    - Opening has a deadline of its own. Only the call that begins it waits for it; other calls raise `StoreDied` at
-      once until the store is open, and `close` ends the process that opens.
-    - A read returns only once the store's process can write to its memory no more. So after a kill it waits without a
-      deadline: a process that the kernel cannot end, as its disk hangs, may still write.
+    - Python code that computes in this process delays no read or write of the store, nor the reverse. Next to a busy
+      thread every LMDB call would wait up to 5 ms for the GIL, so 64 puts would take 340 ms instead of 6.
+    - A disk that fails under a mapped file ends the store's process, not this one. Calls in flight raise `StoreDied`
+      (reads return `Fault.IO_ERROR`), and the next call starts another process. A process that hangs is killed after
+      *timeout_s* without a response. A process whose caller was interrupted (Ctrl-C) is killed at once, because its
+      response has no reader.
+    - Opening has its own deadline. Only the call that starts it waits for it. Other calls raise `StoreDied` at once
+      until the store is open, and `close` ends a process that is still opening.
+    - A read returns only once the store's process can no longer write to its memory. So after a kill it waits without a
+      deadline: a process that the kernel cannot end, because its disk hangs, may still write.
 
-    It belongs to the process that made it: in a forked child every call but `close`, which does nothing, is a
-    ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied on their way. Nothing
-    is opened before `open`, a `with` statement or the first call; these raise what opening raises.
+    The object belongs to the process that created it. In a forked child `close` does nothing and every other call
+    raises ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied on their way.
+    Nothing is opened before `open`, a `with` statement or the first call; these raise what opening raises.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class StoreProcess:
     ) -> None:
         self._pid = os.getpid()
         self.settings = replace(settings, owner=self._pid)
-        self._staging = Staging(NUM_READERS + NUM_WRITERS, _PLACE_BYTES)  # a place for each call at a time
+        self._staging = Staging(NUM_READERS + NUM_WRITERS, _PLACE_BYTES)  # one place per concurrent call
         self._memories = [*memories, self._staging.memory]
         self._timeout_s = timeout_s
         self._map = MemoryMap(self._memories)
-        self._lock = threading.Lock()  # guards the seven below; held for moments only
-        self._worker: _Worker | None = None  # the process that was started last
+        self._lock = threading.Lock()  # guards the seven below; held only briefly
+        self._worker: _Worker | None = None  # the most recently started process
         self._opened: Future[_Worker] = Future()  # the result of the last opening
         self._opened.set_exception(StoreDied(f"store {settings.folder}: not opened yet"))
         self._may_open = True
@@ -77,14 +78,14 @@ class StoreProcess:
         self.num_starts = 0
 
     def open(self) -> None:
-        """Open the store, however long that takes. Raises what opening raises.
+        """Open the store and wait until it is open. Raises what opening raises.
 
-        `StoreDied` if opening hangs, or is under way already.
+        Raises `StoreDied` if opening hangs or is already in progress.
         """
         self._ensure_running()
 
     def stop_opening(self) -> None:
-        """Start no more processes, and end one that is still opening: for an owner that is about to close."""
+        """Start no more processes, and end one that is still opening. For an owner that is about to close."""
         with self._lock:
             self._may_open = False
             worker = self._worker
@@ -92,16 +93,16 @@ class StoreProcess:
             worker.end("it was still opening")
 
     def kill(self) -> None:
-        """Kill the process, whatever it is doing, and start no more. Finished puts are whole."""
+        """Kill the process, whatever it is doing, and start no more. Completed puts are intact."""
         self.stop_opening()
         worker = self._worker
         if worker is not None:
             worker.is_open = False
-            worker.end("it was told to")
+            worker.end("it was killed on request")
 
     @property
     def pid(self) -> int | None:
-        """Pid of the process that was started last, which may have ended; None before the first."""
+        """Pid of the most recently started process, which may have ended; None before the first start."""
         worker = self._worker
         return None if worker is None else worker.pid
 
@@ -114,7 +115,7 @@ class StoreProcess:
 
     @property
     def why_ended(self) -> str:
-        """Why the last of these processes ended; empty if none has."""
+        """Reason why the last of these processes ended; empty if none has."""
         with self._lock:
             worker = self._worker
             is_last = worker is not None and worker.is_open and worker.has_ended
@@ -136,7 +137,7 @@ class StoreProcess:
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         if len(keys) != len(outs):
-            raise ValueError(f"{len(keys)} keys for {len(outs)} places")
+            raise ValueError(f"{len(keys)} keys for {len(outs)} outs; pass one out per key")
         pieces = [self._map.place(out) for out in outs]
         if None not in pieces:
             return self._read(keys, outs, pieces)
@@ -190,7 +191,7 @@ class StoreProcess:
             worker.end("it was still opening")
         if worker is not None:
             worker.note_crash()
-        wait([opened], _END_TIMEOUT_S)  # the thread that opens
+        wait([opened], _END_TIMEOUT_S)  # for the thread that opens the store
         self._staging.close()
 
     def __enter__(self) -> Self:
@@ -201,14 +202,14 @@ class StoreProcess:
         self.close()
 
     def _ensure_running(self) -> "_Worker":
-        """The process, started if there is none that lives. The call that starts it waits until the store is open.
+        """Return the live process, after starting one and waiting until the store is open if there is none.
 
-        `StoreDied` while another call waits for that.
+        Raises `StoreDied` while another call waits for the store to open.
         """
         if os.getpid() != self._pid:
             raise ValueError(
-                f"store {self.settings.folder} is open in process {self._pid}, of which this one, {os.getpid()}, is a "
-                "fork; use it there"
+                f"store {self.settings.folder} is open in process {self._pid}, from which process {os.getpid()} was "
+                "forked; use it there"
             )
         with self._lock:
             if self._closed:
@@ -218,23 +219,23 @@ class StoreProcess:
             if not self._opened.done():
                 raise StoreDied(f"store {self.settings.folder}: its process is still opening it")
             if not self._may_open:
-                raise StoreDied(f"store {self.settings.folder}: its process has ended, and is not started again")
+                raise StoreDied(f"store {self.settings.folder}: its process has ended and is not restarted")
             opened: Future[_Worker] = Future()
-            # In a thread, which Ctrl-C does not reach: so every opening ends with a result.
+            # Ctrl-C does not interrupt this thread, so every opening ends with a result.
             threading.Thread(target=self._start, args=(opened,), name="kvtier-store-open", daemon=True).start()
             self._opened = opened
         return opened.result()
 
     def _start(self, opened: "Future[_Worker]") -> None:
-        """Runs in the thread that opens: sets *opened* to the process, once it has the store open, or to the error."""
+        """Open the store, and set *opened* to the process or to the error. Runs in the thread that opens."""
         with self._lock:
-            if self._opened is not opened:  # the call was interrupted just after it had started this thread
+            if self._opened is not opened:  # the call was interrupted just after it started this thread
                 return
             before = self._worker
         worker = None
         try:
             if before is not None and not before.end(before.why_ended):
-                raise StoreDied(f"store {self.settings.folder}: its process was killed, and has not ended yet")
+                raise StoreDied(f"store {self.settings.folder}: its process was killed but has not exited yet")
             if before is not None:
                 before.note_crash()
             worker = _Worker(self.settings, self._memories, self._timeout_s)
@@ -248,7 +249,7 @@ class StoreProcess:
                 raise StoreDied(f"store {self.settings.folder}: closed before it was open")
             worker.open(self.settings)
             opened.set_result(worker)
-        except BaseException as error:  # the thread's top: the call that waits for *opened* raises it
+        except BaseException as error:  # raised in the call that waits for *opened*
             if worker is not None:
                 worker.end("it did not open the store")
                 worker.note_crash()
@@ -277,10 +278,10 @@ class StoreProcess:
     def _stage(
         self, views: Sequence[memoryview], pieces: list[Place | None], place: memoryview
     ) -> tuple[int, list[tuple[memoryview, memoryview]]]:
-        """Give those of *views* room in *place* that have no piece, one after the other, and enter it in *pieces*.
+        """Assign room in *place* to the *views* that have no piece, and enter it in *pieces*.
 
-        Returns how many of the views can be asked for at once, and the room and the view of each that got one. A view
-        that is larger than the place is sent over the socket.
+        Returns how many of the views fit into one request, and the room and the view of each view that got room. A view
+        that is larger than *place* is sent over the socket.
         """
         staged: list[tuple[memoryview, memoryview]] = []
         max_bytes = place.nbytes
@@ -306,7 +307,7 @@ class StoreProcess:
             return worker.ask_reader("read_many", keys, pieces)
         except BaseException:
             if worker.has_ended:
-                worker.end("its call was given up", timeout_s=None)  # until then it may write to the pieces
+                worker.end("its call was abandoned", timeout_s=None)  # until then it may write to the pieces
             raise
 
     def _iterate(self, method: str) -> Iterator[Any]:
@@ -318,9 +319,9 @@ class StoreProcess:
             while items := worker.ask_reader("go_on", number):
                 yield from items
                 if self._ensure_running() is not worker:
-                    raise StoreDied(f"store {self.settings.folder}: its process ended, and {method} with it")
+                    raise StoreDied(f"store {self.settings.folder}: its process ended during {method}; start over")
         finally:
-            worker.ended_walks.add(number)  # the next walk tells: garbage collection may run this, and must not ask
+            worker.ended_walks.add(number)  # sent with the next walk: garbage collection may run this line
 
 
 class _Worker:
@@ -335,13 +336,13 @@ class _Worker:
         self.is_open = False
         self._has_ended = False
         self._why_ended: str | None = None
-        self._silence = ""  # if it was killed for its silence: which call it did not answer
+        self._silence = ""  # if it was killed for its silence: the call that timed out
         self._is_crash_noted = False
         self._owner = settings.owner or os.getpid()
         self.ended_walks: set[int] = set()  # walks that the process may forget
 
     def open(self, settings: StoreSettings) -> None:
-        """Have the process open its store, by the first question. Raises what opening raises."""
+        """Make the process open its store, by the first request. Raises what opening raises."""
         self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
         self.is_open = True
 
@@ -351,28 +352,28 @@ class _Worker:
 
     @property
     def why_ended(self) -> str:
-        """Why the process was killed, if it was, and its exit status; empty while it lives."""
+        """Reason why the process was killed, if it was, and its exit status; empty while it lives."""
         if self._why_ended is not None:
             return self._why_ended
         return _status(self._process.returncode) if self.has_ended else ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was killed or has ended by itself, so that it must not be asked any more."""
+        """Whether the process was killed or has ended by itself, so that no request may be sent to it."""
         return self._has_ended or self._process.poll() is not None
 
     def ask_reader(self, method: str, *arguments: Any) -> Any:
-        """Call the store's *method*, which changes nothing: returns or raises as it does. `StoreDied` if unanswered."""
+        """Call a read-only *method* of the store. Raises what it raises, or `StoreDied` without a response."""
         return self._ask(self._readers, self._timeout_s, method, *arguments)
 
     def ask_writer(self, method: str, *arguments: Any) -> Any:
-        """Call the store's *method*, which changes it: returns or raises as it does. `StoreDied` if unanswered."""
+        """Call a *method* that changes the store. Raises what it raises, or `StoreDied` without a response."""
         return self._ask(self._writers, self._timeout_s, method, *arguments)
 
     def end(self, why: str, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
-        """Kill the process, and return whether it is gone: then it writes to memory no more.
+        """Kill the process, and return whether it has exited and so no longer writes to memory.
 
-        *why* is kept, unless the process had ended before; empty if it ended by itself.
+        *why* is recorded unless the process had already ended. Pass an empty *why* if it ended by itself.
         """
         is_first = not self.has_ended
         self._has_ended = True
@@ -383,7 +384,7 @@ class _Worker:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
-        except BaseException:  # Ctrl-C once more
+        except BaseException:  # a second Ctrl-C
             self.end(why, timeout_s)
             raise
         finally:
@@ -392,7 +393,7 @@ class _Worker:
         return True
 
     def note_crash(self) -> None:
-        """Count it in the boot mark if the process, which has ended, crashed. A second call does nothing."""
+        """Count a crash of the ended process in the boot mark. Does nothing without a crash or on a second call."""
         how = self._silence or crashes.signal_of(self._process.returncode)
         if not how or self._is_crash_noted:
             return
@@ -400,28 +401,28 @@ class _Worker:
         try:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
-            _log.warning("store %s: its process ended with %s, which cannot be counted: %s", self._folder, how, error)
+            _log.warning("store %s: its process ended with %s, which is not counted: %s", self._folder, how, error)
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
-            "store %s: its process ended with %s, %d in a row; after %d it starts empty",
+            "store %s: its process ended with %s, %d crashes in a row; after %d the store starts empty",
             *(self._folder, how, num_crashes, MAX_CRASHES),
         )
 
     def close(self) -> None:
-        """Close the store, and end the process."""
+        """Close the store and end the process."""
         try:
             if not self.has_ended:
                 self.ask_writer("close")
         except OSError as error:
-            # Not the error itself: a handler that keeps records would keep this object, and its sockets open.
-            _log.warning("store %s: not closed properly: %s", self._folder, str(error))
+            # The text, not the error: a handler that keeps log records would keep this object and its sockets open.
+            _log.warning("store %s was not closed cleanly: %s", self._folder, str(error))
         finally:
             self.end("it was closed")
 
     def _ask(self, free: "queue.SimpleQueue[Channel | None]", timeout_s: float, method: str, *arguments: Any) -> Any:
         question = pickle.dumps((method, arguments))
-        # Only a call that went well gives its channel back. After any other, an interruption between two of these lines
-        # included, the channel may be lost, or an answer be on its way that no call waits for.
+        # Only a successful call returns its channel. After any other call, including one interrupted between two of
+        # these lines, the channel may be lost, or a response may be in flight that no call waits for.
         try:
             channel = free.get(timeout=timeout_s)
             if channel is None:
@@ -431,8 +432,8 @@ class _Worker:
         except (NoAnswer, queue.Empty) as error:
             is_silent = isinstance(error, queue.Empty) or isinstance(error.__cause__, TimeoutError)
             if is_silent and not self.has_ended and crashes.is_computing(self._process.pid):
-                self._silence = f"no answer to {method} in {timeout_s:.0f} s, while it computed"
-            why = str(error) or f"no channel free in {timeout_s:.0f} s"
+                self._silence = f"no answer to {method} in {timeout_s:.0f} s while it was computing"
+            why = str(error) or f"no free channel in {timeout_s:.0f} s"
             self.end(why if isinstance(error, queue.Empty) or error.is_silence else "")
             raise StoreDied(f"store {self._folder}: {method}: {why}, {_status(self._process.returncode)}") from error
         except BaseException:
@@ -445,7 +446,7 @@ class _Worker:
 
 
 def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
-    """Start a process that serves a store; returns it with the channels to it, those of writers first."""
+    """Start a process that serves a store, and return it with the channels to it, the writers' first."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]
     shared = [(memory.file, memory.num_bytes, memory.is_backed) for memory in memories]
@@ -465,7 +466,7 @@ def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[
 
 
 def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]":
-    """A queue of the free *channels*. After the end of the process it gets None, for a call that waits."""
+    """Return a queue of the free *channels*. After the end of the process it gets None, to wake a waiting call."""
     free: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
     for channel in channels:
         free.put(channel)
@@ -473,7 +474,7 @@ def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]
 
 
 def _status(returncode: int | None) -> str:
-    """How a process has ended, in words."""
+    """Describe how a process has ended."""
     if returncode is None:
-        return "not gone yet"
+        return "not exited yet"
     return f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"

@@ -1,7 +1,7 @@
-"""The process behind a `StoreProcess`: an `LmdbStore` and threads that answer for it. Started by `python -m`.
+"""The process behind a `StoreProcess`: an `LmdbStore` and the threads that serve it. Started by `python -m`.
 
-It ends at once, as if killed, when a socket is closed or the process that started it ends: then the next process can
-open the store.
+The process ends at once, as if killed, when a socket is closed or its parent ends. Then the next process can open the
+store.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.process.channel import Bytes, Mappings, portable, receive, send
 from kvtier.store.record import Fault
 
-# Added to the niceness of the process: writing goes behind computing, as no request waits for it.
+# Added to the niceness of the writer threads: computing goes before writing, because no request waits for a write.
 WRITER_NICENESS = 10
 _ITEMS_PER_ANSWER = 4096
-_ANSWER_S = 1.0  # for the items of one answer to a walk: verifying them may take long
+_ANSWER_S = 1.0  # time limit for the items of one response to a walk, because verifying them may take long
 _WATCH_S = 0.1
 
 
 class Walks:
-    """Iterations over the store, by number. They occupy no socket, so the asker may pause for any time in between."""
+    """Iterations over the store, by number. They occupy no socket, so the client may pause for any time in between."""
 
     def __init__(self, store: LmdbStore) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Walks:
         self._items: dict[int, Iterator[Any]] = {}
 
     def begin(self, method: str, ended: Iterable[int]) -> int:
-        """Begin an iteration by *method* and return its number; forget those that have *ended*."""
+        """Begin an iteration by *method* and return its number. Forget the iterations that have *ended*."""
         for number in ended:
             self._items.pop(number, None)
         number = next(self._numbers)
@@ -46,7 +46,7 @@ class Walks:
         return number
 
     def go_on(self, number: int) -> list[Any]:
-        """The next items of iteration *number*; none at its end."""
+        """Return the next items of iteration *number*, or an empty list at its end."""
         items: list[Any] = []
         stop_at = time.monotonic() + _ANSWER_S
         for item in self._items[number]:
@@ -57,7 +57,7 @@ class Walks:
 
 
 class StoreServer:
-    """Answers the questions that come over one socket, in one thread."""
+    """The server for the requests of one socket, in one thread."""
 
     def __init__(self, store: LmdbStore, mappings: Mappings, walks: Walks, end: socket.socket) -> None:
         self._store = store
@@ -66,11 +66,14 @@ class StoreServer:
         self._socket = end
 
     def serve(self) -> None:
-        """Answer until the socket is closed, or the index is found damaged: the next start is then empty, and works."""
+        """Serve until the socket is closed or the index is found damaged.
+
+        After damage the process must end, because the next start is empty and works.
+        """
         with contextlib.suppress(EOFError, OSError):
             while not self._store.is_lost:
                 number, question = receive(self._socket)
-                if not self._store.is_lost:  # else another thread is ending the process
+                if not self._store.is_lost:  # otherwise another thread is ending the process
                     send(self._socket, number, self._answer(question))
 
     def _answer(self, question: memoryview) -> bytes:
@@ -78,7 +81,7 @@ class StoreServer:
             method, arguments = pickle.loads(question)
             act: Callable[..., Any] = getattr(self, f"_{method}", None) or getattr(self._store, method)
             return pickle.dumps((True, act(*arguments)))
-        except Exception as error:  # raised in the asker
+        except Exception as error:  # raised in the client
             return pickle.dumps((False, portable(error)))
 
     def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes, bytes]]) -> list[bytes]:
@@ -90,7 +93,7 @@ class StoreServer:
     def _read_many(
         self, keys: Sequence[bytes], pieces: Sequence[Bytes | int]
     ) -> tuple[list[bytes | Fault], list[bytearray]]:
-        """Digests or faults; and, in order, the blocks that were read into memory that is not shared."""
+        """Return the digests or faults, and in order the blocks that were read into memory that is not shared."""
         outs = [memoryview(bytearray(p)) if isinstance(p, int) else self._mappings.view(p) for p in pieces]
         results = self._store.read_many(keys, outs)
         return results, [bytearray(out) for out, p in zip(outs, pieces, strict=True) if isinstance(p, int)]
@@ -103,19 +106,19 @@ class StoreServer:
 
 
 def main() -> None:
-    """Open the store that the first question describes, and answer until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker handles Ctrl-C
+    """Open the store that the first request describes, and serve it until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C
     files, memories, num_writers, parent = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sockets = [socket.socket(fileno=file) for file in files]
     try:
         number, question = receive(sockets[0])
-    except (EOFError, OSError):  # the asker was interrupted before it asked
+    except (EOFError, OSError):  # the client was interrupted before its first request
         return
     try:
         _, (settings,) = pickle.loads(question)
         store: LmdbStore = settings.open()
-    except Exception as error:  # raised in the asker
+    except Exception as error:  # raised in the client
         send(sockets[0], number, pickle.dumps((False, portable(error))))
         return
     send(sockets[0], number, pickle.dumps((True, None)))
@@ -132,8 +135,11 @@ def main() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when *parent* ends: a child that *parent* forked may keep its ends of the sockets open."""
-    while os.getppid() == parent:  # PR_SET_PDEATHSIG comes when the thread ends that started this process
+    """End this process when *parent* ends.
+
+    A child that *parent* forked may keep *parent*'s ends of the sockets open.
+    """
+    while os.getppid() == parent:  # PR_SET_PDEATHSIG fires when the starting thread ends
         time.sleep(_WATCH_S)
     os._exit(0)
 
@@ -141,11 +147,11 @@ def _end_with_parent(parent: int) -> None:
 def _serve(server: StoreServer, is_writer: bool) -> None:
     if is_writer:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.nice(WRITER_NICENESS)  # of this thread, on Linux
+            os.nice(WRITER_NICENESS)  # on Linux, of this thread alone
     try:
         server.serve()
     finally:
-        os._exit(0)  # closed, damaged, or the asker ended: a process killed at any point leaves a whole store
+        os._exit(0)  # closed, damaged, or the client ended: a process killed at any point leaves an intact store
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Stores that machines share, behind the protocol `RemoteStore`."""
+"""Stores shared between machines, behind the protocol `RemoteStore`."""

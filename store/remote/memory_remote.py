@@ -1,4 +1,4 @@
-"""`MemoryRemote`: the contract of a remote store in its shortest form, for tests and for trying things out."""
+"""`MemoryRemote`: a minimal `RemoteStore` in memory, for tests and for trying things out."""
 
 import threading
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 
 
 class MemoryRemote:
-    """See `RemoteStore`. Several clients of one process share what is there if they are given the same *values*."""
+    """A `RemoteStore` in this process. Clients that are given the same *values* share them."""
 
     where = "memory"
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
-        """*values*, by key, stay the caller's, who may damage, lose or exchange them at any time."""
+        """Create a client of *values*, which are by key. The caller may damage, remove or replace them at any time."""
         self._values = {} if values is None else values
         self._usage = RemoteUsage()
         self._is_closed = False
-        self._lock = threading.Lock()  # guards the usage; a dict's own methods are whole
+        self._lock = threading.Lock()  # guards the usage; a dict's own methods are atomic
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
         self._check_open()

@@ -1,4 +1,4 @@
-"""`ObjectRemote`: blocks in an object store: S3, Google Cloud Storage, Azure, or a folder that machines share."""
+"""`ObjectRemote`: blocks in an object store (S3, Google Cloud Storage, Azure), or in a folder that machines share."""
 
 import time
 from collections import defaultdict
@@ -19,22 +19,25 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 
 T = TypeVar("T")
 
-_TAIL_BYTES = 32 << 10  # footers of up to 500 blocks come with the question whether there is a segment
-_GAP_BYTES = 1 << 20  # so much between two values is read with them rather than asking twice
+_TAIL_BYTES = 32 << 10  # the request that looks for a segment also returns footers of up to 500 blocks
+_GAP_BYTES = 1 << 20  # limit on a gap between two values that is read along, to save a second request
 _TIMEOUTS_PER_CALL = 3
 _NAME_BYTES = 32
 
 
 class ObjectRemote:
-    """See `RemoteStore`. Runs of a chain are packed into segments, which whoever knows the keys can name and so find.
+    """A `RemoteStore` in an object store. Runs of a chain are packed into segments, whose names follow from their keys.
 
-    Keys must commit to those before them, as names of blocks do (DESIGN.md section 4), and a record without a parent
-    begins a chain. The longer the run of one call, the fewer and larger the objects; `segment_names` cuts it. A call
-    may ask for the chains of several groups, of one prompt: where the second chain of a group begins is not seen.
+    Keys must commit to the keys before them, as block names do (DESIGN.md section 4). A record without a parent begins
+    a chain. The longer the run in one call, the fewer and larger the objects; `segment_names` cuts the run. A call may
+    look up chains of several groups of one prompt. A second chain of the same group is not recognized as such.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """Nothing is asked yet. `MissingExtra` without obstore; ValueError if it cannot read the settings."""
+        """Create a client; no request is sent yet.
+
+        Raises `MissingExtra` without the package obstore, and ValueError if obstore cannot read the settings.
+        """
         self._bucket = Bucket(settings)
         self._timeout_s = settings.timeout_s
         self._calls = ParallelCalls(settings.num_connections)
@@ -49,7 +52,7 @@ class ObjectRemote:
         places = self._find(_chains(keys), call)
         values = self._read(places, call)
         changed = places.keys() - values.keys()
-        if changed:  # in segments that are not what they were: where are they now?
+        if changed:  # their segments were replaced or deleted, so look for them again
             places = self._find(_chains(keys), call)
             values |= self._read({key: places[key] for key in changed if key in places}, call)
         call.raise_if_in_vain()
@@ -59,7 +62,7 @@ class ObjectRemote:
     def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
         call = self._call()
         segments = cut(records)
-        packed = [pack(segment.records) for segment in segments]  # here, since payloads are the caller's afterwards
+        packed = [pack(segment.records) for segment in segments]  # copied now: the payloads are the caller's afterwards
         tags = call.run([partial(self._put, *put) for put in zip(segments, packed, strict=True)])
         call.raise_if_in_vain()
         done = {
@@ -71,7 +74,7 @@ class ObjectRemote:
         return [record.key in done for record in records]
 
     def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """See `RemoteStore`. What is known from earlier calls is not asked again, so it may be gone since."""
+        """See `RemoteStore`. What earlier calls found is not requested again, so it may be gone since."""
         call = self._call()
         places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
@@ -102,14 +105,14 @@ class ObjectRemote:
         return _Call(self._calls, time.monotonic() + _TIMEOUTS_PER_CALL * self._timeout_s)
 
     def _find(self, chains: Sequence[Sequence[bytes]], call: "_Call") -> dict[bytes, Place]:
-        """Places of those of the chains' keys that are in a segment: known already, or asked for."""
+        """Return the places of those keys that are in a segment, known from earlier calls or requested now."""
         keys = [key for chain in chains for key in chain]
         places = self._known.places(keys)
         searches = [SegmentSearch(chain, known=places) for chain in chains]
         while names := [name for search in searches for name in search.next_round()]:
             found = call.run([partial(self._learn, name.path, name.namespace) for name in names])
             if all(is_there is None for is_there in found):
-                break  # nobody answers
+                break  # the store does not answer
             places = self._known.places(keys)
             there = [name for name, is_there in zip(names, found, strict=True) if is_there]
             for search in searches:
@@ -117,7 +120,7 @@ class ObjectRemote:
         return places
 
     def _learn(self, path: str, namespace: bytes) -> bool:
-        """Learn from its footer what the object at *path* holds; False if there is none, or it is no segment."""
+        """Learn from its footer what the object at *path* holds. Returns False if there is no segment."""
         tail = self._bucket.read_tail(path, _TAIL_BYTES)
         num_bytes = footer_bytes(tail.data) if tail else None
         if tail is None or num_bytes is None or num_bytes > tail.object_bytes:
@@ -129,7 +132,7 @@ class ObjectRemote:
             except ObjectGone:
                 return False
         entries = read_footer(data, tail.object_bytes, namespace)
-        entries = [entry for entry in entries if entry.num_bytes]  # no range of no bytes can be asked for
+        entries = [entry for entry in entries if entry.num_bytes]  # an empty range cannot be requested
         self._known.add(KnownSegment(path, tail.tag, entries))
         return bool(entries)
 
@@ -140,7 +143,7 @@ class ObjectRemote:
         return tag
 
     def _read(self, places: dict[bytes, Place], call: "_Call") -> dict[bytes, memoryview | Fault]:
-        """Values at *places*, a fault for what could not be read, nothing for what is not there any more."""
+        """Return the values at *places*: a fault if a read failed, no entry if the value is gone."""
         spans = _spans(places.values())
         read = call.run([partial(self._read_span, span) for span in spans])
         values: dict[bytes, memoryview | Fault] = {}
@@ -149,7 +152,10 @@ class ObjectRemote:
         return values
 
     def _read_span(self, span: "_Span") -> dict[bytes, memoryview | Fault]:
-        """Values of one object. If it is another one by now: those that are where they were, and its footer is read."""
+        """Return the values of one object.
+
+        If the object has been replaced, return only the values that are still in place, and learn the new footer.
+        """
         values: dict[bytes, memoryview | Fault] = {}
         with suppress(ObjectGone):
             read = self._bucket.read_range(span.path, span.start, span.end)
@@ -159,7 +165,7 @@ class ObjectRemote:
                 value = read.data[at : at + place.entry.num_bytes]
                 if checksum(value) == place.entry.checksum:
                     values[place.entry.key] = value
-                elif read.tag == span.tag:  # damaged: who opens it sees that; from now on it is looked for elsewhere
+                elif read.tag == span.tag:  # damaged: opening it shows that, and later lookups avoid this place
                     values[place.entry.key] = value
                     self._known.refuse(place)
         if len(values) < len(span.places):
@@ -169,7 +175,7 @@ class ObjectRemote:
 
 
 def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
-    """*keys* by namespace and attention group, which stand before and behind a block's name: each group has a chain."""
+    """Group *keys* by namespace and attention group, which enclose the block's name. Each group has a chain."""
     chains: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for key in dict.fromkeys(keys):
         chains[key[:NAMESPACE_BYTES] + key[NAMESPACE_BYTES + _NAME_BYTES :]].append(key)
@@ -177,7 +183,7 @@ def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
 
 
 class _Span(NamedTuple):
-    """Values of one object that are read by one request."""
+    """Values of one object that one request reads."""
 
     path: str
     tag: str
@@ -191,7 +197,7 @@ class _Span(NamedTuple):
 
 
 def _spans(places: Iterable[Place]) -> list[_Span]:
-    """*places* in as few requests as there are stretches of values: gaps of up to `_GAP_BYTES` are read with them."""
+    """Group *places* into as few requests as possible. Gaps of up to `_GAP_BYTES` are read along."""
     by_object: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
     for place in places:
         by_object[place.path, place.tag].append(place)
@@ -209,7 +215,7 @@ def _spans(places: Iterable[Place]) -> list[_Span]:
 
 
 class _Call:
-    """One call of the store's user: until when it may take, and what went wrong in it."""
+    """One call by the store's user, with its deadline and its errors."""
 
     def __init__(self, calls: ParallelCalls, deadline: float) -> None:
         self.errors: list[RemoteUnavailable] = []
@@ -218,7 +224,7 @@ class _Call:
         self._num_done = 0
 
     def run(self, requests: Sequence[Callable[[], T]]) -> list[T | None]:
-        """What each gives, None for one that failed."""
+        """Run *requests* in parallel, and return the result of each, or None if it failed."""
         results = self._calls.run(requests, max(self._deadline - time.monotonic(), 0))
         errors = [result for result in results if isinstance(result, RemoteUnavailable)]
         self.errors += errors

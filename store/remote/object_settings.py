@@ -1,4 +1,4 @@
-"""`ObjectSettings`: which object store, and how long it is waited for."""
+"""`ObjectSettings`: the location of an object store, and the options and timeout for its requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,19 +9,19 @@ _SCHEMES = ("s3", "gs", "az", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectSettings:
-    """A place in an object store, by its URL: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
-    `file:///folder`.
+    """A location in an object store, by its URL, and how to reach it.
 
-    Credentials are taken from the environment, as each cloud's own tools take them (AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or
-    from the machine's role; never from the URL. ValueError for what cannot be meant.
+    The URL is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`. Credentials come
+    from the environment, as for each cloud's own tools (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,
+    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or from the machine's
+    role, never from the URL. Raises ValueError for invalid settings.
     """
 
     url: str
-    endpoint: str = ""  # of a server that is not the cloud's own, such as http://127.0.0.1:9000
+    endpoint: str = ""  # of a server other than the cloud's own, such as http://127.0.0.1:9000
     region: str = ""
     allow_http: bool = False
-    timeout_s: float = 10.0  # of one request with its bytes; a call takes three times as long at most
+    timeout_s: float = 10.0  # of one request with its data; a call takes at most three times as long
     num_connections: int = 16
 
     def __post_init__(self) -> None:
@@ -33,8 +33,8 @@ class ObjectSettings:
             )
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ValueError(
-                f"object store: {_without_secrets(self.url)} came with a user, a password or parameters; "
-                "credentials belong in the environment"
+                f"object store: {_without_secrets(self.url)} has a user, a password or parameters; "
+                "put credentials in the environment"
             )
         if not 0 < self.timeout_s <= 300 or not 0 < self.num_connections <= 256:
             raise ValueError("object store: timeout_s must be above 0 and at most 300, num_connections 1 to 256")
@@ -45,14 +45,14 @@ class ObjectSettings:
 
 
 def read_object_settings(url: str, options: Mapping[str, object]) -> ObjectSettings:
-    """The settings of *url* with *options* by the names of the fields, as text or as values.
+    """Return the settings of *url* with *options*, which are fields by name, as text or as values.
 
-    ValueError names an option that is unknown, or a value that is not of its kind.
+    Raises ValueError, with the name, for an unknown option or a value of the wrong type.
     """
     kinds = {field.name: type(field.default) for field in fields(ObjectSettings) if field.name != "url"}
     unknown = sorted(set(options) - set(kinds))
     if unknown:
-        raise ValueError(f"object store: unknown option {unknown[0]}; there are {', '.join(kinds)}")
+        raise ValueError(f"object store: unknown option {unknown[0]}; use {', '.join(kinds)}")
     return ObjectSettings(url, **{name: _value(name, options[name], kinds[name]) for name in options})  # type: ignore[arg-type]
 
 
@@ -66,7 +66,7 @@ def _value(name: str, given: object, kind: type) -> object:
         except (TypeError, ValueError):
             value = None
     if value is None:
-        raise ValueError(f"object store: {name} = {given!r} is no {kind.__name__}")
+        raise ValueError(f"object store: {name} = {given!r} is not of type {kind.__name__}")
     return value
 
 

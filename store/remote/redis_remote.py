@@ -18,17 +18,18 @@ from kvtier.store.remote.redis.refusals import in_a_line, is_answer, is_no_value
 from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
 
-_GROUP_BYTES = 16 << 20  # of records that are put together; their headers and payloads are joined in memory
-_MAX_TIMEOUTS = 2  # that a call may take in all
+_GROUP_BYTES = 16 << 20  # of records put together, whose headers and payloads are joined in memory
+_MAX_TIMEOUTS = 2  # that a whole call may take
 _SCANNED_AT_ONCE = b"1000"
 _GLOB = re.compile(rb"([*?\[\]\\^-])")
 
 
 class RedisRemote:
-    """See `RemoteStore`. A record is under one key, `prefix{namespace and name in hex}`; a large one is in parts.
+    """A `RemoteStore` in Valkey or Redis.
 
-    The server's `maxmemory` and its policy say how much it keeps and what leaves. Of a cluster, what is on nodes that
-    are away is `Fault.IO_ERROR` or False. Nothing is connected before the first call.
+    A record is under one key, `prefix{namespace and name in hex}`; a large one is split into parts. The server's
+    `maxmemory` and its policy determine how much it keeps and what it evicts. Records on cluster nodes that are down
+    give `Fault.IO_ERROR` or False. Nothing is connected before the first call.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -51,7 +52,7 @@ class RedisRemote:
     def put_many(self, records: Sequence[RemoteRecord]) -> list[bool]:
         until = self._deadline()
         replies: list[Reply] = []
-        for some in batches(records, lambda record: record.payload.nbytes, _GROUP_BYTES):  # they are copied once
+        for some in batches(records, lambda record: record.payload.nbytes, _GROUP_BYTES):  # to bound the copies
             replies += self._put(some, until)
         self._check(replies)
         return [not isinstance(reply, Exception) for reply in replies]
@@ -91,17 +92,17 @@ class RedisRemote:
         self.close()
 
     def _name(self, key: bytes) -> bytes:
-        """The braces keep a record's parts in its slot: one node has them all."""
+        """Return the server's key for *key*. The braces keep a record's parts in its slot, so one node has them all."""
         return b"%b{%b}" % (self._prefix, key.hex().encode())
 
     def _deadline(self) -> float:
-        """When a call that begins now has to end."""
+        """Return the deadline of a call that begins now. Raises `RemoteUnavailable` if the store is closed."""
         if self._is_closed:
             raise RemoteUnavailable(f"{self.where}: the store is closed")
         return time.monotonic() + _MAX_TIMEOUTS * self._settings.timeout_s
 
     def _asked(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """The replies. Raises `RemoteUnavailable` if there is none."""
+        """Return the replies to *commands*. Raises `RemoteUnavailable` if none of them is an answer."""
         replies = self._ask(commands, until)
         self._check(replies)
         return replies
@@ -110,7 +111,7 @@ class RedisRemote:
         return self._servers.ask(commands, until) if commands else []
 
     def _check(self, replies: Sequence[Reply]) -> None:
-        """Raise `RemoteUnavailable` if none of them is an answer."""
+        """Raise `RemoteUnavailable` if none of *replies* is an answer."""
         if replies and not any(map(is_answer, replies)):
             raise self._unavailable(next(reply for reply in replies if isinstance(reply, Exception)))
 
@@ -120,7 +121,7 @@ class RedisRemote:
         return RemoteUnavailable(in_a_line(error, self.where, self._settings.prefix))
 
     def _whole(self, name: bytes, value: memoryview | Fault, until: float) -> memoryview | Fault:
-        """The record of which *value* is all or the first part."""
+        """Return the record of which *value* is the whole or the first part."""
         parts = None if isinstance(value, Fault) else Parts.named_in(value)
         if isinstance(value, Fault) or parts is None:
             return value
@@ -131,7 +132,7 @@ class RedisRemote:
         return faults[0] if faults else joined(value, [part for part in rest if not isinstance(part, Fault)])
 
     def _put(self, records: Sequence[RemoteRecord], until: float) -> list[Reply]:
-        """What came for each record; large ones are put one after the other."""
+        """Put the records and return the reply for each. Large records are put one after the other."""
         names = [self._name(record.key) for record in records]
         values = [in_parts(record) for record in records]
         small = [i for i, (_, rest) in enumerate(values) if not rest]
@@ -142,9 +143,10 @@ class RedisRemote:
         ]
 
     def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
-        """Put the first part last: who reads finds all parts, or those of the record before.
+        """Put a large record, its first part last: a reader finds all its parts or those of the previous record.
 
-        What no record needs then is deleted: parts of the one before, or ours if not all of them were taken.
+        Parts that no record needs afterwards are deleted: those of the previous record, or the new ones if not all of
+        them were accepted.
         """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
         parts, old = Parts.named_in(first), Parts.named_in(before) if isinstance(before, memoryview) else None
@@ -175,7 +177,7 @@ class RedisRemote:
                 case Exception():
                     raise self._unavailable(reply)
                 case _:
-                    raise RemoteUnavailable(f"{self.where}: SCAN says what is no list of names")
+                    raise RemoteUnavailable(f"{self.where}: SCAN did not return a list of names")
             if cursor == b"0":
                 return
 

@@ -1,4 +1,4 @@
-"""Where a Valkey or Redis server is and how it is asked: `RedisSettings`, and the URLs that they are read from."""
+"""`RedisSettings`: the address and options of a Valkey or Redis server, and the URLs that they are read from."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -11,7 +11,7 @@ _FORM = "redis://[user[:password]@]host[:port][/db] or redis+cluster://host:port
 
 
 class Address(NamedTuple):
-    """A server's host, a name or an IP address, and its port."""
+    """Host (a name or an IP address) and port of a server."""
 
     host: str
     port: int
@@ -22,9 +22,10 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class RedisTls:
-    """Files in PEM: who signed the server's certificate (None: whom this machine trusts), and our own if it asks.
+    """PEM files for TLS: the CA of the server's certificate, and our own certificate if the server asks for it.
 
-    A node of a cluster needs a certificate for the name, or the IP address, that it announces to clients.
+    *ca_file* None stands for the CAs that this machine trusts. The certificate of a cluster node must be for the name
+    or IP address that the node announces to clients.
     """
 
     ca_file: str | None = None
@@ -34,10 +35,11 @@ class RedisTls:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """A server, or some nodes of a cluster. ValueError for what no server can be.
+    """Settings for a server, or for some nodes of a cluster. Raises ValueError for invalid settings.
 
-    *ttl_s*: how long a record stays after it was put; None: until the server's own policy takes it. *timeout_s*: how
-    long a connection may take, and how long a server may be silent. *num_connections*: at most, to each server.
+    *ttl_s* is how long a record stays after it was put; with None it stays until the server's policy evicts it.
+    *timeout_s* limits how long connecting may take and how long a server may be silent. *num_connections* is the
+    maximum per server.
     """
 
     addresses: tuple[Address, ...]
@@ -53,13 +55,13 @@ class RedisSettings:
 
     def __post_init__(self) -> None:
         if not self.addresses:
-            raise ValueError("redis: no address")
+            raise ValueError("redis: no address; give at least one")
         if not self.is_cluster and len(self.addresses) > 1:
-            raise ValueError("redis: several addresses are of a cluster: redis+cluster://host:port,host:port")
+            raise ValueError("redis: only a cluster has several addresses; write redis+cluster://host:port,host:port")
         if self.is_cluster and self.db:
             raise ValueError("redis: a cluster has one database; leave out /db")
         if "{" in self.prefix or "}" in self.prefix:
-            raise ValueError(f"redis: prefix {self.prefix!r} has a brace: a cluster would put all records on one node")
+            raise ValueError(f"redis: prefix {self.prefix!r} has a brace; a cluster would put all records on one node")
         if self.timeout_s <= 0 or self.num_connections < 1:
             raise ValueError("redis: timeout_s must be above 0, and num_connections 1 or more")
         if self.ttl_s is not None and self.ttl_s < 1:
@@ -67,14 +69,17 @@ class RedisSettings:
 
     @property
     def where(self) -> str:
-        """The address for people: no user and no password in it."""
+        """The address for messages, without user and password."""
         scheme = ("rediss" if self.tls else "redis") + ("+cluster" if self.is_cluster else "")
         return f"{scheme}://{','.join(map(str, self.addresses))}" + (f"/{self.db}" if self.db else "")
 
     @classmethod
     def from_url(cls, url: str, password: str | None = None, tls: RedisTls | None = None) -> Self:
-        """What *url* says; `valkey` is the same as `redis`. A *password* takes the place of the URL's, *tls* of the
-        defaults of `rediss`. ValueError for another form; it does not show the URL, which may have a password."""
+        """Return the settings that *url* describes; `valkey` means the same as `redis`.
+
+        *password* replaces the URL's password, and *tls* replaces the defaults of `rediss`. Raises ValueError for
+        another form of URL. The message does not show the URL, which may contain a password.
+        """
         scheme, has_scheme, rest = url.partition("://")
         kind, _, cluster = scheme.partition("+")
         login, _, place = rest.rpartition("@")
@@ -83,7 +88,7 @@ class RedisSettings:
             raise ValueError(f"redis: not a URL of the form {_FORM}")
         is_secure = kind in ("rediss", "valkeys")
         if tls is not None and not is_secure:
-            raise ValueError("redis: certificates are of TLS: write rediss:// for redis://")
+            raise ValueError("redis: certificates need TLS; write rediss:// instead of redis://")
         user, _, word = login.partition(":")
         return cls(
             tuple(_address(host) for host in hosts.split(",")),
@@ -96,7 +101,7 @@ class RedisSettings:
 
 
 def _address(text: str) -> Address:
-    """host, host:port, [IPv6] or [IPv6]:port."""
+    """Parse host, host:port, [IPv6] or [IPv6]:port."""
     host, has_port, port = text.rpartition(":")
     if not has_port or port.endswith("]"):
         host, port = text, str(_PORT)

@@ -1,4 +1,4 @@
-"""`SealedRemote`: blocks in a remote store: sealed as they go, opened and verified as they come."""
+"""`SealedRemote`: blocks in a remote store, sealed before they are sent and verified when they are received."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from kvtier.store.remote_store import RemoteRecord, RemoteStore, RemoteUsage
 
 
 class SealedRemote:
-    """A `RemoteStore` of which nothing is believed: what it gives for a key is that key's block, or a fault.
+    """A client of a `RemoteStore` that trusts nothing: a read returns the key's block or a fault.
 
-    Records are those of a disk, byte for byte: header with a checksum over header and key, payload by codec and cipher,
-    digest. So a value under another's key, half of one, or one that was encrypted with another key is refused. Any
-    thread may call everything. The store stays its caller's.
+    Records have the same bytes as on disk: a header with a checksum over header and key, a payload by codec and cipher,
+    and a digest. So a value under another block's key, half a value, or a value encrypted with another key is refused.
+    All methods are thread-safe. The store stays its caller's.
     """
 
     def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:
@@ -26,7 +26,7 @@ class SealedRemote:
         self.where = store.where
 
     def usage(self) -> RemoteUsage:
-        """What has been asked of the store, by value."""
+        """Return the requests to the store so far, as a snapshot."""
         return self._store.usage()
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -38,14 +38,14 @@ class SealedRemote:
         return [self._open(key, value, out) for key, value, out in zip(keys, values, outs, strict=True)]
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Seal the blobs and put them, those of one chain in its order; for each whether that was done.
+        """Seal and put the blobs, those of one chain in its order, and return for each whether it was stored.
 
         Raises `RemoteUnavailable`, and ValueError for a block that the codec cannot encode.
         """
         return self._store.put_many([self._sealed(blob) for blob in blobs])
 
     def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """For each key whether there seems to be a record, None where that could not be asked; see `RemoteStore`.
+        """Return for each key whether a record seems to exist, or None if the request failed; see `RemoteStore`.
 
         Raises `RemoteUnavailable`.
         """

@@ -36,7 +36,7 @@ def test_a_redis_is_measured_and_left_empty(tmp_path: Path, capsys: pytest.Captu
 
         said = capsys.readouterr().out
         assert said.startswith(f"{url}: 20 blocks of 64.0 KiB, verified")
-        assert "where 1 tokens a second are computed: pays for prefixes of 1 tokens or more" in said
+        assert "with a prefill of 1 tokens/s: loading pays off from 1 tokens of prefix" in said
         assert redis.ask("DBSIZE") == 0
 
 

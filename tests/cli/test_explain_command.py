@@ -80,7 +80,7 @@ def test_a_prompt_in_a_file_is_explained_with_the_text_that_differs(
 
     told = capsys.readouterr().out
     assert "a prompt, now" in told
-    assert "shares the first 20 tokens, and goes on otherwise than with" in told
+    assert "shares the first 20 tokens, then differs: only this prompt has" in told
 
 
 def test_a_text_is_a_prompt_too(
@@ -105,8 +105,8 @@ def test_a_text_is_a_prompt_too(
         (["a", "--model", "m"], "give --prompt FILE as well"),
         (["a?b"], "no request of that id is remembered"),
         (["../../metrics"], "no request of that id is remembered"),
-        (["a" * 100_000], "an id of 100,000 characters; no request's has more than 4,096"),
-        (["a\nb"], "has a character that no request's id has"),
+        (["a" * 100_000], "the id has 100,000 characters; give an id with at most 4,096"),
+        (["a\nb"], "has a character that request ids cannot have"),
         (["x", "--url", "http://user:secret@127.0.0.1:8000"], "--url: has a name or a password in it"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: 
     [
         ("", "is empty; give a prompt"),
         ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deep"),
-        ('{"prompt": "half: \\ud800"}', "half of a pair of surrogates ('\\ud800') is no character"),
+        ('{"prompt": "half: \\ud800"}', "half of a surrogate pair ('\\ud800'), which is not a character"),
         ('{"prompt": []}', "prompt: Expected array of length >= 1"),
         ('{"prompt": [1, -2]}', "prompt[1]: Expected int >= 0"),
         ('{"messages": "hello"}', "messages: Expected array"),
@@ -158,7 +158,7 @@ def test_a_file_that_is_no_prompt_is_one_line(
 
 @pytest.mark.parametrize("option", ["--prompt", "--token-file"])
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "No such file"), (b"\xff\xfe", "no text in UTF-8"), (b"", "is empty")]
+    ("content", "why"), [(None, "No such file"), (b"\xff\xfe", "not UTF-8 text"), (b"", "is empty")]
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_option(
     option: str, content: bytes | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

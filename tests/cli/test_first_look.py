@@ -36,7 +36,7 @@ print(json.dumps([status, sorted({"torch", "transformers"} & set(sys.modules))])
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
 
-    what = f"model {folder}: cannot be loaded (its config.json is no JSON)"
+    what = f"model {folder}: cannot be loaded (its config.json is not valid JSON)"
     assert done.stderr == f"kvtier: {what}; give a folder, a GGUF file or a name on the hub\n"
     assert json.loads(done.stdout) == [2, []]
 

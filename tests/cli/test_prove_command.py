@@ -34,8 +34,8 @@ def test_a_server_that_is_right_ends_with_0_and_a_table(capsys: pytest.CaptureFi
     assert status == 0
     assert row.split()[2:5] == ["200", "2", "96"]
     assert row.split()[-1] == "proven"
-    assert "What this run cannot tell:\n- Nothing pushed prompts out" in out
-    assert out.splitlines()[-1].startswith("proven, as far as can be told: 18 answers")
+    assert "What this run cannot tell:\n- No prompts were evicted" in out
+    assert out.splitlines()[-1].startswith("proven, as far as this test can tell: 18 answers")
 
 
 @pytest.mark.long
@@ -55,7 +55,7 @@ def test_a_server_without_a_cache_ends_with_2(capsys: pytest.CaptureFixture[str]
     assert status == 2
     assert "- Nothing seems to have come from a cache." in out
     assert "proven," not in out
-    assert out.splitlines()[-1].startswith("unproven: nothing wrong was found, but")
+    assert out.splitlines()[-1].startswith("unproven: no wrong answer was found, but")
 
 
 @pytest.mark.long
@@ -83,7 +83,7 @@ def test_answers_without_log_probabilities_have_no_number_and_still_are_json(
 
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 1
-    assert "the answer is another one than computed" in {finding["what"] for finding in report["findings"]}
+    assert "the answer's text is not the computed one" in {finding["what"] for finding in report["findings"]}
 
 
 @pytest.mark.long
@@ -116,12 +116,12 @@ def test_a_server_that_is_away_in_between_is_waited_for(
     ("arguments", "named"),
     [
         ([], "URL"),
-        (["localhost:8000"], "localhost:8000: is no address of a server; give one such as http://127.0.0.1:8000"),
-        (["http://[::1"], "is no address of a server"),
+        (["localhost:8000"], "localhost:8000: is not a server URL; write it as http://127.0.0.1:8000"),
+        (["http://[::1"], "is not a server URL"),
         (["http://127.0.0.1:1"], "http://127.0.0.1:1: "),
-        (["http://127.0.0.1:1", "--lengths", "10"], "--lengths: '10' are no lengths; write them as 200,1000"),
+        (["http://127.0.0.1:1", "--lengths", "10"], "--lengths: '10' is not a list of lengths; write it as 200,1000"),
         (["http://127.0.0.1:1", "--lengths", "many"], "--lengths"),
-        (["http://127.0.0.1:1", "--rounds", "0"], "--rounds: '0' is no number; give 1 or more"),
+        (["http://127.0.0.1:1", "--rounds", "0"], "--rounds: '0' is not a valid number; give 1 or more"),
         (["http://127.0.0.1:1", "--model", ""], "--model: is empty"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line_and_ends_with_2(
         ({}, ["--adapter", "legal"], "/v1/completions: 400 there is no model legal"),
         ({"fails_after": 40}, [], "/v1/completions: 500 the engine has ended"),
         ({}, ["--between", "exit 3"], "--between 'exit 3' ended with status 3; it must end with 0"),
-        ({"max_model_len": 90}, [], "the model takes 90 tokens, too few to see anything"),
+        ({"max_model_len": 90}, [], "the model takes 90 tokens, too few for this test"),
     ],
 )
 def test_what_a_server_refuses_is_one_line_and_ends_with_2(

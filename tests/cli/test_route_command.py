@@ -37,19 +37,19 @@ def test_the_example_has_the_defaults_and_two_replicas(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "kvtier: route: $: no replicas: give the URL of one server at least\n"),
+        ([], "kvtier: route: $: no replicas: give the URL of at least one server\n"),
         (
             ["10.0.0.1:8000"],
-            "kvtier: route: $.replicas[0]: url 10.0.0.1:8000: is no server; write it as http://HOST:PORT\n",
+            "kvtier: route: $.replicas[0]: url 10.0.0.1:8000: is not the URL of a server; write it as http://HOST:PORT\n",
         ),
-        ([ONE, ONE], f"kvtier: route: $: replicas: the name {ONE} is there twice; each replica has one of its own\n"),
+        ([ONE, ONE], f"kvtier: route: $: replicas: the name {ONE} is used twice; give each replica its own\n"),
         (
             [ONE, OTHER, "--events", "tcp://10.0.0.1:5557"],
-            "kvtier: --events: 1 endpoints for 2 URLs; give one for each, in their order\n",
+            "kvtier: --events: 1 addresses for 2 URLs; give one per URL, in the same order\n",
         ),
         (
             [ONE, "--events", "tcp://*:5557"],
-            "kvtier: route: $.replicas[0]: events tcp://*:5557: is no endpoint to connect to; "
+            "kvtier: route: $.replicas[0]: events tcp://*:5557: is not an endpoint to connect to; "
             "write it as tcp://HOST:PORT\n",
         ),
         (

@@ -270,7 +270,7 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
     fixed_status, fixed_out, _ = run(capsys, "check", store, "--fix")
 
     assert (status, fixed_status) == (1, 0)
-    assert "a record would leave before the one that continues it" in out
+    assert "a record would be evicted before its child" in out
     assert "agrees with a full count" in fixed_out
 
 
@@ -375,7 +375,7 @@ def test_records_under_another_key_are_reported_and_kept_beside_others(
     [
         (["--key-file", "/no/such/key"], "/no/such/key"),
         (["--sample", "0"], "--sample"),
-        (["--sample", "all"], "'all' is no number of records; give 1 or more"),
+        (["--sample", "all"], "'all' is not a number of records; give 1 or more"),
     ],
 )
 def test_a_mistake_in_the_options_of_check_is_one_line(
@@ -404,7 +404,7 @@ def test_a_folder_without_a_store_is_one_line_and_stays_empty(
     status, out, err = run(capsys, *command, tmp_path)
 
     assert (status, out) == (2, "")
-    assert f"store {tmp_path}: there is none" in err
+    assert f"no store in {tmp_path}; give" in err
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -413,7 +413,7 @@ def test_a_folder_without_a_store_is_one_line_and_stays_empty(
     ("mark", "reason"),
     [
         (BootMark("earlier-boot", FileState.PROCESS), "the machine went down while it was open"),
-        (BootMark(current_boot_id(), FileState.DAMAGED), "its tree was found damaged"),
+        (BootMark(current_boot_id(), FileState.DAMAGED), "its index was found damaged"),
         (BootMark(current_boot_id(), FileState.CLEAN, layout="kvtier-store-0"), "its layout is kvtier-store-0"),
     ],
 )
@@ -549,7 +549,7 @@ def test_a_file_that_is_no_folder_is_no_store(
     status, out, err = run(capsys, *command, tmp_path / "file")
 
     assert (status, out) == (2, "")
-    assert f"store {tmp_path / 'file'}: there is none" in err
+    assert f"no store in {tmp_path / 'file'}; give" in err
 
 
 def find_unreadable(*_: object) -> Iterator[Verification]:

@@ -104,7 +104,7 @@ def test_the_configuration_is_that_of_the_connector_which_makes_the_tier() -> No
 
 
 def test_without_a_connector_that_knows_its_configuration_a_tier_is_refused() -> None:
-    with pytest.raises(NotServed, match=r"tested are 0\.32"):
+    with pytest.raises(NotServed, match=r"tested versions: 0\.32"):
         connector_configs()
 
 

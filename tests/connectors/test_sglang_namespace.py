@@ -230,7 +230,7 @@ def test_weights_are_those_of_the_models_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"two")
 
     assert weights_of(str(tmp_path), None) != one
-    with pytest.raises(NotServed, match="nothing says which weights"):
+    with pytest.raises(NotServed, match="cannot determine which weights"):
         weights_of(str(tmp_path / "none"), None)
 
 
@@ -263,7 +263,7 @@ def test_a_sglang_that_does_not_say_its_options_is_refused(runtime: Any) -> None
     def unset() -> None:
         raise ValueError("Global server args is not set yet!")
 
-    with pytest.raises(NotServed, match=r"does not say with which options .*tested is 0\.5\.23"):
+    with pytest.raises(NotServed, match=r"does not reveal its options .*tested version: 0\.5\.23"):
         option_reader()
     runtime.get_server_args = unset
     with pytest.raises(NotServed, match="is not set yet"):

@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_used_is_a_storage_without_a_page(
     ("facts", "reason"),
     [
         ({"is_mla_model": True, "tp_size": 2}, "use --tp 1"),
-        ({"more": {"weights": None}, "server": {"model_path": "no/such-model"}}, 'say it with "weights"'),
+        ({"more": {"weights": None}, "server": {"model_path": "no/such-model"}}, 'set "weights"'),
         ({"more": {"capasity": "1GiB"}}, "capasity"),
         ({"more": {"codec": "fp8"}}, "fp8"),
     ],

@@ -173,7 +173,7 @@ def test_an_engine_as_it_should_be_is_served() -> None:
 @pytest.mark.parametrize(
     ("base", "config", "why"),
     [
-        (object, VllmConfig(), "this vLLM has no build_connector_worker_meta.*tested are 0.32"),
+        (object, VllmConfig(), "this vLLM has no build_connector_worker_meta.*tested versions: 0.32"),
         (Known, VllmConfig(parallel_config=Options(pipeline_parallel_size=2)), "pipeline parallelism"),
         (Known, VllmConfig(parallel_config=Options(decode_context_parallel_size=2)), "decode_context_parallel_size"),
         (Known, VllmConfig(speculative_config="eagle"), "speculative decoding"),

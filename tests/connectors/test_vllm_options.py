@@ -200,7 +200,7 @@ def test_weights_are_their_files_unless_they_are_named(tmp_path: Path) -> None:
         assert namespace(config(model_config__model=str(tmp_path))) == namespace(config())
 
     assert len(seen) == 2
-    with pytest.raises(NotServed, match=r'nothing says which weights .* say it with "weights"'):
+    with pytest.raises(NotServed, match=r'cannot determine which weights .* set "weights"'):
         namespace(config(model_config__model=str(tmp_path / "empty")), weights=None)
 
 

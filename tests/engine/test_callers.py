@@ -64,7 +64,7 @@ def test_after_close_every_call_is_an_error(call: str, model: PreTrainedModel) -
     llm = LLM(model, SIZES, byte_tokenizer())
     llm.close()
 
-    with pytest.raises(RuntimeError, match="LLM: has been closed; make a new one"):
+    with pytest.raises(RuntimeError, match="LLM: has been closed; create a new one"):
         CALLS[call](llm)
     with pytest.raises(RuntimeError, match="closed"):
         llm.core.step()
@@ -140,9 +140,9 @@ def test_threads_that_call_at_once_each_get_their_own_answer(llm: LLM, model: Pr
 def test_a_call_within_a_call_of_the_same_thread_is_an_error() -> None:
     calls = OneCaller("LLM")
     with calls:
-        with pytest.raises(RuntimeError, match="called from within a call of its own"), calls:
+        with pytest.raises(RuntimeError, match="called from within one of its own calls"), calls:
             pass
-        with pytest.raises(RuntimeError, match="called from within a call of its own"):
+        with pytest.raises(RuntimeError, match="called from within one of its own calls"):
             calls.close(sys.exit)
     calls.close(lambda: None)
 

@@ -57,7 +57,7 @@ def test_a_start_that_is_cancelled_ends_and_leaves_the_store_to_the_next(
             if was_cancelled:
                 with pytest.raises(RuntimeError, match="has ended"):
                     await read(llm.generate("Say hello.", greedy()))
-                with pytest.raises(RuntimeError, match="make a new one"):
+                with pytest.raises(RuntimeError, match="create a new one"):
                     await llm.start()
             await llm.close()
             if not was_cancelled:

@@ -87,7 +87,7 @@ def test_a_changed_model_computes_no_more_and_leaves_nothing_under_the_old_name(
 
     change(model)
     for prompt in (OTHER, PROMPT):
-        with pytest.raises(ChangedModel, match="close the engine, and make a new one"):
+        with pytest.raises(ChangedModel, match="close the engine, and create a new one"):
             llm.generate(prompt, GREEDY)
     llm.check()
     llm.close()

@@ -98,7 +98,7 @@ def test_an_algorithm_that_is_gone_is_an_error_in_one_line_that_says_what_to_use
     ids=["seed", "salt", "adapter"],
 )
 def test_text_of_names_that_is_no_unicode_is_an_error_with_its_table(tables):
-    with pytest.raises(ConfigError, match=rf"{next(iter(tables))}.*no valid Unicode"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(tables))}.*not valid Unicode"):
         as_config(tables)
 
 
@@ -135,10 +135,10 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"device": {"metrics_port": 1}}, "$.device.metrics_port: unknown key; did you mean $.metrics_port?"),
         ({"host": {"zzz": 1}}, "$.host.zzz: unknown key"),
         ({"host": [{}]}, "$.host: Expected `table | null`, got `array`"),
-        ({"device": {"capacity": 2**64}}, "$.device.capacity: size 18446744073709551616 is more than any memory"),
+        ({"device": {"capacity": 2**64}}, "$.device.capacity: size 18446744073709551616 is too large"),
         ({"scheduler": {"token_budget": 2**64}}, "$.scheduler.token_budget: Expected `int` <= 2147483648"),
-        ({"server": {"max_header": 0}}, "$.server: max_header 0: no request is so small; use 1024 or more"),
-        ({"server": {"max_body": 100}}, "$.server: max_body 100: no request is so small; use 1024 or more"),
+        ({"server": {"max_header": 0}}, "$.server: max_header 0: too small for any request; use 1024 or more"),
+        ({"server": {"max_body": 100}}, "$.server: max_body 100: too small for any request; use 1024 or more"),
         ({"host": {"capacity": "8 gigs"}}, "$.host.capacity: bad size '8 gigs'; write bytes as"),
         ({"device": {"block_size": "32"}}, "$.device.block_size: Expected `int`, got `str`"),
         ({"device": {"block_size": 0}}, "$.device.block_size: Expected `int` >= 1"),
@@ -154,17 +154,17 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"int_block_hash": True}}, "$.events.int_block_hash: unknown key; did you mean int_block_hashes?"),
         (
             {"events": {"endpoint": "localhost:5557"}},
-            "$.events.endpoint: is no address; write it as tcp://127.0.0.1:5557 or ipc:///run/kvtier-events.sock or i",
+            "$.events.endpoint: is not an address; write it as tcp://127.0.0.1:5557 or ipc:///run/kvtier-events.sock or i",
         ),
         (
             {"events": {"replay_endpoint": "udp://*:0"}},
-            "$.events.replay_endpoint: is no address; write it as tcp://127.0.0.1:5557 or ipc:///",
+            "$.events.replay_endpoint: is not an address; write it as tcp://127.0.0.1:5557 or ipc:///",
         ),
         (
             {"tracing": {"endpoint": "localhost:4318"}},
-            "$.tracing.endpoint: is no address; write it as http://127.0.0.1:4318",
+            "$.tracing.endpoint: is not an address; write it as http://127.0.0.1:4318",
         ),
-        ({"events": {"endpoint": "tcp://*:99999"}}, "$.events: endpoint tcp://*:99999 has no such port"),
+        ({"events": {"endpoint": "tcp://*:99999"}}, "$.events: endpoint tcp://*:99999 has no valid port"),
         ({"events": {"hwm": 0}}, "$.events.hwm: Expected `int` >= 1"),
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
@@ -174,10 +174,10 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"sidecar": "tcp://127.0.0.1:5555"}, "$: sidecar 'tcp://127.0.0.1:5555': write it as unix:///run/kvtier.sock"),
         ({"sidecar": "unix:///run\0/x"}, "$: sidecar 'unix:///run\\x00/x': write it as unix:///run/kvtier.sock"),
         ({"sidecar": "unix:///" + 107 * "x"}, f"$: sidecar: /{107 * 'x'} is longer than the 107 bytes of a socket's"),
-        ({"sidecar": "unix:///s", "host": {}}, "$: sidecar: it has the host memory; remove [host], or sidecar to have"),
+        ({"sidecar": "unix:///s", "host": {}}, "$: sidecar: it provides the host memory; remove [host], or remove"),
         (
             {"sidecar": "unix:///s", "host": {"capacity": 0}, "disk": {"path": "x"}},
-            "$: sidecar: it has the disk; remove [disk], or sidecar to have your own",
+            "$: sidecar: it provides the disk; remove [disk], or remove sidecar to use your own",
         ),
         (
             {"sidecar": "unix:///s", "tenants": {"secret": {"host": 1}}},
@@ -187,8 +187,8 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
             {"sidecar": "unix:///s", "tenants": {"secret": {"disk": 1, "name": "ann"}}},
             "$: tenants.ann.disk: give the quota in the sidecar's configuration, which has the tier",
         ),
-        ({"tenants": {"": {"host": 1}}}, '$: tenants."": requests without a cache_salt are no tenant'),
-        ({"tenants": {"a": {"name": "x"}, "b": {"name": "x"}}}, "$: tenants: the same name twice among x, x"),
+        ({"tenants": {"": {"host": 1}}}, '$: tenants."": requests without a cache_salt belong to no tenant'),
+        ({"tenants": {"a": {"name": "x"}, "b": {"name": "x"}}}, "$: tenants: duplicate name among x, x"),
     ],
 )
 def test_a_mistake_is_named_with_its_path(data, message):

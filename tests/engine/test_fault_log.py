@@ -80,7 +80,7 @@ def test_a_breaker_tells_of_its_opening_and_closing_and_the_cause(engine: Engine
     engine.close_breaker("write")
 
     assert opened == [
-        "disk: writing has failed and is left alone for a while ([Errno 28] No space left on device)",
+        "disk: writing failed and is paused ([Errno 28] No space left on device)",
     ]
     assert still == []
     assert engine.look() == ["disk: writing works again"]
@@ -90,7 +90,7 @@ def test_a_breaker_tells_of_its_opening_and_closing_and_the_cause(engine: Engine
 def test_a_breaker_without_an_error_has_hung_or_read_nothing(engine: Engine) -> None:
     engine.open_breaker("read")
 
-    assert engine.look() == ["disk: reading has failed and is left alone for a while (errors, or no answer)"]
+    assert engine.look() == ["disk: reading failed and is paused (errors, or no answer)"]
 
 
 def test_a_breaker_that_opens_and_closes_between_two_looks_is_told_of_all_the_same(engine: Engine) -> None:
@@ -99,7 +99,7 @@ def test_a_breaker_that_opens_and_closes_between_two_looks_is_told_of_all_the_sa
     engine.close_breaker("read")
 
     assert engine.look() == [
-        "disk: reading has failed 3 times and is left alone for a while (errors, or no answer)",
+        "disk: reading failed 3 times and is paused (errors, or no answer)",
         "disk: reading works again",
     ]
 
@@ -117,9 +117,9 @@ def test_a_thousand_faults_in_eight_minutes_give_few_lines(engine: Engine) -> No
 
     assert len(lines) == 4 * 9  # four things, once a minute
     assert "disk: the store's process ended 120 times (signal SIGSEGV)" in lines
-    assert "disk: bad blocks were found (120 corrupt); they are computed anew" in lines
+    assert "disk: corrupt blocks were found (120 corrupt); they will be recomputed" in lines
     engine.clock.now += QUIET_S
-    assert engine.look()[-1] == "disk: bad blocks were found (40 corrupt); they are computed anew"
+    assert engine.look()[-1] == "disk: corrupt blocks were found (40 corrupt); they will be recomputed"
     assert engine.look() == []
 
 
@@ -148,7 +148,7 @@ def test_a_folder_that_is_gone_is_told_of_once(engine: Engine) -> None:
     gone = engine.look()
     engine.standing = replace(OPEN, num_gone=1)
 
-    assert gone == ["disk: /kv was removed or replaced while it was open; its blocks are lost, and it is opened anew"]
+    assert gone == ["disk: /kv was removed or replaced while it was open; its blocks are lost, and it is reopened"]
     assert engine.look() == []
 
 
@@ -156,8 +156,8 @@ def test_damage_is_told_of_by_tier_and_cause(engine: Engine) -> None:
     engine.corrupt = {Tier.HOST: {"corrupt": 1}, Tier.DISK: {"corrupt": 2, "torn": 1, "missing": 5, "io_error": 3}}
 
     assert engine.look() == [
-        "host: bad blocks were found (1 corrupt); they are computed anew",
-        "disk: bad blocks were found (2 corrupt, 1 torn); they are computed anew",
+        "host: corrupt blocks were found (1 corrupt); they will be recomputed",
+        "disk: corrupt blocks were found (2 corrupt, 1 torn); they will be recomputed",
     ]
 
 
@@ -201,12 +201,12 @@ def test_a_sidecar_that_goes_and_comes_between_two_looks_is_one_line_with_how_of
     engine.look()
 
     engine.attach()
-    assert engine.look() == ["sidecar: /s had gone, and is attached; it is used from now on"]
+    assert engine.look() == ["sidecar: /s was lost and is attached; it is used from now on"]
     engine.attach(3)
     assert engine.look() == []
     engine.clock.now += QUIET_S
 
-    assert engine.look() == ["sidecar: /s had gone 3 times, and is attached; it is used from now on"]
+    assert engine.look() == ["sidecar: /s was lost 3 times and is attached; it is used from now on"]
 
 
 def test_a_flush_that_did_not_reach_the_sidecar_says_why() -> None:
@@ -214,4 +214,4 @@ def test_a_flush_that_did_not_reach_the_sidecar_says_why() -> None:
     there = SidecarStanding("/s", True, 1, 5.0)
 
     assert flush_fault(None, None, 120.0, gone) == "/s has gone or does not answer"
-    assert flush_fault(None, None, 120.0, there) == "it took not all of them within 120 s"
+    assert flush_fault(None, None, 120.0, there) == "it did not accept all of them within 120 s"

@@ -517,7 +517,7 @@ def test_what_finds_the_queue_full_is_dropped_counted_and_a_gap_in_the_numbers(
     assert [seq for seq, _ in stream.replay(0)] == [0, 1, 2, 3, 4, 8]
     assert (numbers_of(batches), stream.num_lost) == ([8], 3)
     assert [record.message for record in caplog.records] == [
-        "events: 4 batches wait, number 5 is dropped; raise events.hwm"
+        "events: 4 batches wait; batch 5 is dropped; raise events.hwm"
     ]
 
 
@@ -620,7 +620,7 @@ def test_closing_gives_up_after_its_time_limit(
     gate.opened.set()
 
     assert [record.message for record in caplog.records] == [
-        "events: the publisher hangs; it is not waited for any longer"
+        "events: the publisher hangs; closing without it"
     ]
 
 

@@ -118,7 +118,7 @@ def test_rests_between_attempts_double_up_to_a_minute(tmp_path: Path) -> None:
 
     assert seen == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, MAX_REST_S]
     assert (standing.not_open, standing.num_ended) == (NotOpen.FAILED, 0)
-    assert "is no folder" in standing.why
+    assert "is not a folder" in standing.why
 
 
 def test_a_folder_that_was_removed_is_made_anew_with_an_empty_store(tmp_path: Path) -> None:

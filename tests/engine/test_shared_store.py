@@ -233,5 +233,5 @@ def test_a_store_that_is_away_costs_answers_nothing_and_is_told_of_once(
 
     told = [record.getMessage() for record in caplog.records if "remote:" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("remote: redis://127.0.0.1:1 is left alone for a while (")
+    assert told[0].startswith("remote: redis://127.0.0.1:1 is paused (")
     assert told[0].endswith("serving without it")

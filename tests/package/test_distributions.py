@@ -32,7 +32,7 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_each_module_marker_and_configuration_once_and_nothing_else(wheel: Path) -> None:
     package = ROOT / "kvtier"
-    page = (ROOT / "engine" / "dashboard" / "page").iterdir()
+    page = (ROOT / "web" / "dashboard" / "page").iterdir()
     expected = {f"kvtier/{path.name}" for path in package.iterdir() if path.suffix in (".py", ".typed")}
     expected |= {f"kvtier/web/dashboard/page/{path.name}" for path in page}
     for room in ROOMS:

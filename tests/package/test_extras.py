@@ -156,15 +156,6 @@ def test_a_module_of_no_extra_is_found_by_these_tests(tmp_path: Path, monkeypatc
     assert [each.name for each in imports_of("kvtier.careless") if not each.extras] == ["redis"]
 
 
-def test_the_list_of_packages_has_each_folder_with_modules() -> None:
-    # setuptools cannot look for them: a source distribution has no links from kvtier/ to the rooms.
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {module.rpartition(".")[0] for module, path in modules().items() if path.name != "__init__.py"}
-
-    assert set(packages) == folders | {module for module, path in modules().items() if path.name == "__init__.py"}
-    assert len(packages) == len(set(packages))
-
-
 def test_each_extra_that_is_asked_for_exists() -> None:
     asked = set()
     for path in modules().values():

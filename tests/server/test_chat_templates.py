@@ -101,7 +101,7 @@ def test_a_breakpoint_is_found_in_a_template_that_wants_parts() -> None:
 
 
 def test_a_template_that_loses_what_the_user_says_is_refused() -> None:
-    with pytest.raises(ApiError, match="leaves out what the user says") as caught:
+    with pytest.raises(ApiError, match="drops the user's text") as caught:
         written(SILENT, USER)
     assert (caught.value.status, caught.value.param) == (400, "messages")
 

@@ -112,7 +112,7 @@ def test_a_part_of_a_gpu_that_is_not_there_is_one_line(
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
     assert (
-        "gpu_memory_utilization 0.9: there is no GPU; give device.capacity in its place, as --device-memory 2GiB" in err
+        "gpu_memory_utilization 0.9: there is no GPU; set device.capacity instead, for example --device-memory 2GiB" in err
     )
     assert [line for line in err.splitlines() if line.startswith("kvtier: ")] == err.splitlines()[-1:]
 
@@ -182,7 +182,7 @@ def test_it_says_which_tenants_quotas_are_nobodys(
 
     _, out, _ = check(capsys, tmp_path, no_weights, config, "--api-keys", str(keys))
 
-    assert "tenants.eve: no key is that tenant's" in out
+    assert "tenants.eve: this tenant has no key" in out
     assert "tenants.ann" not in out
 
 
@@ -207,7 +207,7 @@ def test_with_a_sidecar_it_says_who_has_the_tiers_and_what_becomes_of_documents(
 
     assert status == 0
     assert "sidecar    unix:///run/kvtier.sock has the tiers below the device\n" in out
-    assert "documents  end with the process; to keep them give [documents] a path\n" in out
+    assert "documents  end with the process; to keep them, set documents.path\n" in out
     assert "\nhost" not in out
     assert "has no effect" not in out
 
@@ -228,7 +228,7 @@ def test_a_sidecar_beside_a_disk_is_one_line_and_2(
     status, _, err = check(capsys, tmp_path, no_weights, config, "--sidecar", "unix:///run/kvtier.sock")
 
     assert status == 2
-    assert "sidecar: it has the disk; remove [disk], or sidecar to have your own" in err
+    assert "sidecar: it provides the disk; remove [disk], or remove sidecar to use your own" in err
     assert err.count("\n") == 1
 
 

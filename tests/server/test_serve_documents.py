@@ -241,7 +241,7 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
         ("POST", "/there/pin", {"ttl_s": 0}, 400, "ttl_s"),
         ("POST", "/there/eat", None, 404, "no such route"),
         ("DELETE", "/there/warm", None, 404, "no such route"),
-        ("GET", "/nothing", None, 404, "no document of that id"),
+        ("GET", "/nothing", None, 404, "no document with this id"),
         ("POST", "/there", None, 405, "Method Not Allowed"),
     ],
 )
@@ -351,7 +351,7 @@ def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(
         (None, "damaged"),
         (None, "damaged"),
     ]
-    assert "not those that were written" in one["error"]
+    assert "do not match their digest" in one["error"]
     assert (foreign.status_code, foreign_list) == (404, [])
     assert (again["status"], deleted.status_code) == ("ready", 200)
     assert [it["id"] for it in last] == ["c", "a"]
@@ -402,7 +402,7 @@ def test_documents_and_pins_survive_a_restart_and_a_question_after_it_loads(
         status, written = doc(capsys, server, "warm", "my-report.txt", "--tier", "device")
         assert (status, "ready" in written) == (0, True)
         assert doc(capsys, server, "pin", "my-report.txt", "--end")[0] == 0
-        assert doc(capsys, server, "rm", "my-report.txt") == (0, "my-report.txt: is forgotten\n")
+        assert doc(capsys, server, "rm", "my-report.txt") == (0, "my-report.txt: deleted\n")
         assert "no documents" in doc(capsys, server, "ls")[1]
         log += server.log.read_text()
 
@@ -444,13 +444,13 @@ def test_the_command_says_in_one_line_what_is_wrong(
         return written
 
     assert "KVTIER_API_KEY" in wrong("ls")
-    assert "no text in UTF-8" in wrong("add", binary)
+    assert "not UTF-8 text" in wrong("add", binary)
     assert "give --id" in wrong("add", "-")
     assert "No such file" in wrong("add", tmp_path / "nothing")
-    assert "no document of that id" in wrong("show", "nothing", "--api-key", ANN)
+    assert "no document with this id" in wrong("show", "nothing", "--api-key", ANN)
     assert "1 to 128" in wrong("add", good, "--id", "a b", "--api-key", ANN)
     assert "1 to 128" in wrong("add", good, "--id", "a/b", "--api-key", ANN)
-    assert "no address" in wrong("ls", "--url", "ftp://x")
+    assert "not a server URL" in wrong("ls", "--url", "ftp://x")
     assert "kvtier serve" in wrong("ls", "--url", "http://127.0.0.1:9")
 
 

@@ -29,7 +29,7 @@ def test_a_folder_removed_under_a_server_costs_a_line_and_no_answer(tmp_path: Pa
 
     assert (status, after) == (0, before)
     assert warnings == [
-        f"disk: {store} was removed or replaced while it was open; its blocks are lost, and it is opened anew"
+        f"disk: {store} was removed or replaced while it was open; its blocks are lost, and it is reopened"
     ]
     assert (store / "data.mdb").exists()
 
@@ -50,5 +50,5 @@ def test_a_server_whose_store_cannot_be_opened_serves_without_it(tmp_path: Path,
     assert again["kvtier"]["tokens"]["device"] > 0
     assert "kvtier_disk_open 0.0" in metrics
     assert 'kvtier_disk_not_open{reason="failed"} 1.0' in metrics
-    assert opening.startswith(f"disk: {tmp_path / 'store'} is not open ([Errno 20] is no folder")
+    assert opening.startswith(f"disk: {tmp_path / 'store'} is not open ([Errno 20] is not a folder")
     assert flush.startswith("flush: ")

@@ -84,7 +84,7 @@ def test_what_operators_reset_at_the_sidecar_is_found_by_no_engine_and_what_they
         audited = [line for line in server.lines() if line["logger"] == "kvtier.audit"]
 
     assert at_engine["tiers"]["device"]["blocks"] >= len(PROMPT) // 16
-    assert "ask that" in at_engine["note"]
+    assert "send the request there" in at_engine["note"]
     assert from_sidecar["kvtier"]["tokens"]["host"] == (len(PROMPT) - 1) // 16 * 16
     assert at_sidecar["tiers"]["host"]["blocks"] >= len(PROMPT) // 16
     assert from_nowhere["kvtier"]["tokens"]["recomputed"] == len(PROMPT)

@@ -134,7 +134,7 @@ def test_the_log_has_ids_and_tokens_but_neither_prompts_nor_keys(tmp_path: Path,
         (["--port", "99999"], "port"),
         (["--host", "203.0.113.7"], "choose another --host or --port"),
         (["--host", "no such host"], "choose another --host or --port"),
-        (["--config", ""], "an empty name: no such file, and no configuration ships by that name"),
+        (["--config", ""], "an empty name: no such file, and no shipped configuration has this name"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_2(model_folder: Path, arguments: list[str], what: str) -> None:
@@ -241,10 +241,10 @@ def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_pa
 
         write(f'[keys\n"{first}" = "ann"\n')
         server.signal(signal.SIGHUP)
-        come_true(lambda: told("stay as they were"))
+        come_true(lambda: told("API keys are unchanged"))
 
         assert [status(first), status(second)] == [401, 200]
-        assert [line["level"] for line in told("stay as they were")] == ["error"]
+        assert [line["level"] for line in told("API keys are unchanged")] == ["error"]
         assert [line["message"] for line in told("2 tenants have api keys")] == ["SIGHUP: 2 tenants have api keys"]
         assert "secret" not in server.log.read_text()
         server.signal()

@@ -43,8 +43,8 @@ def test_unknown_fields_of_messages_change_nothing_and_are_told_once(
     assert told == plain
     told_by = "kvtier.server.ignored_fields"  # another test may have had all loggers say more
     assert [record.getMessage() for record in caplog.records if record.name == told_by] == [
-        "messages: the field 'humour' is not known here and ignored",
-        "messages: the field 'mood' is not known here and ignored",
+        "messages: ignoring the unknown field 'humour'",
+        "messages: ignoring the unknown field 'mood'",
     ]
 
 

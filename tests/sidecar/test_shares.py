@@ -9,7 +9,7 @@ import pytest
 from layout_bed import EXTENT_BYTES
 
 from kvtier.sidecar.lease_ledger import new_ledger
-from kvtier.sidecar.lmcache.chunk_layout import ChunkMemory
+from kvtier.sidecar.lmcache.chunk_part import ChunkMemory
 from kvtier.sidecar.shares import Share, Shares, Wanted
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
 from kvtier.tiers.naming.block_hash import BlockName

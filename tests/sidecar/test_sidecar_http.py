@@ -340,9 +340,9 @@ def test_a_page_in_a_browser_has_nothing_done_and_learns_nothing(plain: RunningS
         ("/spill?timeout_s=61", "timeout_s '61': give seconds from 0 to 60"),
         ("/spill?timeout_s=-1", "timeout_s '-1'"),
         ("/spill?timeout_s=ten", "timeout_s 'ten'"),
-        ("/spill?timeout=1", "no option 'timeout'; there is timeout_s"),
-        ("/clear?layout=00&layout=01", "the option 'layout' is there twice"),
-        ("/check?all=1", "no option 'all'; there are none"),
+        ("/spill?timeout=1", "unknown option 'timeout'; use timeout_s"),
+        ("/clear?layout=00&layout=01", "the option 'layout' is given twice"),
+        ("/check?all=1", "unknown option 'all'; this route has no options"),
     ],
 )
 def test_an_option_that_is_nonsense_is_refused_in_a_sentence(plain: RunningSidecar, path: str, message: str) -> None:

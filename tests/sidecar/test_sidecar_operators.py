@@ -193,7 +193,7 @@ def test_the_command_does_the_same(sidecar: RunningSidecar, capsys: pytest.Captu
     assert "6 leased or pinned stay" in out
     (tmp_path / "ids.json").write_text("[1, 2.5]")
     assert main([*pin, *to]) == 2
-    assert "no JSON array of integers" in capsys.readouterr().err
+    assert "not a JSON array of integers" in capsys.readouterr().err
 
 
 def test_engines_at_the_own_endpoint_are_told_what_has_left(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_service_manager_that_reads_nothing_is_not_waited_for(manager: tuple[L
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"NOTIFY_SOCKET": "vsock:2:1"}, "NOTIFY_SOCKET vsock:2:1: only a path"),
+        ({"NOTIFY_SOCKET": "vsock:2:1"}, "NOTIFY_SOCKET vsock:2:1: use a path"),
         ({"WATCHDOG_USEC": "500000"}, "WATCHDOG_USEC 500000: use WatchdogSec=2 or more"),
         ({"WATCHDOG_USEC": "soon"}, "WATCHDOG_USEC soon: use WatchdogSec=2 or more"),
     ],

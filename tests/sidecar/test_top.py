@@ -183,8 +183,8 @@ def test_what_is_no_sidecar_is_one_line(reply: bytes, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ftp://x"], "is no URL; write http://HOST:PORT"),
-        (["localhost:9464"], "is no URL; write http://HOST:PORT"),
+        (["ftp://x"], "is not a URL; write http://HOST:PORT"),
+        (["localhost:9464"], "is not a URL; write http://HOST:PORT"),
         (["--interval", "0"], "is not a number of seconds from 0.1 to 3600"),
         (["--interval", "nan"], "is not a number of seconds"),
         (["--token-file", "/no/such"], "No such file"),

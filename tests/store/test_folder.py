@@ -80,7 +80,7 @@ def test_a_folder_in_which_others_may_write_is_refused(folder: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_a_folder_or_a_file_of_another_user_is_refused(folder: Path) -> None:
     os.chown(folder / "boot_mark", 12345, -1)
-    with pytest.raises(PermissionError, match="not a plain file of this user's"):
+    with pytest.raises(PermissionError, match="not a regular file of this user"):
         LmdbStore(folder, CAPACITY_BYTES)
 
     os.chown(folder, 12345, -1)

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("configs", "engine", "store", "tiers", "transfer")
+ROOMS = (
+    "cli",
+    "configs",
+    "connectors",
+    "engine",
+    "routing",
+    "server",
+    "sidecar",
+    "store",
+    "tiers",
+    "transfer",
+    "web",
+)
 
 
 def copy_of_tree(folder: Path) -> Path:

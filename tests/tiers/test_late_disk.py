@@ -169,7 +169,7 @@ def test_a_batch_that_was_written_while_the_store_was_replaced_does_not_count() 
 
     late.put_many = replace_and_put  # type: ignore[method-assign]
 
-    with pytest.raises(StoreUnavailable, match="opened anew"):
+    with pytest.raises(StoreUnavailable, match="reopened during a write"):
         disk.write([])
 
 

@@ -149,7 +149,7 @@ def test_memory_that_was_prepared_in_vain_is_closed(memory: AttachedMemory, segm
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "why"), [(BLOCK_BYTES - 1, "no room for a block of 4096"), (7 * BLOCK_BYTES, "the file has 24576")]
+    ("num_bytes", "why"), [(BLOCK_BYTES - 1, "too small for one block of"), (7 * BLOCK_BYTES, "the file has 24576")]
 )
 def test_a_segment_that_cannot_be_used_is_refused(
     memory: AttachedMemory, segment: int, num_bytes: int, why: str

@@ -73,7 +73,7 @@ def test_a_slab_of_a_kernel_that_reserves_all_memory_is_refused_in_a_line(monkey
     monkeypatch.setattr(host_slab, "reserves_all", lambda: True)
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOMEM))
 
-    with pytest.raises(OSError, match=r"host capacity: 4096 bytes cannot be had \(Cannot allocate memory\); lower it"):
+    with pytest.raises(OSError, match=r"host capacity: cannot allocate 4096 bytes \(Cannot allocate memory\); lower"):
         HostSlab(1, PAGE)
 
 
@@ -92,5 +92,5 @@ def test_a_segment_without_room_for_what_stands_beside_it_says_how_much_there_is
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
-    with pytest.raises(OSError, match=r"has room for \d+ MiB, 1 MiB are asked for; lower --host, or raise it: mount"):
+    with pytest.raises(OSError, match=r"has \d+ MiB free, but 1 MiB are needed; lower --host, or enlarge it: mount"):
         Segment(1 << 20, tmp_path, num_beside=PAGE)

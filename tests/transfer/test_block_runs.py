@@ -72,7 +72,7 @@ def test_pairs_keep_their_order() -> None:
 
 
 def test_a_wrong_slot_is_named_with_what_there_is() -> None:
-    with pytest.raises(IndexError, match="device slots 1 to 4; there are 0 to 3"):
+    with pytest.raises(IndexError, match="device slots 1 to 4; give slots from 0 to 3"):
         slot_pairs([1, 4], [0, 1], num_device_slots=4, num_host_slots=5)
-    with pytest.raises(IndexError, match="host slots -1 to 0; there are 0 to 4"):
+    with pytest.raises(IndexError, match="host slots -1 to 0; give slots from 0 to 4"):
         slot_pairs([1, 2], [0, -1], num_device_slots=4, num_host_slots=5)

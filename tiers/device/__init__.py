@@ -1,1 +1,1 @@
-"""The device's slots: which slot holds which block, and which one goes next."""
+"""Slot bookkeeping: which slot holds which block, and which block is evicted next."""

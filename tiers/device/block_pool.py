@@ -1,4 +1,4 @@
-"""BlockPool: the slots of one tier and one group, their leases, and which of them holds which block."""
+"""BlockPool: the slots of one group in one tier, their leases, and the block in each slot."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,19 +14,19 @@ from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, as_ids, as_in
 from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
-MAX_IN_ONE = 3 << 13  # slots of a pool whose names are in one dict: it is made anew in a millisecond
-MAX_IN_ROW = 1 << 13  # names in each dict of a larger pool
-NUM_BYTES = 256  # values of a name's first byte
+MAX_IN_ONE = 3 << 13  # maximum slots of a pool with a single dict, which rehashes in a millisecond
+MAX_IN_ROW = 1 << 13  # names per dict in a larger pool
+NUM_BYTES = 256  # number of values of a name's first byte
 
 SlotsByName = dict[BlockName, int]
-FEW = 16  # blocks a piece: where rows of names are shorter, they are looked up one by one
+FEW = 16  # minimum blocks per run for which looking up by runs is worthwhile
 
 
 class SlotIndex:
-    """The slot of each name, in one dict for a small pool, in many by the name's first byte for a large one.
+    """A map from names to slots: one dict for a small pool, several dicts by the name's first byte for a large one.
 
-    A dict in which names come and go is made anew once as many were taken out of it as are in it: 0.1 s with a
-    million names. The choice of the dict costs 0.1 to 0.2 µs a name, in large pools only.
+    A dict is rehashed after as many removals as it has entries, which takes 0.1 s with a million names. Choosing the
+    dict costs 0.1 to 0.2 µs per name, in large pools only.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -41,48 +41,48 @@ class SlotIndex:
         return sum(map(len, self._dicts))
 
     def items(self) -> Iterator[tuple[BlockName, int]]:
-        """All names and their slots."""
+        """Yield all names and their slots."""
         for some in self._dicts:
             yield from some.items()
 
     @property
     def max_in_one(self) -> int:
-        """Number of names in the fullest dict, which is made anew as a whole."""
+        """Number of names in the largest dict, which is rehashed as a whole."""
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:
-        """The slot of the name, or None; None for an empty name."""
+        """Return the slot of the name, or None; None for an empty name."""
         return self._by_byte[name[0]].get(name) if name else None
 
     def get_all(self, names: Sequence[BlockName], absent: int) -> list[int]:
-        """The slot of each name, *absent* for names without one."""
+        """Return the slot of each name, *absent* for names without a slot."""
         if self._one is None:
             return list(map(dict.get, self._dicts_of(names), names, repeat(absent)))
         if len(names) > 1:
             try:
-                return list(itemgetter(*names)(self._one))  # half the time, if all are here
+                return list(itemgetter(*names)(self._one))  # takes half the time, but needs all names to be present
             except KeyError:
                 pass
         return list(map(self._one.get, names, repeat(absent)))
 
     def has_none(self, names: Sequence[BlockName]) -> bool:
-        """Whether none of the names has a slot."""
+        """Return whether none of the names has a slot."""
         if self._one is not None:
             return self._one.keys().isdisjoint(names)
         return not any(map(dict.__contains__, self._dicts_of(names), names))
 
     def give(self, name: BlockName, slot: int) -> int:
-        """Give the name this slot, unless it has one already; the slot that it has now."""
+        """Assign *slot* to the name unless it already has a slot, and return the name's slot."""
         return self._by_byte[name[0]].setdefault(name, slot)
 
     def give_all(self, names: Sequence[BlockName], slots: Iterable[int]) -> list[int]:
-        """The same for many."""
+        """Assign *slots* to *names* in the same way as `give`, and return the slots of the names."""
         if self._one is not None:
             return list(map(self._one.setdefault, names, slots))
         return list(map(dict.setdefault, self._dicts_of(names), names, slots))
 
     def remove_all(self, names: Sequence[BlockName]) -> None:
-        """Take the names, which all have slots, out of the index."""
+        """Remove the names, which must all have slots."""
         if self._one is not None:
             index = self._one
             for name in names:
@@ -94,49 +94,49 @@ class SlotIndex:
     def _dicts_of(self, names: Sequence[BlockName]) -> Sequence[SlotsByName]:
         if len(names) < 2:
             return [self._by_byte[name[0]] for name in names]
-        joined = b"".join(names)  # a third of the time of asking each for its first byte
+        joined = b"".join(names)  # takes a third of the time of reading each name's first byte
         is_regular = len(joined) == NAME_BYTES * len(names)
         firsts = joined[::NAME_BYTES] if is_regular else bytes(name[0] for name in names)
         return cast(Sequence[SlotsByName], itemgetter(*firsts)(self._by_byte))
 
 
 class BlockPool:
-    """A lazy LRU over *num_slots* slots. A slot is leased or free, never both; touched by the owner's thread only.
+    """A lazy LRU cache over *num_slots* slots, used by the owner's thread only. A slot is either leased or free.
 
-    A free slot either has no name (blank: reused first, last in first out) or still holds a named block, which stays
-    findable until its slot is needed (cached: evicted oldest first). Release a chain's tail first, and what is
-    cached stays prefix-closed. A name is held by one slot at most.
+    A free slot is either *blank* or *cached*. Blank slots have no name and are reused first, last in first out. Cached
+    slots hold a named block that stays findable until the slot is needed, and are evicted oldest first. If callers
+    release the tail of a chain first, the cache stays prefix-closed. At most one slot has a given name.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.num_changes = 0  # of which block is where; what was found stays true while this stays the same
-        self.num_reserved = 0  # free slots that are kept for promotions
+        self.num_changes = 0  # version of the index; lookup results are valid while it stays the same
+        self.num_reserved = 0  # free slots reserved for promotions
         self._blank = list(range(num_slots - 1, -1, -1))
         self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
-        self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots. Written by the pool only
+        self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots; only the pool modifies it
         self._leases = array("i", bytes(4 * num_slots))
-        self._copies = array("i", bytes(4 * num_slots))  # how many of each slot's leases are copies
-        self._num_copies = 0  # all of them
+        self._copies = array("i", bytes(4 * num_slots))  # [slot] number of leases held by copies
+        self._num_copies = 0  # sum of `_copies`
         self._spots = self._runs.spots
-        self._all_leases = view_of(self._leases)  # the same memory, for many at once
+        self._all_leases = view_of(self._leases)  # numpy view of the same memory
         self._all_copies = view_of(self._copies)
         self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
 
     @property
     def num_free(self) -> int:
-        """Slots that `allocate` could give now, evicting if it must. Below 0 while copies down lease reserved slots."""
+        """Number of slots that `allocate` could return, with evictions. Negative while spills lease reserved slots."""
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
     def num_blank(self) -> int:
-        """Slots that `allocate` could give without evicting."""
+        """Number of slots that `allocate` could return without evictions."""
         return len(self._blank)
 
     @property
     def num_named(self) -> int:
-        """Number of blocks that can be found here."""
+        """Number of findable blocks."""
         return len(self._slots)
 
     @property
@@ -150,15 +150,15 @@ class BlockPool:
         return int(np.count_nonzero(self._all_leases))
 
     def parent(self, slot: int) -> BlockName | None:
-        """The name of the block that the slot's block continues, as far as it is known."""
+        """Return the name of the block that the slot's block continues; None if it is not known."""
         return self._runs.parent(slot)
 
     def find(self, name: BlockName) -> int | None:
-        """The slot that holds the block, or None. Changes nothing."""
+        """Return the slot that holds the block, or None."""
         return self._slots.get(name)
 
     def find_all(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
-        """The slots that hold the blocks, ABSENT for those not here. Changes nothing."""
+        """Return the slot of each block, ABSENT for blocks that are not in the pool."""
         found: list[npt.NDArray[np.int32]] = []
         start = 0
         while len(names) - start >= MANY:
@@ -168,49 +168,49 @@ class BlockPool:
             following = self._runs.following(slot, names, start)
             found.append(following)
             start += len(following)
-            if start < FEW * len(found):  # the blocks have come one by one: so they are found
+            if start < FEW * len(found):  # the runs are short: look up the other blocks one by one
                 break
         if start < len(names):
             rest = names[start:] if start else names
-            if len(rest) >= FEW and self._slots.has_none(rest):  # as of a prompt that is in another tier
+            if len(rest) >= FEW and self._slots.has_none(rest):  # typical for a prompt that is in another tier
                 found.append(np.full(len(rest), ABSENT, np.int32))
             else:
                 found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
 
     def has_none(self, names: Sequence[BlockName]) -> bool:
-        """Whether none of the blocks is here. Changes nothing."""
+        """Return whether none of the blocks is in the pool."""
         return self._slots.has_none(names)
 
     def name(self, slot: int) -> BlockName | None:
-        """The name of the block in the slot, or None if it has none and cannot be found."""
+        """Return the name of the block in the slot; None if the slot has no named block."""
         return self._runs.name(slot)
 
     def rows(self, slots: Ids) -> list[Row]:
-        """The named blocks in the slots, as rows of blocks of one chain."""
+        """Return the named blocks in the slots, as rows of consecutive blocks of one chain."""
         return self._runs.rows(slots)
 
     def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """For each of the slots whether it holds a block that can be found."""
-        named: npt.NDArray[np.bool_] = self._all_spots[slots] != NO_SPOT  # no cast: making that type takes 5 us
+        """Return for each slot whether it holds a named block."""
+        named: npt.NDArray[np.bool_] = self._all_spots[slots] != NO_SPOT  # not cast(), which takes 5 us for this type
         return named
 
     def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """For each of the slots a number that stays the same while it holds the same named block, and no longer."""
+        """Return for each slot a number that stays the same exactly as long as the slot holds the same named block."""
         return self._all_spots[slots]
 
     def is_free(self, slot: int) -> bool:
-        """Whether the slot has no lease."""
+        """Return whether the slot has no lease."""
         return self._leases[slot] == 0
 
     def num_leased(self, slots: npt.NDArray[np.integer[Any]]) -> int:
-        """How many of the slots are leased."""
+        """Return how many of the slots are leased."""
         return int(np.count_nonzero(self._all_leases[slots]))
 
     def allocate(self, num_slots: int) -> list[int] | None:
-        """Lease that many slots, blank ones first, then the oldest cached ones, which lose their names.
+        """Lease *num_slots* slots: blank ones first, then the oldest cached ones, whose blocks are evicted.
 
-        None, and nothing changed, if fewer are free.
+        Returns None without any effect if too few slots are free.
         """
         blank, leases = self._blank, self._leases
         if self.num_reserved and num_slots > self.num_free:
@@ -233,7 +233,7 @@ class BlockPool:
         return slots
 
     def lease_blank(self, slots: Ids) -> None:
-        """Lease these very slots, which are blank. Takes as long as there are blank slots."""
+        """Lease the given slots, which must be blank. Takes time proportional to the number of blank slots."""
         wanted = np.zeros(self.num_slots, np.bool_)
         wanted[slots] = True
         blank = np.array(self._blank, np.intp)
@@ -243,23 +243,23 @@ class BlockPool:
         self._all_leases[slots] = 1
 
     def reserve(self, num_slots: int) -> None:
-        """Keep that many of the free slots, any of them, until `unreserve`: `num_free` does not count them."""
+        """Reserve any *num_slots* of the free slots until `unreserve`; `num_free` excludes them."""
         self.num_reserved += num_slots
 
     def unreserve(self, num_slots: int) -> None:
-        """Keep that many slots fewer."""
+        """Reserve *num_slots* slots fewer."""
         self.num_reserved -= num_slots
 
     def lease(self, slots: Slots) -> None:
-        """Add a lease to each slot; cached ones leave the free list. Only for slots that hold a block."""
+        """Add a lease to each slot. Each slot must be leased or hold a named block. Cached slots leave the order."""
         if len(slots) < MANY:
             leases, any_copies = self._leases, self._num_copies
             cached: list[int] | None = None
             for slot in slots:
                 count = leases[slot]
-                if not count or any_copies:  # else it has no place in the order
+                if not count or any_copies:  # otherwise the slot has no place in the order
                     assert count or self._spots[slot] != NO_SPOT, f"slot {slot} is blank: there is nothing to lease"
-                    cached = cached or []  # only now: for one blank slot a list is 4% of the time
+                    cached = cached or []  # created lazily: a list takes 4% of the time for one blank slot
                     cached.append(slot)
                 leases[slot] = count + 1
             if cached:
@@ -271,7 +271,7 @@ class BlockPool:
         self._all_leases[ids] += 1
 
     def release(self, slots: Slots) -> None:
-        """End one lease of each slot; the first of them to become free will be the first evicted."""
+        """Release one lease of each slot. Of the slots that become free, the first one is evicted first."""
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
             copies = self._copies if self._num_copies else None
@@ -286,7 +286,7 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if spots[slot] != NO_SPOT:
-                    cached = cached or []  # only now: for one blank slot a list is 4% of the time
+                    cached = cached or []  # created lazily: a list takes 4% of the time for one blank slot
                     cached.append(slot)
                 elif not left:
                     blank.append(slot)
@@ -312,14 +312,15 @@ class BlockPool:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:
-        """Make the cached blocks among these the most recent. The first of them is still evicted before the others."""
+        """Make the cached blocks among these the most recent. Among themselves, the first one is evicted first."""
         self.lease(slots)
         self.release(slots)
 
     def lend(self, slots: Slots) -> None:
-        """Lease the slots to a copy. Cached ones keep their place in the order, and are not evicted meanwhile.
+        """Lend the slots to a copy, which leases them. Cached slots keep their place in the order, but are not evicted.
 
-        A slot that a request leases too gets its place when the request's lease ends, whether the copy is over or not.
+        A slot that a request leases too gets its place when the request's lease ends, even if the copy is still
+        running.
         """
         ids = as_ids(slots)
         self.order.lend(ids[self._all_leases[ids] == 0])
@@ -328,7 +329,7 @@ class BlockPool:
         self._all_copies[ids] += 1
 
     def put_back(self, slots: Slots) -> None:
-        """End the leases of a copy on these slots."""
+        """Release the leases of a copy on these slots."""
         ids = as_ids(slots)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
@@ -340,10 +341,10 @@ class BlockPool:
         self._blank += free[~is_cached].tolist()
 
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
-        """Name the blocks in the leased slots, so that they can be found. The places in *slots* of those not named.
+        """Give the blocks in leased slots *names* from *start* on, and return the indices of the slots not named.
 
-        They get *names* from *start* on. Give the list of all names of a chain, which may only grow: blocks of one list
-        in a row are found fastest. A slot gets no name if another slot has that name already.
+        A slot gets no name if another slot already has it. Pass the chain's list of all names, which may only grow,
+        because lookups of consecutive blocks of one list are fastest.
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
@@ -366,10 +367,10 @@ class BlockPool:
         return taken
 
     def evict(self, slots: Slots) -> list[BlockName]:
-        """Forget the blocks in the slots; their names, without those that had none.
+        """Evict the named blocks in the slots, leased or not, and return their names.
 
-        Free slots become blank, the last to be reused among the blank ones and in the order given; leased ones do when
-        their last lease ends.
+        Free slots become blank and are reused after all other blank slots, in the order given. Leased slots become
+        blank when their last lease ends.
         """
         named = as_ids(slots)
         named = named[self._all_spots[named] != NO_SPOT]
@@ -383,7 +384,7 @@ class BlockPool:
         return names
 
     def evict_for(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
-        """Lease all blank slots and these cached *victims*, *num_slots* together. The slots, and the victims' names."""
+        """Lease all blank slots and the cached *victims*, *num_slots* in total; return the slots and evicted names."""
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
         self._unindex(names)
@@ -393,19 +394,19 @@ class BlockPool:
             self._all_leases[self._blank] = 1
             slots = self._blank[::-1] + slots
             self._blank.clear()
-        assert len(slots) == num_slots, "as many victims as blank slots are missing"
+        assert len(slots) == num_slots, "the blank slots and the victims are not num_slots in total"
         return slots, names
 
     def blank_slots(self) -> list[int]:
-        """All slots that are free and hold nothing, in the order in which they are given out."""
+        """Return all blank slots, in the order in which they are reused."""
         return self._blank[::-1]
 
     def cached_slots(self) -> list[int]:
-        """All slots that are free and hold a block, oldest first."""
+        """Return all cached slots, oldest first."""
         return cast(list[int], self.order.victims(self.num_slots).tolist())
 
     def check(self) -> None:
-        """Raise AssertionError if the pool's books disagree."""
+        """Raise AssertionError if the pool is inconsistent."""
         assert (self._all_leases >= 0).all(), "a slot was released more often than leased"
         assert self.num_reserved >= 0, "a reservation was ended twice"
         blank = set(self._blank)
@@ -423,9 +424,9 @@ class BlockPool:
         named = {slot for slot in range(self.num_slots) if self._spots[slot] != NO_SPOT}
         assert not blank & named, "a blank slot has a name"
         assert ordered <= named, "a cached slot has no name"
-        assert {slot for _, slot in self._slots.items()} == named, "names and slots disagree"
+        assert {slot for _, slot in self._slots.items()} == named, "names and slots are inconsistent"
         self._runs.check()
-        assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to another's slot"
+        assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to the wrong slot"
 
     def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
         assert self._leases[slot], "a slot that is not leased cannot be named"
@@ -441,7 +442,7 @@ class BlockPool:
         return []
 
     def _let_go(self, ids: Ids, counts: npt.NDArray[np.int32]) -> Ids:
-        """The slots that become free or lent: no request leases them any more. *counts*: the leases each has left."""
+        """Return the slots that no request leases any more. *counts* holds the remaining leases of each slot."""
         if not self._num_copies:
             return cast(Ids, ids[counts == 0])
         is_named = self._all_spots[ids] != NO_SPOT

@@ -1,4 +1,4 @@
-"""EvictionOrder: the slots whose blocks may be evicted, in the order in which they became free."""
+"""EvictionOrder: the slots whose blocks may be evicted, in the order in which they were freed."""
 
 import mmap
 from array import array
@@ -12,51 +12,53 @@ import numpy.typing as npt
 from kvtier.tiers.device.slot_ids import MANY, NOTHING, Ids, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
-STEP_BYTES = 1 << 20  # by which an array of that size or more grows at a time …
-BACK_BYTES = 4 << 20  # … and which it gives back at a time: a fifth of a millisecond
+STEP_BYTES = 1 << 20  # growth step of an array of at least this size
+BACK_BYTES = 4 << 20  # memory freed per step, which takes a fifth of a millisecond
 NO_SPOT = -1  # the spot of a slot without a named block
-ALONE = -2  # this and lower ones are the spots of slots whose block has a name but is in no run
+ALONE = -2  # spots from here downwards belong to slots whose named block is in no run
 PLACE_BITS = 32
 PLACES = (1 << PLACE_BITS) - 1
 PIECE = 256  # names compared at once
-SHARE = 4  # a run with less than this part of its blocks left forgets the names of its tail
-NO_PLACE = -1  # of a slot that is not in the order
+SHARE = 4  # a run with less than 1/SHARE of its blocks left drops the names of its tail
+NO_PLACE = -1  # the place of a slot that is not in the order
 FEW = 16
-SWEPT = 2  # entries for each that is appended: while the order is swept it grows by half of what it has
+SWEPT = 2  # entries swept per appended entry, so that the order grows by at most half during a sweep
 MAX_PLACES = 1 << 30
-LOOKED_AHEAD = 16  # times as many slots at the eviction end are looked at as are wanted now
+LOOKED_AHEAD = 16  # slots examined at the eviction end per slot wanted now
 MAX_LOOKED_AT = 1024
 
 
 class GrowingRows:
-    """Rows of *width* numbers, zeros at first, in memory that the kernel moves by its page tables (mremap): growing by
-    a step takes 5 µs at any size, where numpy, lists and sets copy all they have. Freeing 600 MB at once takes 27 ms.
+    """A growable array of rows of *width* numbers, initially zero, in memory that the kernel resizes with mremap.
 
-    *all* is the rows for numpy, *items* their numbers one at a time, *memory* their bytes. Keep no view of them while
-    the array grows or is given back: BufferError.
+    Growing by a step takes 5 µs at any size, because the kernel moves page tables; numpy arrays, lists and sets would
+    copy their whole content. Freeing 600 MB at once takes 27 ms.
+
+    *all* is a numpy view of the rows, *items* a view of the single numbers, and *memory* the raw bytes. Do not keep
+    views while the array grows or is given back, because that raises BufferError.
     """
 
     def __init__(self, dtype: npt.DTypeLike, width: int) -> None:
         self._dtype = np.dtype(dtype)
         self._width = width
         self._row_bytes = self._dtype.itemsize * width
-        # Private: a shared one cannot grow beyond what it began with.
+        # A private mapping, because a shared one cannot grow beyond its first size.
         self.memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view()
 
     def grow(self, num_rows: int) -> None:
-        """Grow to at least that many rows."""
+        """Grow to at least *num_rows* rows."""
         if num_rows > len(self.all):
             num_bytes = num_rows * self._row_bytes
             step_bytes = min(max(len(self.memory), mmap.PAGESIZE), STEP_BYTES)
             self._resize(-(-num_bytes // step_bytes) * step_bytes)
 
     def drop(self, num_rows: int, num_kept: int) -> None:
-        """Drop the first *num_rows* rows: *num_kept* after them move to the front, 0.2 ms for a million numbers."""
+        """Drop the first *num_rows* rows and move the next *num_kept* to the front: 0.2 ms for a million numbers."""
         self.memory.move(0, num_rows * self._row_bytes, num_kept * self._row_bytes)
 
     def give_back(self) -> bool:
-        """Give some of the memory back, from the end on; whether more is left."""
+        """Free some memory at the end of the array, and return whether any is left."""
         if self.memory.closed:
             return False
         left = len(self.memory) - BACK_BYTES
@@ -85,17 +87,19 @@ class GrowingRows:
 
 @dataclass(slots=True)
 class Run:
-    """Block *first* of a chain and blocks after it. *names* is the chain's list of all its names, which only grows."""
+    """Consecutive blocks of a chain, from block *first* on. *names* is the chain's list of names, which only grows."""
 
     names: Sequence[BlockName]
     first: int
     slots: "array[int]"
-    num_left: int = 0  # blocks that are still in their slots
+    num_left: int = 0  # number of blocks that are still in their slots
 
 
 class Span(NamedTuple):
-    """Blocks of one run in a row, the last one first: *start* to before *end* of the slots that were asked for. *place*
-    is the first one's place in the run. A block in no run is a span by itself, of run NO_SPOT."""
+    """Consecutive blocks of one run in descending order: the requested slots *start* to *end* - 1.
+
+    *place* is the first block's place in the run. A block in no run is its own span, with the run NO_SPOT.
+    """
 
     start: int
     end: int
@@ -104,7 +108,7 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The blocks of a `Span` by name. *parent* is the name of the block that the row continues, if it is known."""
+    """The names of the blocks of a `Span`. *parent* is the name of the block that the row continues, if known."""
 
     start: int
     end: int
@@ -113,18 +117,20 @@ class Row(NamedTuple):
 
 
 class Runs:
-    """Which block each slot holds. For look-ups a hint beside the pool's index, which is by name.
+    """The block in each slot, stored as runs of consecutive blocks. Speeds up lookups in the pool's index by name.
 
-    A dict answers with a cache miss or three for each name, 43 ns in a pool of 10,000 and 230 in one of a million.
-    Names and slots of a run lie in a row: 11 and 14. A request that is named chunk by chunk makes one run.
+    A dict lookup costs one to three CPU cache misses per name: 43 ns in a pool of 10,000 slots and 230 ns in a pool of
+    a million. Names and slots of a run are adjacent in memory: 11 and 14 ns. A request that is named chunk by chunk
+    forms one run.
 
-    A slot's *spot* is its run and its place there in one number, so that the spots of a row of blocks are a row of
-    numbers: they are written, compared and cleared by one call for all, which for a chunk of 32 blocks is what counts.
+    A slot's *spot* combines its run and its place in the run in one number. So the spots of consecutive blocks are
+    consecutive numbers, and one numpy call writes, compares or clears all of them, which is fast for chunks of 32.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.spots = array("q", [NO_SPOT]) * num_slots  # [slot]; what is not NO_SPOT is named. Written by `Runs` only
-        self._all_spots = np.frombuffer(self.spots, np.int64) if num_slots else np.empty(0, np.int64)  # the same memory
+        self.spots = array("q", [NO_SPOT]) * num_slots  # [slot] NO_SPOT if not named; only `Runs` modifies it
+        # A numpy view of the same memory.
+        self._all_spots = np.frombuffer(self.spots, np.int64) if num_slots else np.empty(0, np.int64)
         self._runs: dict[int, Run] = {}
         self._next = 0
         self._alone: dict[int, BlockName] = {}  # names of slots that are in no run
@@ -133,7 +139,7 @@ class Runs:
     def add(
         self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
-        """Note that these slots have got *names* from *start* on; slot *before* holds the block before them."""
+        """Record that these slots were given *names* from *start* on. Slot *before* holds the preceding block."""
         run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
         run = self._runs.get(run_id)
         if run is None or run.names is not names or run.first + len(run.slots) != start:
@@ -151,20 +157,20 @@ class Runs:
         run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
-        """Note that the slot has got that name, in no run."""
+        """Record that the slot was given a name outside any run."""
         self.spots[slot] = self._next_alone
         self._next_alone -= 1
         self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
-        """Forget the blocks in these slots; their names, run by run, blocks in no run last."""
+        """Remove the blocks in these slots, and return their names, run by run, then those of blocks in no run."""
         if not len(slots):
             return []
         spots = self._all_spots[slots]
         self._all_spots[slots] = NO_SPOT
         first, last = int(spots[-1]), int(spots[0])
         is_row = first >= 0 and last - first == len(spots) - 1
-        if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # a tail, as it is evicted
+        if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # typical for an evicted tail
             return self._take_out(first >> PLACE_BITS, range(last & PLACES, (first & PLACES) - 1, -1))
         runs, names = spots >> PLACE_BITS, []
         for run_id in np.unique(runs[spots >= 0]).tolist():
@@ -172,8 +178,7 @@ class Runs:
         return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
 
     def spans(self, slots: npt.NDArray[np.intp]) -> list[Span]:
-        """The slots, which hold named blocks, cut into pieces that are one run's blocks in a row, the last block first,
-        as a tail is evicted."""
+        """Split the slots, which hold named blocks, into spans of consecutive blocks in descending order."""
         spots = self._all_spots[slots]
         is_last = np.empty(len(spots), np.bool_)
         np.not_equal(spots[:-1], spots[1:] + 1, out=is_last[:-1])
@@ -190,7 +195,7 @@ class Runs:
         ]
 
     def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
-        """The same as rows, with the blocks' names."""
+        """Return the same pieces as `spans`, with the blocks' names."""
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
@@ -203,10 +208,10 @@ class Runs:
         return rows
 
     def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
-        """Forget the blocks in these slots, which are the slots of the *spans*; the names of the blocks."""
+        """Remove the blocks in *slots*, which are the slots of *spans*, and return their names."""
         self._all_spots[slots] = NO_SPOT
         names: list[BlockName] = []
-        num_gone: dict[int, int] = {}  # all of a run go at once: one that is half gone looks for the other half
+        num_gone: dict[int, int] = {}  # removals by run, applied once per run because `_shrink` searches the rest
         for start, end, run_id, place in spans:
             if run_id == NO_SPOT:
                 names.append(self._alone.pop(int(slots[len(names)])))
@@ -218,7 +223,7 @@ class Runs:
         return names
 
     def name(self, slot: int) -> BlockName | None:
-        """The name of the block in the slot."""
+        """Return the name of the block in the slot; None if it has no name."""
         spot = self.spots[slot]
         if spot < 0:
             return self._alone[slot] if spot <= ALONE else None
@@ -226,7 +231,7 @@ class Runs:
         return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
-        """The name of the block that the slot's block continues, if that is in a run and not a chain's first block."""
+        """Return the name of the block that the slot's block continues; None if it is the first, or in no run."""
         spot = self.spots[slot]
         if spot < 0:
             return None
@@ -235,7 +240,7 @@ class Runs:
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
-        """The slots of *names* from *start* on, as far as they are in one run. *slot* holds the first."""
+        """Return the slots of *names* from *start* on that are in one run, given the *slot* of the first."""
         spot = self.spots[slot]
         if spot < 0:
             return np.empty(0, np.int32)
@@ -255,7 +260,7 @@ class Runs:
         return slots[: int(gone.argmax())] if gone.any() else slots
 
     def check(self) -> None:
-        """Raise AssertionError if runs and slots disagree."""
+        """Raise AssertionError if runs and slots are inconsistent."""
         for run_id, run in self._runs.items():
             slots = np.array(run.slots, np.int32)
             here = self._all_spots[slots] == (run_id << PLACE_BITS) + np.arange(len(slots))
@@ -263,18 +268,18 @@ class Runs:
             assert np.count_nonzero(here) == num_here, "a slot has no place in its run"
             assert num_here == run.num_left > 0, "a run's blocks were miscounted"
         in_runs = np.unique(self._all_spots[self._all_spots >= 0] >> PLACE_BITS).tolist()
-        assert set(in_runs) == self._runs.keys(), "a slot is in a run that is no more"
+        assert set(in_runs) == self._runs.keys(), "a slot is in a run that does not exist"
         alone = set(np.flatnonzero(self._all_spots <= ALONE).tolist())
         assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
     def _take_out(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Take the blocks in these places, whose spots are cleared already, out of the run; their names."""
+        """Remove the blocks at these places, whose spots are already cleared, from the run; return their names."""
         names = self._names(run_id, places)
         self._shrink(run_id, len(places))
         return names
 
     def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """The names of the blocks in these places of the run. A range of places goes downwards."""
+        """Return the names of the blocks at these places of the run. A range of places must be descending."""
         run = self._runs[run_id]
         names, first = run.names, run.first
         if isinstance(places, range):
@@ -283,7 +288,7 @@ class Runs:
         return [names[first + place] for place in places]
 
     def _shrink(self, run_id: int, num_slots: int) -> None:
-        """Take *num_slots* blocks, whose spots are cleared already, off the run's count."""
+        """Reduce the run's count by *num_slots* blocks, whose spots are already cleared, and free its unused tail."""
         run = self._runs[run_id]
         run.num_left -= num_slots
         if run.num_left == 0:
@@ -291,24 +296,26 @@ class Runs:
         elif run.num_left < len(run.slots) // SHARE:
             left = np.array(run.slots, np.int32)
             end = int(np.flatnonzero(self._all_spots[left] >> PLACE_BITS == run_id)[-1]) + 1
-            if end < len(run.slots) // 2:  # the tail is gone: so are its names
-                begin = max(0, run.first - 1)  # with the parent's
+            if end < len(run.slots) // 2:  # the tail is gone, so drop its names
+                begin = max(0, run.first - 1)  # keep the parent's name
                 run.names = run.names[begin : run.first + end]
                 run.first, run.slots = run.first - begin, run.slots[:end]
 
 
 @dataclass(slots=True)
 class Front:
-    """The next slots to evict, looked through once for many evictions. *begin* is the place of the first one in the
-    order, *spans* are their blocks in pieces of runs."""
+    """The next slots to evict, determined once for many evictions.
+
+    *begin* is the place of the first slot in the order. *spans* are the spans of the slots' blocks.
+    """
 
     begin: int
     ids: Ids
     spans: list[Span]
-    next_span: int = 0  # the spans before it are gone
+    next_span: int = 0  # index of the first span that was not removed
 
     def take(self, start: int, end: int) -> list[Span]:
-        """Remove the spans between these places, or parts of them; the removed ones."""
+        """Remove the spans between these places, or parts of them, and return the removed spans."""
         taken = []
         while start < end:
             span = self.spans[self.next_span]
@@ -322,45 +329,47 @@ class Front:
 
 @dataclass(slots=True)
 class Sweep:
-    """How far the entries that count have been moved together: those from place *read* on stand from *written* on, and
-    between the two none counts."""
+    """Progress of a compaction of the order, from the end to the front.
+
+    The valid entries from place *read* on have been moved to the places from *written* on. No entry between *read* and
+    *written* is valid.
+    """
 
     read: int
     written: int
 
 
 class EvictionOrder:
-    """A queue of slots; the first is evicted next. A slot is in it once or not at all; a lent slot is in it and is
-    passed over. Owned by its pool.
+    """A queue of distinct slots, of which the first is evicted next. Lent slots are skipped. Owned by its pool.
 
-    An entry counts only if it is where `_places` says, and not before the queue's head. So leaving the order costs
-    nothing, and chains of thousands of blocks come and go at numpy's speed, while single slots are array items, at the
-    speed of a list's. When the entries that do not count are as many as the slots, a part of the others is moved
-    towards the end with each call.
+    An entry is valid only if `_places` points to it and it is not before the head. So removing a slot needs no search:
+    its entry just becomes invalid. Many slots are handled by numpy calls, and single slots by array accesses, which are
+    as fast as those of a list. Once there are as many invalid entries as slots, each call moves some of the valid
+    entries towards the end (`Sweep`), until the space of the invalid ones can be dropped.
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
-        """*runs* has the blocks of the slots in the order."""
-        self.num_slots = 0  # in the order, the lent ones too
+        """Create an empty order. *runs* holds the blocks of the slots."""
+        self.num_slots = 0  # slots in the order, including lent ones
         self.num_lent = 0
-        self.num_departures = 0  # of slots from the order, ever
+        self.num_departures = 0  # slots that have left the order since the start
         self._runs = runs
         self._places = array("i", [NO_PLACE]) * num_slots
         self._all_places = view_of(self._places)
         self._is_lent = np.zeros(num_slots, np.bool_)
-        self._rows = GrowingRows(np.int32, 1)  # entries: slots by the time when they became free
+        self._rows = GrowingRows(np.int32, 1)  # the entries: slots in the order in which they were freed
         self._num_entries = 0
-        self._before = 0  # places before the first entry
-        self._num_recounted = 0  # places that were dropped when places were counted anew
-        self._max_entries = 2 * num_slots + MANY  # more of them, and a sweep begins
+        self._before = 0  # place of the first entry
+        self._num_recounted = 0  # total by which `_recount` has lowered the places
+        self._max_entries = 2 * num_slots + MANY  # a sweep begins beyond this number
         self._sweep: Sweep | None = None
-        self._head = 0  # before it no entry counts
+        self._head = 0  # entries before this place are invalid
         self._front = Front(0, NOTHING, [])
-        self._front_end = 0  # place up to which `_front` still holds, from the head on
-        self._given = NOTHING  # the part of `_front` that `victims` gave last
+        self._front_end = 0  # `_front` is valid from the head up to this place
+        self._given = NOTHING  # the part of `_front` that `victims` returned last
 
     def append_few(self, slots: list[int]) -> None:
-        """Put these slots, which are not in the order, at its end."""
+        """Append these slots, which must not be in the order."""
         first, places = self._num_entries, self._places
         self._rows.grow(first + len(slots))
         items, place = self._rows.items, self._before + first
@@ -373,7 +382,7 @@ class EvictionOrder:
         self._tidy(SWEPT * len(slots) + MANY)
 
     def append(self, ids: Ids) -> None:
-        """The same for many slots at once."""
+        """Append many slots at once, like `append_few`."""
         self._all_places[ids] = np.arange(self._end, self._end + len(ids), dtype=np.int32)
         self._rows.grow(self._num_entries + len(ids))
         self._rows.all[self._num_entries : self._num_entries + len(ids)] = ids
@@ -382,12 +391,12 @@ class EvictionOrder:
         self._tidy(SWEPT * len(ids) + MANY)
 
     def remove_few(self, slots: list[int]) -> None:
-        """Take the slots out of the order, if they are in it."""
+        """Remove those of the slots that are in the order."""
         places, head = self._places, self._head
         for slot in slots:
             place = places[slot]
             if place >= head:
-                if place < self._front_end:  # noqa: PLR1730  # min takes as long as the rest of this loop
+                if place < self._front_end:  # noqa: PLR1730  # min() would take as long as the rest of this loop
                     self._front_end = place
                 places[slot] = NO_PLACE
                 self.num_slots -= 1
@@ -397,7 +406,7 @@ class EvictionOrder:
                     self.num_lent -= 1
 
     def remove(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """The same for many slots at once; for each whether it was in the order."""
+        """Remove many slots at once, like `remove_few`, and return for each whether it was in the order."""
         was_here = self.holds(ids)
         leaving = ids[was_here]
         self._leave_front(leaving)
@@ -411,34 +420,34 @@ class EvictionOrder:
         return was_here
 
     def lend(self, ids: Ids) -> None:
-        """Pass over these slots of the order until `put_back`; they keep their places."""
+        """Skip these slots of the order until `put_back`; they keep their places."""
         assert self.holds(ids).all(), "a slot is blank: there is nothing to copy"
         self._leave_front(ids)
         self._is_lent[ids] = True
         self.num_lent += len(ids)
 
     def put_back(self, ids: Ids) -> None:
-        """These lent slots are passed over no more."""
+        """Stop skipping these lent slots."""
         self._is_lent[ids] = False
         self.num_lent -= len(ids)
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """For each of the slots whether it is in the order."""
+        """Return for each slot whether it is in the order."""
         return self._all_places[ids] >= self._head
 
     def place(self, slot: int) -> int | None:
-        """The slot's place in the order, the lowest is evicted first; None if it has none."""
+        """Return the slot's place in the order, of which the lowest is evicted first; None if the slot has none."""
         return self._places[slot] + self._num_recounted if self._places[slot] >= self._head else None
 
     def newest(self) -> int | None:
-        """The slot that became free last; None if that one is not in the order any more."""
+        """Return the slot that was freed last; None if it has left the order."""
         if self._head >= self._end:
             return None
         slot = self._rows.items[self._num_entries - 1]
         return slot if self._places[slot] == self._end - 1 else None
 
     def victims(self, num_slots: int) -> Ids:
-        """The next slots to evict, up to *num_slots*. They stay in the order until `take`."""
+        """Return the next slots to evict, up to *num_slots*. They stay in the order until `take`."""
         start = self._head - self._front.begin
         if self._head + num_slots > self._front_end:
             self._look_ahead(num_slots)
@@ -450,12 +459,12 @@ class EvictionOrder:
         return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
     def take(self, victims: Ids) -> list[Span] | None:
-        """Take these slots, none of them lent, out of the order. Their blocks as spans if `victims` gave just these."""
+        """Remove these slots, none of them lent. Return their spans if they are the last result of `victims`."""
         num_taken, spans = len(victims), None
         if victims is self._given and num_taken:
             start = self._head - self._front.begin
             self._given = NOTHING
-            self._head += num_taken  # so that their entries count no more
+            self._head += num_taken  # invalidates their entries
             spans = self._front.take(start, start + num_taken)
         elif self._all_places[victims].tobytes() == _row_of_places(self._head, num_taken).tobytes():
             self._head += num_taken
@@ -467,17 +476,17 @@ class EvictionOrder:
         return spans
 
     def oldest(self, window: int) -> Ids:
-        """The slots in the first *window* places of the order, without the lent ones among them."""
+        """Return the first *window* slots of the order, without the lent ones among them."""
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
-        if self._end - start == self.num_slots:  # every entry from the head on counts
+        if self._end - start == self.num_slots:  # every entry from the head on is valid
             return self._without_lent(self._entries(start, start + missing))
         while missing > 0:
             start = self._past_gap(start)
             piece = self._entries(start, start + missing + MANY)
             counts = self._count(piece, start)
             live = piece if counts.all() else piece[counts]
-            if not found:  # entries before the first that counts are done with
+            if not found:  # move the head to the first valid entry
                 self._head = start + (int(counts.argmax()) if len(live) else len(piece))
             if len(live):
                 found.append(live[:missing])
@@ -485,20 +494,22 @@ class EvictionOrder:
         return self._without_lent(found[0] if len(found) == 1 else np.concatenate(found) if found else NOTHING)
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
-        """The slots that are not lent among *limit* entries from entry *start* on, and the entry after these, None at
-        the end. An entry's number may be kept for a later call: entries only move to the end, where nothing comes
-        between them, and the numbers go on when places are counted anew."""
+        """Return the slots among *limit* entries from entry *start* on, without lent ones, and the next entry's number.
+
+        The next entry's number is None at the end. It may be kept for a later call, because entries only move towards
+        the end without changing their order, and because the numbers stay valid when places are recounted.
+        """
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)
         live, end = entries[self._count(entries, start)], start + len(entries)
         return self._without_lent(live), end + self._num_recounted if end < self._end else None
 
     def check(self) -> None:
-        """Raise AssertionError if the order's books disagree."""
+        """Raise AssertionError if the order is inconsistent."""
         here = [slot for slot, place in enumerate(self._places) if place >= self._head]
         assert len(here) == self.num_slots, "the slots in the order were miscounted"
         assert all(self._rows.items[self._places[slot] - self._before] == slot for slot in here), (
-            "a slot is not where its place says"
+            "a slot is not at its place"
         )
         lent = np.flatnonzero(self._is_lent)
         assert len(lent) == self.num_lent, "the lent slots were miscounted"
@@ -506,24 +517,24 @@ class EvictionOrder:
 
     @property
     def _end(self) -> int:
-        """The place of the next slot that becomes free."""
+        """Place of the next slot to be appended."""
         return self._before + self._num_entries
 
     def _entries(self, start: int, end: int) -> Ids:
-        """The entries from place *start* to before *end*, as far as there are any."""
+        """Return the existing entries from place *start* to *end* - 1."""
         start, end = start - self._before, end - self._before
         return cast(Ids, self._rows.all[start : min(end, self._num_entries)].astype(np.intp))
 
     def _count(self, entries: Ids, start: int) -> npt.NDArray[np.bool_]:
-        """For each of the entries from place *start* on whether it counts."""
+        """Return for each of the entries from place *start* on whether it is valid."""
         counts: npt.NDArray[np.bool_] = self._all_places[entries] == _row_of_places(start, len(entries))
-        return counts  # no cast: making that type takes 5 us
+        return counts  # not cast(), which takes 5 us for this type
 
     def _without_lent(self, ids: Ids) -> Ids:
         return ids[~self._is_lent[ids]] if self.num_lent else ids
 
     def _look_ahead(self, num_slots: int) -> None:
-        """Find the next slots to evict, for this eviction and many more."""
+        """Determine the next slots to evict, for this eviction and many later ones."""
         self._head = self._past_gap(self._head)
         start, limit = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MAX_LOOKED_AT, num_slots))
         ids = self._entries(start, start + limit)
@@ -536,14 +547,15 @@ class EvictionOrder:
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        """Cut the front off before these slots of the order, which leave it or are lent."""
+        """End the front before the first of these slots, which leave the order or are lent."""
         if len(ids) and self._head < self._front_end:
             self._front_end = min(self._front_end, int(self._all_places[ids].min()))
 
     def _tidy(self, num_entries: int) -> None:
-        """Go on with a sweep if there are many entries, and move the head past entries that do not count.
+        """Continue a sweep if there are many entries, and move the head past invalid entries.
 
-        *num_entries* are looked through at most."""
+        Examines at most *num_entries* entries for each of the two.
+        """
         if self._num_entries > self._max_entries:
             self._sweep_some(num_entries)
         if self._head < self._end and self._places[self._rows.items[self._head - self._before]] != self._head:
@@ -553,7 +565,7 @@ class EvictionOrder:
             self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
 
     def _sweep_some(self, num_entries: int) -> None:
-        """Move the entries that count, of the next *num_entries*, towards the end; after the last one drop the gap."""
+        """Move the valid ones of the next *num_entries* entries towards the end; finally drop the gap before them."""
         sweep = self._sweep
         if sweep is None:
             self._recount()
@@ -574,12 +586,12 @@ class EvictionOrder:
             self._sweep = None
 
     def _past_gap(self, place: int) -> int:
-        """The place, or the end of the gap that a sweep has left there."""
+        """Return *place*, or the end of the gap if *place* is in the gap of a sweep."""
         sweep = self._sweep
         return place if sweep is None or not sweep.read <= place < sweep.written else sweep.written
 
     def _recount(self) -> None:
-        """Count places from 0 again, long before they are too large for their arrays."""
+        """Lower all places so that they start at 0 again, long before they overflow."""
         if self._before > MAX_PLACES:
             np.maximum(self._all_places - self._before, NO_PLACE, out=self._all_places)
             self._head -= self._before

@@ -1,4 +1,4 @@
-"""Ghosts: which tier dropped a block that no tier has any more, why and when, to tell "evicted" from "never seen"."""
+"""Ghosts: a record of lost blocks, with the tier, cause and time, to tell "evicted" from "never seen"."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ from kvtier.tiers.naming.tier import Tier
 _TIERS = tuple(Tier)
 _CAUSES = tuple(EvictionCause)
 _HOW = {(tier, cause): len(_CAUSES) * i + j for i, tier in enumerate(_TIERS) for j, cause in enumerate(_CAUSES)}
-NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
-MAX_PENDING = 2048  # names: half a millisecond's work at once
+NUM_GHOSTS = 1 << 16  # lost blocks to remember
+MAX_PENDING = 2048  # names added to the ring at once, which takes half a millisecond
 
 
 class Ghost(NamedTuple):
-    """How a block was lost: the tier that had the last copy dropped it, for this *cause*, *at* this time."""
+    """The loss of a block: the tier that dropped the last copy, the cause and the time."""
 
     tier: Tier
     cause: EvictionCause
-    at: float  # on the clock of who remembers
+    at: float  # on the clock of the caller of `remember`
 
 
 class Ghosts:
-    """Remembers the last *num_names* lost blocks, by the first 64 bits of their names: a mistake is a wrong statistic.
+    """A ring buffer of the last *num_names* lost blocks, identified by the first 64 bits of their names.
 
-    The names are in a ring that is searched as a whole, once a request. A look-up in a set or dict is faster, but every
-    eviction costs three to five times as much, and it keeps the names. Names that come in small numbers are put into
-    the ring many at a time. All names have one length.
+    A collision of these bits leads only to a wrong statistic. The whole ring is searched once per request. A set or
+    dict would be faster to search, but would make every eviction three to five times as expensive and keep the names.
+    Small numbers of names are collected and added to the ring together. All names have the same length.
     """
 
     def __init__(self, num_names: int) -> None:
         self._prefixes = np.zeros(num_names, np.uint64)
-        self._how = np.zeros(num_names, np.uint8)  # number of the tier, and of the cause
+        self._how = np.zeros(num_names, np.uint8)  # index of the tier and of the cause, combined
         self._at = np.zeros(num_names)
         self._next = 0
         self._pending: list[Sequence[BlockName]] = []  # not in the ring yet, oldest first
@@ -46,7 +46,7 @@ class Ghosts:
         self._num_pending = 0
 
     def remember(self, names: Sequence[BlockName], tier: Tier, cause: EvictionCause, at: float) -> None:
-        """Note that *tier* dropped the last copies of these blocks, why and when. The list of names is kept."""
+        """Record that *tier* dropped the last copies of these blocks at time *at*. The list *names* is kept."""
         if not names:
             return
         self._pending.append(names)
@@ -57,7 +57,7 @@ class Ghosts:
             self._take_in()
 
     def copy(self) -> "Ghosts":
-        """Return what is remembered now, for another thread to search: copying takes a tenth of a millisecond."""
+        """Return a copy for another thread to search. Copying takes a tenth of a millisecond."""
         self._take_in()
         copied = Ghosts(0)
         copied._prefixes, copied._how, copied._at = self._prefixes.copy(), self._how.copy(), self._at.copy()
@@ -65,14 +65,16 @@ class Ghosts:
         return copied
 
     def find(self, name: BlockName) -> Ghost | None:
-        """How the block was lost last; None if it never was, or that is too long ago."""
+        """Return the last loss of the block; None if there was none, or if it is no longer remembered."""
         self._take_in()
         places = np.flatnonzero(self._prefixes == np.frombuffer(name[:8], np.uint64))
         return self._ghost(self._newest(places)) if len(places) else None
 
     def find_all(self, names: Sequence[BlockName], before: float = float("inf")) -> list[Ghost | None]:
-        """For each of the blocks how it was lost last *before* that time. Takes milliseconds, and less than `find` for
-        each of many."""
+        """Return for each block its last loss before the time *before*.
+
+        Takes milliseconds; for many blocks this is less than calling `find` for each.
+        """
         self._take_in()
         wanted = np.frombuffer(b"".join(name[:8] for name in names), np.uint64)
         found: dict[int, int] = {}  # place in the ring by prefix
@@ -83,7 +85,7 @@ class Ghosts:
         return [None if place is None else self._ghost(place) for place in all_found]
 
     def _age_order(self, places: Ids) -> Ids:
-        """Numbers that grow from the oldest of the ring's places to the newest."""
+        """Return numbers that order places in the ring from the oldest to the newest."""
         return (places - self._next) % len(self._prefixes)
 
     def _newest(self, places: Ids) -> int:

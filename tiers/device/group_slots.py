@@ -1,4 +1,4 @@
-"""GroupSlots: one group's slots on the device or in host memory, and which of their blocks have a copy below."""
+"""GroupSlots: one group's slots on the device or in host memory, with dirty marks and eviction statistics."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,41 +14,40 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
 
-# A tier should hold about ten minutes of new KV (trace study): buckets are closest around that.
+# A tier should hold about ten minutes of new KV (trace study), so the buckets are finest around that.
 AGES_S = (1, 5, 15, 30, 60, 120, 300, 450, 600, 900, 1200, 1800, 3600, 7200, 21600, 86400)
 EVERY_S = 0.25
 MAX_MARKERS = 4096
 NO_AGES = Histogram(AGES_S).statistics()
-MAX_ENTRIES = 4  # for each slot: when the queue is longer, its oldest pieces are queued anew
+MAX_ENTRIES = 4  # queue entries per slot; when the queue is longer, its oldest pieces are compacted
 CLEAN = 0
 NO_SPOT = -1
 
 OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
-"""Called when slots have lost their blocks: with the slots, the blocks' names, the names of those that had no copy
-below, and why."""
+"""Eviction callback: called with the slots, the names of their blocks, the names of the dirty ones, and the cause."""
 
 
 class SlotOwners:
-    """A tenant for each slot, at first the one without a name. Owned by the cache's thread."""
+    """The tenant of each slot's block, initially `NO_TENANT`. Owned by the cache's thread."""
 
     def __init__(self, num_slots: int) -> None:
         self._numbers = np.zeros(num_slots, np.uint64)
-        self._any_named = False  # whether any slot is of a tenant with a name
+        self._any_named = False  # whether any slot belongs to a tenant other than `NO_TENANT`
 
     def record(self, slots: Ids, tenant: bytes) -> None:
-        """Note that the tenant's blocks are in these slots."""
+        """Record that *slots* hold blocks of *tenant*."""
         if not tenant and not self._any_named:
-            return  # all slots are of the tenant without a name already
+            return  # all slots belong to `NO_TENANT` already
         self._any_named = True
         self._numbers[slots] = number_of(tenant)
 
     def of(self, slots: Ids) -> OwnerNumbers:
-        """The tenants of the blocks in the slots."""
+        """Return the tenants of the blocks in *slots*."""
         return self._numbers[slots]
 
 
 class Marker(NamedTuple):
-    """The slot that had become free last, at a time: where it stood in the order, and which block it had."""
+    """The slot that was freed last at the time *since*, with its place in the eviction order and its block's spot."""
 
     slot: int
     place: int
@@ -57,11 +56,12 @@ class Marker(NamedTuple):
 
 
 class EvictionAges:
-    """Looks now and then which slot has just become free, and later how long its block stayed until it was evicted.
+    """A sampled histogram of block ages at eviction, measured from the last use.
 
-    A time noted for each slot at each release would cost every step; this costs the pool nothing. Blocks are evicted in
-    the order in which they were used last, so those that go between two of these count as the later one. A block that
-    is used again before is left out. Owned by the cache's thread.
+    From time to time, the slot that was freed last becomes a marker. When a marker's block is evicted, all blocks
+    evicted since the previous marker count with the same age, because blocks are evicted in the order of their last
+    use. A marker whose block is used again is dropped. Unlike a timestamp per release, this costs the pool nothing.
+    Owned by the cache's thread.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -70,11 +70,13 @@ class EvictionAges:
         self._markers: deque[Marker] = deque()
         self._every_s = EVERY_S
         self._next_at = float("-inf")
-        self._num_counted = 0  # of all evictions
+        self._num_counted = 0  # evictions that are in the histogram
 
     def look(self, num_evicted: int, now: float) -> None:
-        """Count what has been evicted since the last call, *num_evicted* in all since the start; remember what is next.
-        To be called often: most calls do nothing."""
+        """Count the evictions since the last call, and set a new marker.
+
+        *num_evicted* is the total since the start. Call this often; most calls return at once.
+        """
         if now < self._next_at:
             return
         self._next_at = now + self._every_s
@@ -90,7 +92,7 @@ class EvictionAges:
             self._every_s *= 2
 
     def statistics(self) -> HistogramStatistics:
-        """The ages of the blocks that have been counted, in seconds."""
+        """Return the histogram of ages in seconds."""
         return self._ages.statistics()
 
     def _count(self, num_evicted: int, now: float) -> None:
@@ -100,7 +102,7 @@ class EvictionAges:
             if self._pool.order.place(marker.slot) == marker.place:
                 break
             self._markers.popleft()
-            if self._spot(marker.slot) != marker.spot:  # else its block was used again
+            if self._spot(marker.slot) != marker.spot:  # otherwise the block was used again
                 evicted.append(now - marker.since)
         for number, age_s in enumerate(evicted):
             num_blocks = (num_evicted - self._num_counted) // (len(evicted) - number)
@@ -112,10 +114,10 @@ class EvictionAges:
 
 
 class DirtyMarks:
-    """A mark for each slot, and a queue of the marked slots, the one marked first first.
+    """A set of marked slots that remembers the order in which they were marked.
 
-    A mark is the number of the piece of the queue that its slot is in, and counts only there. So taking a mark away
-    costs no search; a slot that is not marked any more is left out when it comes to the queue's front.
+    The queue consists of numbered pieces, and a slot's mark is the number of the piece that contains it. So removing a
+    mark needs no search: a queue entry whose slot has another mark is skipped.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -124,7 +126,7 @@ class DirtyMarks:
         self._pieces: deque[tuple[int, Ids]] = deque()
         self._num_entries = 0  # slots in all pieces, marked or not
         self._max_entries = MAX_ENTRIES * num_slots
-        self._number = CLEAN  # of the newest piece
+        self._number = CLEAN  # number of the newest piece
 
     def __len__(self) -> int:
         return self._num_marked
@@ -133,20 +135,20 @@ class DirtyMarks:
         return bool(self._marks[slot] != CLEAN)
 
     def among(self, slots: Ids) -> npt.NDArray[np.bool_]:
-        """For each of the slots whether it is marked."""
+        """Return for each slot whether it is marked."""
         marked: npt.NDArray[np.bool_] = self._marks[slots] != CLEAN
         return marked
 
     def any_among(self, slots: Ids) -> bool:
-        """Whether one of the slots is marked."""
+        """Return whether any of the slots is marked."""
         return self._num_marked > 0 and bool(np.count_nonzero(self._marks[slots]))
 
     def add(self, slots: Ids) -> None:
-        """Mark the slots that are not marked yet. The array is kept."""
+        """Mark the slots that are not marked yet. The array *slots* is kept."""
         num_before = int(np.count_nonzero(self._marks[slots]))
         self._queue(slots[self._marks[slots] == CLEAN] if num_before else slots)
         self._num_marked += len(slots) - num_before
-        to_look_through = 2 * len(slots)  # more than are added, so that the queue gets shorter
+        to_look_through = 2 * len(slots)  # more than were added, so that the queue shrinks
         while self._num_entries > self._max_entries and to_look_through > 0:
             number, oldest = self._pieces.popleft()
             self._num_entries -= len(oldest)
@@ -154,13 +156,13 @@ class DirtyMarks:
             self._queue(oldest[self._marks[oldest] == number])
 
     def remove(self, slots: Ids) -> None:
-        """Take the marks of these slots away."""
+        """Remove the marks of these slots."""
         if self._num_marked:
             self._num_marked -= int(np.count_nonzero(self._marks[slots]))
             self._marks[slots] = CLEAN
 
     def oldest(self, limit: int) -> Ids:
-        """Up to that many marked slots, in the order in which they were marked."""
+        """Return up to *limit* marked slots, in the order in which they were marked."""
         found: list[Ids] = []
         num_found = 0
         for number, piece in list(self._pieces) if limit > 0 else ():
@@ -175,7 +177,7 @@ class DirtyMarks:
         return np.concatenate([NOTHING, *found])[:limit]
 
     def clear(self) -> None:
-        """Take all marks away."""
+        """Remove all marks."""
         self._marks.fill(CLEAN)
         self._num_marked = self._num_entries = 0
         self._pieces.clear()
@@ -197,37 +199,38 @@ class DirtyMarks:
 
 
 class GroupSlots:
-    """A pool of slots, and marks on the *dirty* ones: their blocks have no copy below. Owned by the cache's thread."""
+    """A pool of slots in which slots are *dirty* if their block has no copy below. Owned by the cache's thread."""
 
     def __init__(self, num_slots: int, is_spilled: bool, on_forgotten: OnForgotten) -> None:
-        """*is_spilled*: whether there is a tier below; without one no slot is ever dirty."""
+        """Create blank slots. *is_spilled* says whether there is a tier below; without one, no slot is ever dirty."""
         self.pool = BlockPool(num_slots)
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
-        self.num_lost = 0  # times that blocks lost their copies below
-        self._pushed_out: npt.NDArray[np.int64] | None = None  # by slot: the spot of the block that was, see there
+        self.num_lost = 0  # number of calls that reported lost copies
+        # [slot] spot of the block whose copy was evicted below; see `on_pushed_out`.
+        self._pushed_out: npt.NDArray[np.int64] | None = None
         self._evicted = dict.fromkeys(EvictionCause, 0)
-        self.dropped_spills = 0  # blocks evicted without a copy below
+        self.dropped_spills = 0  # dirty blocks that were evicted
         self.ages = EvictionAges(self.pool)
         self._on_forgotten = on_forgotten
 
     @property
     def num_evicted(self) -> int:
-        """Blocks evicted since the start."""
+        """Number of blocks evicted since the start."""
         return sum(self._evicted.values())
 
     @property
     def evicted(self) -> Mapping[EvictionCause, int]:
-        """Blocks evicted since the start, by cause, those that there were."""
+        """Number of blocks evicted since the start, by cause, without causes that never occurred."""
         return {cause: number for cause, number in self._evicted.items() if number}
 
     def mark_dirty(self, slots: Ids) -> None:
-        """Mark these slots: their blocks have no copy below yet."""
+        """Mark slots dirty whose blocks have no copy below yet."""
         if self.is_spilled:
             self.dirty.add(slots)
 
     def on_copies_lost(self, slots: Sequence[int] | Ids) -> None:
-        """Mark these slots: their blocks have no copy below any more."""
+        """Mark slots dirty whose blocks have lost their copy below."""
         if self.is_spilled and len(slots):
             self.num_lost += 1
             ids = np.array(slots, np.intp)
@@ -236,7 +239,7 @@ class GroupSlots:
                 self._pushed_out[ids] = NO_SPOT
 
     def on_pushed_out(self, slots: Ids) -> None:
-        """Mark these slots: the tiers below did not want to keep the copies of their blocks."""
+        """Mark slots dirty whose blocks were evicted by the lower tiers on purpose."""
         if self.is_spilled and len(slots):
             self.on_copies_lost(slots)
             if self._pushed_out is None:
@@ -244,8 +247,10 @@ class GroupSlots:
             self._pushed_out[slots] = self.pool.spots(slots)
 
     def uncopied(self, limit: int | None = None) -> Ids:
-        """Up to *limit* dirty slots, the one marked first first, whose blocks were not pushed out below before: those
-        would push out others."""
+        """Return up to *limit* dirty slots in the order of marking, without blocks that were evicted below before.
+
+        Copying such blocks again would evict other blocks below.
+        """
         if self._pushed_out is None:
             return self.dirty.oldest(len(self.dirty) if limit is None else limit)
         slots = self.dirty.oldest(len(self.dirty))
@@ -253,9 +258,9 @@ class GroupSlots:
         return uncopied[:limit]
 
     def take(self, num_slots: int, window: int) -> list[int] | None:
-        """Lease that many slots, evicting clean blocks first. None, and nothing changed, if too few are free.
+        """Lease *num_slots* slots, evicting clean blocks first; return None without any effect if too few are free.
 
-        A dirty block that has to go is dropped and counted. Never waits for a copy.
+        A dirty block that must be evicted is dropped and counted. Never waits for a copy.
         """
         pool = self.pool
         if num_slots > pool.num_blank:
@@ -269,16 +274,16 @@ class GroupSlots:
         return pool.allocate(num_slots)
 
     def take_clean(self, num_slots: int, window: int) -> list[int]:
-        """Lease up to that many slots without losing any block's last copy."""
+        """Lease up to *num_slots* slots without evicting any dirty block."""
         missing = num_slots - self.pool.num_blank
         if missing > 0:
             self.evict(self._oldest_clean(missing + window, missing), EvictionCause.ROOM)
         return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
 
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
-        """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
+        """Return how many slots are blank, or clean and among the *window* oldest, and so could be taken now.
 
-        The slots *besides* are about to be leased: they and their places do not count.
+        The slots *besides* are about to be leased and are ignored.
         """
         pool = self.pool
         if not self.is_spilled:
@@ -291,14 +296,13 @@ class GroupSlots:
         return pool.num_blank + int(np.count_nonzero(~self.dirty.among(oldest[:window])))
 
     def evict(self, slots: Slots, cause: EvictionCause) -> None:
-        """Forget the blocks in the slots, leased or not."""
+        """Evict the blocks in the slots, leased or not."""
         ids = np.asarray(slots, np.intp)
         were_dirty = self._clean(ids)
         self._tell(ids, self.pool.evict(ids), were_dirty, cause)
 
     def clear(self) -> Sequence[BlockName]:
-        """Forget every block without telling of it, but for the count; no slot may be leased. The blocks' names, the
-        oldest first."""
+        """Evict all blocks without callbacks and return their names, oldest first. No slot may be leased."""
         names = self.pool.evict(self.pool.cached_slots())
         self._evicted[EvictionCause.CLEARED] += len(names)
         self.dirty.clear()
@@ -306,16 +310,16 @@ class GroupSlots:
         return names
 
     def check(self) -> None:
-        """Raise AssertionError if the pool's books disagree or a slot without a block is dirty."""
+        """Raise AssertionError if the pool is inconsistent or a slot without a block is dirty."""
         self.pool.check()
         self.dirty.check()
         assert self.is_spilled or not self.dirty, "dirty slots, and no tier to spill to"
         assert self.pool.are_named(self.dirty.oldest(len(self.dirty))).all(), "a slot without a block is dirty"
 
     def _choose(self, num_slots: int, window: int) -> Ids:
-        """Up to *num_slots* cached slots to evict: clean ones among the oldest first, then dirty ones.
+        """Return up to *num_slots* cached slots to evict: clean ones among the oldest first, then dirty ones.
 
-        A dirty one is passed over for a clean one that comes at most *window* later, as `num_clean` counts.
+        A dirty slot is skipped in favour of a clean slot that comes at most *window* places later.
         """
         oldest = self.pool.order.victims(num_slots)
         if not self.dirty.any_among(oldest):
@@ -325,14 +329,14 @@ class GroupSlots:
         return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
 
     def _oldest_clean(self, window: int, limit: int) -> Ids:
-        """Up to *limit* clean slots among the *window* oldest cached ones: their blocks will still be found below."""
+        """Return up to *limit* clean slots among the *window* oldest cached ones."""
         if not self.is_spilled:
             return NOTHING
         oldest = self.pool.order.oldest(window)
         return oldest[~self.dirty.among(oldest)][:limit]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
-        """Take the slots' dirty marks away; the names of the blocks that had one."""
+        """Remove the slots' dirty marks, and return the names of the dirty blocks."""
         if not self.dirty.any_among(slots):
             return set()
         marked = slots[self.dirty.among(slots)]

@@ -1,4 +1,4 @@
-"""PartialMatches: finds cached blocks by their first tokens, so that a prompt can share a part of a block."""
+"""PartialMatches: an index of cached blocks by their first tokens, so that a prompt can reuse a part of a block."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import numpy.typing as npt
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 
-KEY_BYTES = 32  # as long as a name
-MAX_PENDING = 4096  # blocks: a millisecond's work at once
-MAX_TRIED = 8  # of the blocks that share most
+KEY_BYTES = 32  # length of a block name
+MAX_PENDING = 4096  # blocks added to the arrays at once, which takes a millisecond
+MAX_TRIED = 8  # maximum number of candidates
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Blocks *start* to *end* of a chain, in slots that are not in the arrays yet."""
+    """Blocks *start* to *end* of a chain that are not in the arrays yet, and their slots."""
 
     chain: BlockChain
     start: int
@@ -26,25 +26,27 @@ class _Piece:
 
 
 class PartialMatches:
-    """For each slot with a named block a key of what the block continues, and its computed tokens. The caller that
-    names a block calls `record`, `record_tail` or `forget`; what is noted of slots without a name is out of date.
+    """A table of the key and the computed tokens of the block in each slot. The key identifies the block's prefix.
 
-    Plain arrays that are searched as a whole, half a nanosecond a slot: an index would cost every commit and every
-    eviction more than the one search per request does. They are filled many blocks at a time, at the latest before they
-    are searched: a chunk of prefill costs an entry in a list.
+    The caller that names a block must call `record`, `record_tail` or `forget`. Entries of slots without a named block
+    are out of date.
+
+    The table consists of plain arrays that are searched as a whole, at half a nanosecond per slot. An index would cost
+    every commit and every eviction more than the one search per request costs. Blocks are added many at a time, at the
+    latest before a search, so that a prefill chunk costs only one list entry.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._pending: list[_Piece] = []
         self._num_pending = 0  # blocks in `_pending`
-        # The first four bytes of each key; 0 for a slot without a block, so that one block in 4 billion is not found.
+        # The first four bytes of each key, or 0 for a slot without a block. So one block in 4 billion is not found.
         self._first = np.zeros(num_slots, np.uint32)
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
-        """Note that the slots hold the chain's named blocks from *start* on. The array is kept."""
+        """Record that *slots* hold the chain's named blocks from *start* on. The array *slots* is kept."""
         last = self._pending[-1] if self._pending else None
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
@@ -56,7 +58,7 @@ class PartialMatches:
             self._take_in()
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
-        """Note that the slot holds a block of which only the first tokens, these, are computed."""
+        """Record that *slot* holds a partial block, of which only the first tokens, *token_ids*, are computed."""
         self._take_in()
         self._keys[slot] = np.frombuffer(key, np.uint64)
         self._first[slot] = np.frombuffer(key, np.uint32)[0]
@@ -64,17 +66,17 @@ class PartialMatches:
         self._num_tokens[slot] = len(token_ids)
 
     def forget(self, slots: npt.NDArray[np.intp]) -> None:
-        """Find the blocks in these slots no more."""
+        """Remove the blocks in *slots* from the index."""
         self._take_in()
         self._first[slots] = 0
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
-        """Whether *num_tokens* are all tokens of a block that is not full: one that goes on from them replaces it."""
+        """Return whether the slot holds a partial block of *num_tokens* tokens, which a continuation would replace."""
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
-        """Slots whose block has its parent in the pool, with the parent's slot; not of blocks with extra keys."""
+        """Yield each slot whose block has its parent in the pool, with the parent's slot, except with extra keys."""
         self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:
@@ -83,9 +85,9 @@ class PartialMatches:
                     yield slot, parent
 
     def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
-        """Slots of *pool* whose blocks continue the prefix with *key* by some of *token_ids*, and by how many of them.
+        """Return slots whose blocks continue the prefix *key* with *token_ids*, and how many of the tokens they share.
 
-        The slots that share most come first, `MAX_TRIED` at most.
+        Returns at most `MAX_TRIED` slots of *pool*, starting with the most shared tokens.
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
@@ -100,7 +102,7 @@ class PartialMatches:
         return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
 
     def _take_in(self) -> None:
-        """Write the pending blocks into the arrays. For a slot that is pending more than once the last one stands."""
+        """Write the pending blocks to the arrays. If a slot is pending more than once, the last block wins."""
         if not self._pending:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
@@ -108,7 +110,7 @@ class PartialMatches:
         keys = b"".join([key for piece in pending for key in piece.chain.continued_keys(piece.start, piece.end)])
         ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
         firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
-        # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.
+        # Assigning each row as one item of raw bytes takes a quarter of the time of assigning rows of numbers.
         _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")
         _rows(self._token_ids)[slots] = _rows(ids.reshape(len(slots), -1))
         self._num_tokens[slots] = self._token_ids.shape[1]
@@ -116,5 +118,5 @@ class PartialMatches:
 
 
 def _rows(array: npt.NDArray[Any]) -> npt.NDArray[np.void]:
-    """The same memory with each row of a contiguous array as one item."""
+    """Return a view of a contiguous array with each row as one item."""
     return array.view(f"V{array.itemsize * array.shape[1]}")[:, 0]

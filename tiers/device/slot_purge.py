@@ -1,4 +1,4 @@
-"""SlotPurge: evicts the blocks that an operator has asked for from one group's slots, a part at a time."""
+"""SlotPurge: the eviction of selected blocks from one group's slots, requested by an operator, in small parts."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,13 +9,13 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.eviction import EvictionCause
 
-LOOKED_THROUGH = 1 << 12  # entries of the order at once
-MAX_EVICTED = 256  # blocks at once: half a millisecond with all that is told of them
-COUNTED = 1 << 16  # slots at once whose leases are counted
+LOOKED_THROUGH = 1 << 12  # entries of the eviction order examined per part
+MAX_EVICTED = 256  # blocks evicted per part, which takes half a millisecond including callbacks
+COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 
 
 class SlotPurge:
-    """Blocks leave oldest first, so tails before what they continue. What is leased, or lent to a copy, stays."""
+    """A purge that evicts the oldest blocks first, so tails before their parents. Leased and lent blocks stay."""
 
     def __init__(
         self,
@@ -23,7 +23,10 @@ class SlotPurge:
         limit: int | None = None,
         are_meant: Callable[[Ids], npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        """*limit*: blocks at most; None: all. *are_meant*: which of some slots with a block are meant; None: all."""
+        """Prepare a purge of up to *limit* blocks (None: all).
+
+        *are_meant* returns which of the given slots hold a block to be purged; None means all of them.
+        """
         self._slots = slots
         self._limit = limit
         self._are_meant = are_meant
@@ -31,11 +34,11 @@ class SlotPurge:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no block is being copied out of these slots."""
+        """Whether no slot is lent to a copy."""
         return not self._slots.pool.order.num_lent
 
     def parts(self) -> Iterator[bool]:
-        """See `Purge.parts`: one look through the order."""
+        """Pass over the eviction order once, part by part; see `Purge.parts`."""
         start: int | None = 0
         while start is not None and self._num_left != 0:
             slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)
@@ -49,7 +52,7 @@ class SlotPurge:
             yield True
 
     def num_leased(self) -> int:
-        """Blocks that are meant and leased now. Counted in one go: 5 ms for a million slots."""
+        """Return the number of blocks to be purged that are leased now, which takes 5 ms for a million slots."""
         pool, num_leased = self._slots.pool, 0
         for first in range(0, pool.num_slots, COUNTED):
             slots = np.arange(first, min(first + COUNTED, pool.num_slots))

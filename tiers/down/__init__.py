@@ -1,1 +1,1 @@
-"""The way down: device blocks are copied to host memory before they are evicted."""
+"""Spilling: copies of device blocks to host memory before they are evicted."""

@@ -1,4 +1,4 @@
-"""HostSpill: copies the device's oldest blocks to host memory, before their slots are needed."""
+"""HostSpill: copies the oldest device blocks to host memory before their slots are needed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from kvtier.tiers.residency import Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_IN_BATCH = 128  # blocks: half a millisecond's work of the owner's thread when they have been copied …
-MAX_WITH_DISK = 64  # … also where there is a disk: each is asked about on its way there
-MAX_STARTED = 256  # blocks in one call: the rest in the next
-MAX_BEYOND = 64  # a 64th of the device's slots may be copied down before they are due, for larger batches
-MAX_IN_FLIGHT = 16  # batches: a step's worth of large blocks
-BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
+MAX_IN_BATCH = 128  # blocks; publishing them takes half a millisecond of the owner's thread
+MAX_WITH_DISK = 64  # the same with a disk, for which each block is looked up too
+MAX_STARTED = 256  # blocks per call; the rest follows in the next call
+MAX_BEYOND = 64  # 1/64 of the device slots may be copied before they are due, for larger batches
+MAX_IN_FLIGHT = 16  # batches: one step's worth of large blocks
+BACK_OFF_S = 1.0  # pause after a failed copy from the device, which keeps serving
 
 
 @dataclass(eq=False, slots=True)
 class HostBatch(Batch):
-    """Blocks on their way to host memory. Their slots are leased on both sides."""
+    """Blocks being copied to host memory. Their device and host slots are leased."""
 
     group: GroupTiers
     lower_slots: Ids
@@ -36,17 +36,19 @@ class HostBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class CleanFront:
-    """How many slots at a pool's eviction end were clean or on their way down when it was last looked through."""
+    """Number of slots at a pool's eviction end that were clean or in flight at the last check."""
 
     num_slots: int = 0
-    num_departures: int = 0  # of the order by then: each one since may be one of these slots
-    num_lost: int = 0  # of the group's slots by then: if there are more now, clean slots may be dirty again
+    num_departures: int = 0  # departures from the order at the last check; later ones may be of these slots
+    num_lost: int = 0  # `GroupSlots.num_lost` at the last check; if it has grown, clean slots may be dirty again
 
 
 class HostSpill:
-    """Copies blocks down while the bus is idle, only blocks among the oldest `CleanAhead.num_blocks`. A block that is
-    used again before then costs nothing, and host memory holds what the device does not. What others want sooner is
-    asked for (`copy_rest_down`, `copy_down`). Owned by the cache's thread.
+    """Copies device blocks to host memory shortly before they are evicted.
+
+    Only blocks among the oldest `CleanAhead.num_blocks` are copied. So a block that is used again before costs nothing,
+    and host memory holds blocks that the device does not. Callers that need copies sooner use `copy_rest_down` and
+    `copy_down`. Owned by the cache's thread.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class HostSpill:
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
     def spill(self, demand: Sequence[int]) -> None:
-        """Start copies that are due. *demand*: for each group, slots about to be taken beyond the usual.
+        """Start the copies that are due. *demand* is the number of extra slots about to be taken, by group.
 
-        Half of the window is headroom: it is copied only while no promotion needs the bus. More than there is room for
-        below would push itself out, again and again.
+        Half of the window is headroom, which is copied only while no promotion needs the bus. The window is limited to
+        the capacity below, because further blocks would only evict each other there.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
@@ -84,18 +86,20 @@ class HostSpill:
                 beyond = self._beyond(group) if is_bus_free else 0
                 self._clean(group, window, min(beyond, limit - window))
             short = ahead + wanted - group.pool.num_free
-            if short > 0:  # the slots that running requests release will be taken at once
+            if short > 0:  # slots that running requests release will be reused at once, so copy those blocks too
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
 
     def copy_rest_down(self) -> None:
-        """Start copying blocks that have no copy below, leased or not, the oldest first. The rest in the next call. Not
-        blocks that were pushed out there: tiers below that are smaller than the device would never rest."""
+        """Start copying the oldest blocks without a copy below, leased or not. Call again for the rest.
+
+        Blocks that the lower tiers have evicted for lack of room are skipped. Otherwise lower tiers that are smaller
+        than the device would never stop copying.
+        """
         for group in self._groups:
             self.copy_down(group, group.slots.uncopied(MAX_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
-        """Start copying the blocks in these device slots that have no copy below, leased or not. A chain's front comes
-        first."""
+        """Start copying the blocks in *slots* that have no copy below, leased or not, starting at the chain's front."""
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
         ids = ids[np.isin(ids, self.copies.slots(group.pool), invert=True)]
@@ -108,9 +112,9 @@ class HostSpill:
 
     @property
     def is_moving(self) -> bool:
-        """Whether copies are under way that are not suspiciously late: waiting for their slots makes sense.
+        """Whether copies are in flight that are not overdue, so that waiting for their slots makes sense.
 
-        Copies behind a late one count as late, unless some have got past it lately.
+        Copies behind an overdue one count as overdue, unless a later copy has ended recently.
         """
         return self.copies.is_moving(self._clock() - PATIENCE_S)
 
@@ -121,11 +125,11 @@ class HostSpill:
 
     @property
     def num_uncopied(self) -> int:
-        """Of these, those that `copy_rest_down` copies."""
+        """Number of dirty device blocks that `copy_rest_down` would copy."""
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _is_clean(self, group: GroupTiers, window: int) -> bool:
-        """Whether the next *window* slots to evict are known to be clean or on their way, without a look at them."""
+        """Return whether the next *window* slots to evict are known to be clean or in flight, without checking them."""
         known = self._clean_fronts[group]
         num_gone = group.pool.order.num_departures - known.num_departures
         return known.num_slots - num_gone >= window and known.num_lost == group.slots.num_lost
@@ -149,19 +153,20 @@ class HostSpill:
         return blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, self._max_in_batch)
 
     def _beyond(self, group: GroupTiers) -> int:
-        """How many blocks to copy beyond the ones that are due: a batch, so that the next look comes after as many
-        allocations and finds a batch too."""
+        """Return how many blocks to copy before they are due: one batch, so that the next check finds a batch too."""
         return min(self._batch_blocks(group), group.pool.num_slots // MAX_BEYOND)
 
     def _limit(self, group: GroupTiers, num_lendable: int | None = None) -> int:
-        """Most blocks of the next batch, see `Copies.max_blocks`; 0 also for a while after a copy that failed."""
+        """Return the size limit of the next batch (`Copies.max_blocks`); 0 for `BACK_OFF_S` after a failed copy."""
         if self._clock() < self._not_before:
             return 0
         return self.copies.max_blocks(group.pool, self._batch_blocks(group), num_lendable)
 
     def _start(self, group: GroupTiers, slots: Ids) -> bool:
-        """Start copying one batch: these device slots' blocks, but for the ones that have a copy below after all.
-        Whether all were started: False if there are none, the host has too few slots, or the lane is full."""
+        """Start copying the blocks in *slots* as one batch, except for those that already have a copy below.
+
+        Returns False if not all were started: *slots* is empty, the host has too few slots, or the lane is full.
+        """
         if not len(slots):
             return False
         slots, rows = self._without_copies(group, slots)
@@ -208,7 +213,7 @@ class HostSpill:
         self._lower.abandon(batch.group.id, batch.lower_slots)
 
     def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[Row]]:
-        """The device slots whose blocks have no copy below, and their blocks. The other slots are marked clean."""
+        """Return the device slots whose blocks have no copy below, and these blocks. Mark the other slots clean."""
         rows = group.pool.rows(slots)
         names = [name for row in rows for name in row.names]
         have = are_kept(self._lower.find(group.id, names))
@@ -219,7 +224,7 @@ class HostSpill:
 
 
 def _work(batch: HostBatch) -> Callable[[], list[bytes]]:
-    """The lane's work, with nothing but memory and values: copy, and take the digest of each block."""
+    """Return the lane's work: copy the blocks and compute their digests. It uses only memory and plain values."""
     memory = batch.group.memory
 
     def copy_down() -> list[bytes]:

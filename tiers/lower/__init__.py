@@ -1,1 +1,1 @@
-"""The tiers below the device: which block is in host memory and which on disk, and what is admitted there."""
+"""The tiers below the device: the index of host memory and disk, copies between them, and admission to disk."""

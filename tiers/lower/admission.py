@@ -1,7 +1,7 @@
-"""Admission: which blocks are let in to the disk, under and over its budget of writes.
+"""Admission: which blocks are written to disk, within and over the write budget.
 
-Writing every block wears a drive of one drive-write a day out 15 times too fast behind one H100. Over the budget only
-what is asked for a second time is written: a fifth of the bytes for half of the hits (trace study).
+Behind one H100, writing every block wears out a drive rated for one drive write per day 15 times too fast. Over the
+budget, only blocks requested a second time are written: half of the hits for a fifth of the bytes (trace study).
 """
 
 from collections import OrderedDict
@@ -12,13 +12,13 @@ from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 
-REMEMBERED_PER_BLOCK = 4  # refused blocks remembered for each that the disk has room for (trace study)
-MAX_PROMISED = 1 << 14  # one for each chain on its way down
+REMEMBERED_PER_BLOCK = 4  # refused blocks to remember per block that fits on the disk (trace study)
+MAX_PROMISED = 1 << 14  # one for each chain being copied down
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Decisions since the start, in blocks and in raw bytes. A block that is asked for again is decided again."""
+    """Decisions since the start, in blocks and raw bytes. Each request for the same block is a new decision."""
 
     num_admitted: int = 0
     admitted_bytes: int = 0
@@ -27,41 +27,47 @@ class AdmissionStatistics:
 
 
 class Admission:
-    """Says which blocks may go to disk: all while the budget spares it, else those that were refused and used again.
+    """The policy that admits blocks to disk: all blocks while the budget has some to spare, then only reused ones.
 
-    The latter have the budget's reserve to themselves; when that is used up no block may go.
+    A reused block is one that was refused before and is requested again. Such blocks have the budget's reserve to
+    themselves; when the reserve is used up, no block is admitted.
 
-    Never a block behind a hole: not one whose predecessor is refused in the same call, nor a new one whose predecessor
-    was refused before and is not there yet. But chains come down tail first, a batch at a time, and a predecessor that
-    is still to come cannot be waited for: it is *promised*, and will be admitted when it is asked for, whatever the
-    budget says then. So what has begun at its tail is written to its front, and may overdraw the budget by its length.
-    (To admit only what continues a block on disk: nothing would be admitted over the budget, and tails under it.)
+    A block behind a hole is never admitted: not if its predecessor is refused in the same call, nor if the block is new
+    and its predecessor was refused earlier and is not on disk yet. Because chains come down tail first, in batches, a
+    predecessor that has not come yet cannot be checked. It is *promised* instead: it is admitted when it is requested,
+    whatever the budget is then. So a chain whose tail was admitted is written to its front, and may overdraw the budget
+    by its length. Admitting only continuations of blocks on disk would not work: over the budget nothing would be
+    admitted, and below it only tails.
 
-    It assumes that to ask is to have used. A block is asked for once when it comes to host memory, and again only when
-    it was used there or computed anew; a request that uses a block uses all before it, so these are asked for too,
-    later in the same round (tail first). A refused block is not kept for another try: nothing waits for it.
+    The policy assumes that a request for a block means that it was used. A block is requested once when it comes to
+    host memory, and again only when it is used there or computed anew. A request that uses a block uses all blocks
+    before it, so these are requested too, later in the same round (tail first). A refused block is not kept for another
+    attempt.
 
-    Owned by the tiers' thread. Writes nothing and spends nothing: its caller does, when the bytes are written.
+    Owned by the tiers' thread. The policy neither writes nor charges the budget; its caller does both.
     """
 
     def __init__(self, budget: WriteBudget, num_disk_blocks: int, holds: Callable[[int, BlockName], bool]) -> None:
-        """*num_disk_blocks*: about as many have room on disk. *holds* says whether a group's block is there, or on its
-        way."""
+        """Create a policy that has refused nothing yet.
+
+        About *num_disk_blocks* blocks fit on the disk. *holds* returns whether a group's block is on disk or about to
+        be written.
+        """
         self._budget = budget
         self._holds = holds
         self._refused = RememberedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)
-        # Blocks that are to be admitted when they come, the oldest promise first. One is kept once.
+        # Blocks to admit when they come, oldest promise first. Each promise is kept once.
         self._promised: OrderedDict[tuple[int, BlockName], None] = OrderedDict()
         self._statistics = AdmissionStatistics()
 
     def admit(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """Decide for each of these blocks, which were used, whether it may be written now; the others are remembered.
+        """Decide for each of these blocks, which were used, whether it may be written now; remember the refused ones.
 
-        *names* are distinct and in any order, of one chain or of many. *parents* are the names of the blocks that they
-        continue; None for a chain's first block, and for one that is of use without the one before it (the last blocks
-        of a window, a recurrent state).
+        *names* are distinct and in any order, of any number of chains. *parents* are the blocks that they continue:
+        None for the first block of a chain, and for a block that is usable without its predecessor (the last blocks of
+        a window, a recurrent state).
         """
         if not names or self._budget.left_bytes is None:
             self._count(len(names), 0, block_bytes)
@@ -71,7 +77,7 @@ class Admission:
         was_refused = dict(zip(names, self._refused.has(group_id, names), strict=True))
         due = self._take_promised(group_id, parent_of)
         admitted: dict[BlockName, bool] = {}
-        num_bytes = block_bytes  # of the next block and all that are admitted before it
+        num_bytes = block_bytes  # the next block and all blocks admitted before it
 
         for name in _parents_first(parent_of):
             parent = parent_of[name]
@@ -100,17 +106,17 @@ class Admission:
         return [admitted[name] for name in names]
 
     def statistics(self) -> AdmissionStatistics:
-        """The counts now, by value."""
+        """Return the current counts."""
         return self._statistics
 
     def check(self) -> None:
-        """Raise AssertionError if the books disagree."""
+        """Raise AssertionError if the budget, the refused blocks or the promises are inconsistent."""
         self._budget.check()
         self._refused.check()
-        assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than there may be"
+        assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than the limit"
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """Take the promises for blocks of this call; the blocks to admit: those, and those before them in this call."""
+        """Remove the promises for blocks of this call; return those blocks and their predecessors in this call."""
         due: set[BlockName] = set()
         for name in parent_of:
             if (group_id, name) in self._promised:
@@ -137,7 +143,7 @@ class Admission:
 
 
 def _parents_first(parent_of: dict[BlockName, BlockName | None]) -> Iterator[BlockName]:
-    """The names, each after its parent if its parent is among them."""
+    """Yield the names, each after its parent if the parent is among them."""
     seen: set[BlockName] = set()
     for name in parent_of:
         run = []

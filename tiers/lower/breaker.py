@@ -1,40 +1,45 @@
-"""CircuitBreaker: leaves a store that fails or hangs alone for a while, then tries it once: is it back?"""
+"""A circuit breaker: it suspends operations on a store that fails or hangs, then probes whether the store is back."""
 
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NewType
 
-MAX_FAILURES = 3  # in a row; a hang is enough by itself
+MAX_FAILURES = 3  # in a row; a single hang is enough
 REST_S = 1.0
-MAX_REST_S = 60.0  # the rest doubles up to this while probes fail
-HUNG_S = 10.0  # an operation without a deadline of its own that takes longer is not slow: it hangs
+MAX_REST_S = 60.0  # while probes fail, the rest doubles up to this
+HUNG_S = 10.0  # an operation without its own deadline that takes longer than this counts as hung, not slow
 
 Attempt = NewType("Attempt", int)
 
 
 class BreakerState(StrEnum):
-    """What a circuit breaker lets through."""
+    """Which attempts a circuit breaker allows."""
 
-    CLOSED = "closed"  # everything
-    OPEN = "open"  # nothing: the disk rests
-    HALF_OPEN = "half_open"  # one attempt, the probe, whose outcome decides
+    CLOSED = "closed"  # all
+    OPEN = "open"  # none: the store rests
+    HALF_OPEN = "half_open"  # one probe, whose outcome decides
 
 
 class CircuitBreaker:
-    """Says whether one kind of operation on one disk is worth trying: reads, or writes, since a full disk still reads.
+    """A circuit breaker for one kind of operation on one store. Reads and writes differ: a full disk still reads.
 
-    The caller begins an attempt before it uses the disk, and ends it with one of `on_succeeded`, `on_failed`, `on_hung`
-    and `withdraw`; without that no other probe is ever let through. An attempt counts in the period in which it began;
-    opening and closing begin a new one. So what is still under way when the breaker opens can neither close it nor
-    lengthen its rest, nor spoil the time after. Touched by the owner's thread only; starts nothing, waits for nothing.
+    The caller begins an attempt before it uses the store, and ends it with `on_succeeded`, `on_failed`, `on_hung` or
+    `withdraw`; a probe that is never ended blocks all later probes. An attempt counts only in the period in which it
+    began; opening and closing start a new period. So an attempt that is in flight when the breaker opens can neither
+    close it, nor prolong its rest, nor count afterwards.
+
+    Used by the owner's thread only. It starts nothing and does not block.
     """
 
     def __init__(
         self, clock: Callable[[], float], max_failures: int = MAX_FAILURES, max_rest_s: float = MAX_REST_S
     ) -> None:
-        """*max_failures* in a row open it; ValueError if that is not at least one. It rests *max_rest_s* at most."""
+        """Create a closed breaker; *max_failures* in a row open it, and it rests for at most *max_rest_s*.
+
+        Raises ValueError if *max_failures* is less than 1.
+        """
         if max_failures < 1:
-            raise ValueError(f"a breaker that opens after {max_failures} failures; need at least 1")
+            raise ValueError(f"max_failures must be at least 1, not {max_failures}")
         self.num_opened = 0
         self._clock = clock
         self._max_failures = max_failures
@@ -47,29 +52,29 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """What the breaker lets through now. Time alone takes it from open to half-open."""
+        """Current state. Only time changes it from open to half-open."""
         if self._rests_until is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._rests_until else BreakerState.HALF_OPEN
 
     @property
     def is_closed(self) -> bool:
-        """Whether the breaker lets everything through."""
+        """Whether the breaker allows everything."""
         return self._rests_until is None
 
     def allows(self) -> bool:
-        """Whether `begin` would give an attempt now."""
+        """Return whether `begin` would grant an attempt now."""
         return self.is_closed or (self.state is BreakerState.HALF_OPEN and not self._is_probing)
 
     def begin(self) -> Attempt | None:
-        """Permission for one operation or batch, half-open for the probe; None if the disk is to be left alone."""
+        """Grant one operation or batch, or the probe when half-open; return None if the store is not to be used."""
         if not self.allows():
             return None
         self._is_probing = self._rests_until is not None
         return Attempt(self._period)
 
     def on_succeeded(self, attempt: Attempt) -> None:
-        """Note that the operation succeeded. A probe's success closes the breaker and forgets earlier failures."""
+        """Record that the operation succeeded. A successful probe closes the breaker and clears earlier failures."""
         if attempt == self._period:
             self._num_failed = 0
             if self._is_probing:
@@ -77,37 +82,37 @@ class CircuitBreaker:
                 self._rests_until, self._next_rest_s = None, REST_S
 
     def on_failed(self, attempt: Attempt) -> None:
-        """Note that the operation ended with an error of the disk's. A probe's failure opens the breaker again."""
+        """Record that the operation failed with an error of the store. A failed probe reopens the breaker."""
         if attempt == self._period:
             self._num_failed += 1
             if self._is_probing or self._num_failed == self._max_failures:
                 self._open()
 
     def on_hung(self, attempt: Attempt) -> None:
-        """Note that the operation has outlived its deadline, which opens the breaker at once.
+        """Record that the operation exceeded its deadline, which opens the breaker at once.
 
-        Should the operation ever end, its outcome may be told or not: it counts no more.
+        If the operation ends later, its outcome may be reported or not; it is ignored.
         """
         if attempt == self._period:
             self._open()
 
     def withdraw(self, attempt: Attempt) -> None:
-        """End an attempt that was never started: it says nothing about the disk. A probe may be tried again."""
+        """End an attempt that says nothing about the store because it never started; a probe may be tried again."""
         if attempt == self._period and self._is_probing:
             self._new_period()
 
     def check(self) -> None:
-        """Raise AssertionError if the books disagree."""
-        assert 0 <= self._num_failed < self._max_failures, f"{self._num_failed} failures, and it has not opened"
+        """Raise AssertionError if the breaker's fields are inconsistent."""
+        assert 0 <= self._num_failed < self._max_failures, f"{self._num_failed} failures have not opened the breaker"
         assert REST_S <= self._next_rest_s <= self._max_rest_s, f"the next rest would take {self._next_rest_s} s"
         if self._rests_until is None:
-            assert not self._is_probing, "a probe of a disk that is in use"
-            assert self._next_rest_s == REST_S, "closed, and the next rest is not the shortest"
+            assert not self._is_probing, "a closed breaker has a probe"
+            assert self._next_rest_s == REST_S, "a closed breaker's next rest is not the shortest"
             return
-        assert self.num_opened > 0, "open, and never opened"
-        assert self._num_failed == 0, "failures are counted while the disk is not in use"
-        assert self._rests_until - self._clock() <= self._max_rest_s, "it rests longer than it may"
-        assert not self._is_probing or self._clock() >= self._rests_until, "a probe while the disk rests"
+        assert self.num_opened > 0, "an open breaker was never counted as opened"
+        assert self._num_failed == 0, "an open breaker counts failures"
+        assert self._rests_until - self._clock() <= self._max_rest_s, "the rest is longer than its limit"
+        assert not self._is_probing or self._clock() >= self._rests_until, "a probe runs while the store rests"
 
     def _open(self) -> None:
         self._new_period()

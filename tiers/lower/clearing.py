@@ -1,4 +1,4 @@
-"""Clearing: deletes what is on disk and in no index any more, beside everything else."""
+"""Clearing: deletion of the records on disk that are in no index any more, concurrently with other work."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,15 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-REST_S = 1.0  # after an error of the disk's
+REST_S = 1.0  # pause after an error of the disk
 
 
 class Clearing:
-    """Once the index of the disk was emptied, its records are of no use to this process, but the next one would find
-    them. They are looked for and deleted page by page; what has been written since is in the index, and stays. Owned by
-    the tiers' thread."""
+    """The page-by-page deletion of records that are on disk but not in the index.
+
+    After the disk's index is emptied, its records are useless to this process, but the next process would find them.
+    Records written since then are in the index and stay. Owned by the tiers' thread.
+    """
 
     def __init__(self, disk: DiskTier, transfers: TransferEngine, clock: Callable[[], float]) -> None:
         self._disk = disk
@@ -25,16 +27,16 @@ class Clearing:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was on disk when `begin` was called last has been deleted."""
+        """Whether all records that were on disk at the last call of `begin` have been deleted."""
         return not self._is_due
 
     def begin(self) -> None:
-        """The index was emptied just now."""
+        """Begin to delete, because the index has just been emptied."""
         self._is_due = self._disk.is_there
         self._disk.rewind_index()
 
     def go_on(self) -> None:
-        """Have the next page looked through, unless one is."""
+        """Submit the scan of the next page, unless one is in flight."""
         if not self._is_due or self._is_under_way or self._clock() < self._not_before:
             return
         if self._disk.taken_in != self._disk.opening():
@@ -53,7 +55,7 @@ class Clearing:
         keys: Sequence[bytes] = transfer.result
         if not keys:
             self._is_due = False
-            if self._was_opened_anew:  # what was written since then has to be found, and the rest written again
+            if self._was_opened_anew:  # reload the index: records written since must be found, the rest written again
                 self._was_opened_anew, self._disk.taken_in = False, 0
             return
         unknown = [key for key in keys if self._is_unknown(key)]
@@ -73,6 +75,6 @@ class Clearing:
         return block is not None and not self._disk.index.holds(*block)
 
     def _rest(self) -> None:
-        """Begin again later."""
+        """Start again from the first page after a pause."""
         self._disk.rewind_index()
         self._not_before = self._clock() + REST_S

@@ -1,4 +1,4 @@
-"""Copies: the batches of blocks that are under way down one route, and whether they get on."""
+"""In-flight copies on one route, in batches, and their leases on the slots that they are copied from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-PATIENCE_S = 1.0  # after which nothing waits for the slots of a copy down any more
+PATIENCE_S = 1.0  # after this long without progress, callers stop waiting for the slots of a copy
 
 
 def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes: int = BATCH_BYTES) -> int:
-    """How many blocks to copy in one go, at most *limit*: about so many bytes for each copier."""
+    """Return how many blocks to copy at once: about *batch_bytes* per copier, at most *limit* blocks."""
     return min(max(1, batch_bytes * num_copiers // block_bytes), limit)
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Blocks of one group on their way down, in the order in which they should be evicted below.
+    """Blocks of one attention group being copied down, in the order in which the lower tier should evict them.
 
-    The slots of *upper* that they are copied from are leased.
+    The batch holds a lease on each of *upper_slots* until it ends.
     """
 
     upper: BlockPool
     rows: Sequence[Row]
     upper_slots: Ids
-    submitted_at: float
+    submitted_at: float  # monotonic seconds
     names: Sequence[BlockName] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches under way on one route, and their leases on the slots that they are copied from.
+    """The batches in flight on one route, together with their leases on the source slots.
 
-    Owned by the tiers' thread.
+    Bounds how much may be in flight, so that allocations always find free slots. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -55,33 +55,37 @@ class Copies(Generic[AnyBatch]):
         max_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
-        """*max_in_flight*: batches of a group under way at most."""
+        """Create an empty set of copies; *max_in_flight* limits the batches in flight per attention group."""
         self._route = route
         self._transfers = transfers
         self._max_in_flight = max_in_flight
         self._clock = clock
-        self.ended_at = float("-inf")  # when a batch ended last
+        self.ended_at = float("-inf")  # when the last batch ended
         self.batches: list[AnyBatch] = []
 
     def start(
         self, batch: AnyBatch, num_bytes: int, work: Callable[[], object], deliver: Callable[[Transfer], None]
     ) -> bool:
-        """Lease the batch's slots and hand *work* to the lane. False if the lane is full: the caller ends the batch."""
+        """Lease the batch's source slots and submit *work* to the route's lane.
+
+        Returns:
+            False if the lane is full. The caller must then call `end` for the batch.
+        """
         batch.upper.lend(batch.upper_slots)
         self.batches.append(batch)
         return self._transfers.submit(self._route, work, num_bytes, deliver, len(batch.upper_slots))
 
     def end(self, batch: AnyBatch) -> None:
-        """End the leases of a batch, whatever became of it: its slots go back to where they were in the order."""
+        """Release a batch's leases, whether it succeeded or not. Its slots return to their place in eviction order."""
         self.batches.remove(batch)
         self.ended_at = self._clock()
         batch.upper.put_back(batch.upper_slots)
 
     def max_blocks(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
-        """How many blocks the next batch from this pool may have; 0 if no further batch may start.
+        """Return the size limit of the next batch from *upper*; 0 if no batch may start now.
 
-        A batch leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
-        so that allocations find the rest.
+        Batches never lease more than a quarter of *num_lendable* slots (default: the pool's free slots, including those
+        leased by batches), so that allocations can use the rest. One block is always allowed when nothing is in flight.
         """
         under_way = [batch for batch in self.batches if batch.upper is upper]
         if len(under_way) >= self._max_in_flight:
@@ -93,23 +97,27 @@ class Copies(Generic[AnyBatch]):
         return max(limit, 0 if under_way else 1)
 
     def slots(self, upper: BlockPool) -> Ids:
-        """The slots of the pool that batches are copied from."""
+        """Return the slots of the pool that batches are copied from."""
         return np.concatenate([NOTHING, *(batch.upper_slots for batch in self.batches if batch.upper is upper)])
 
     def num_leases(self, upper: BlockPool) -> int:
-        """Leases that the batches hold on the pool."""
+        """Return how many leases the batches hold on the pool."""
         return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
 
     def under_way_since(self, before: float) -> list[AnyBatch]:
-        """The batches that were handed over before then and have not ended; none while that is not known of all."""
+        """Return the batches submitted before *before* that have not ended.
+
+        Returns an empty list while finished transfers have not been collected, because their outcome is still unknown.
+        """
         if self._transfers.has_finished:
             return []
         return [batch for batch in self.batches if batch.submitted_at < before]
 
     def is_moving(self, since: float) -> bool:
-        """Whether batches are under way and get on.
+        """Return whether any batch is in flight and the lane is not stuck.
 
-        They do if the oldest began after *since*, or since then another has begun and one has ended.
+        The lane is making progress if the oldest batch was submitted after *since*, or if after *since* one batch was
+        submitted and another one ended.
         """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))

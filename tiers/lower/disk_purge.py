@@ -1,4 +1,4 @@
-"""DiskPurge: has the records that an operator has asked for leave the disk, a part at a time."""
+"""A purge of records on the disk, in parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -9,13 +9,15 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_EVICTED = 256  # records at once: a millisecond of the owner's, which is told of each
+MAX_EVICTED = 256  # records at a time: processing their eviction takes the owner's thread a millisecond
 ALL_BYTES = 1 << 62
 
 
 class DiskPurge:
-    """The store's own order says what leaves first; of a namespace, records leave as they are found. A lane's thread
-    does it, the tiers' thread is told. Owned by the tiers' thread."""
+    """A purge of the disk. Owned by the tiers' thread; a lane's thread does the deletions.
+
+    Records leave in the store's eviction order, or in the order of the scan if the purge is limited to a namespace.
+    """
 
     def __init__(
         self,
@@ -24,7 +26,7 @@ class DiskPurge:
         on_gone: Callable[[Sequence[bytes]], None],
         order: PurgeOrder,
     ) -> None:
-        """*on_gone* is told the keys that have left, in the tiers' thread."""
+        """Create a purge that has not started; *on_gone* receives the evicted keys in the tiers' thread."""
         self._disk = disk
         self._transfers = transfers
         self._on_gone = on_gone
@@ -35,7 +37,7 @@ class DiskPurge:
         self.why_not = ""
 
     def parts(self) -> Iterator[bool]:
-        """See `Purge.parts`: until nothing more is to leave, or the disk fails."""
+        """Evict in parts, see `Purge.parts`, until nothing more is to be evicted or the disk fails."""
         if not self._disk.is_open:
             self.why_not = "the disk is not open"
             return
@@ -66,8 +68,10 @@ class DiskPurge:
         return MAX_EVICTED if limit is None else min(MAX_EVICTED, limit - self.num_evicted)
 
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
-        """The next part, for a lane: what has left, and whether that was the last. *walk* has the store's keys that no
-        part has looked at, once one has; only lanes touch it."""
+        """Return the work of the next part for a lane: it returns what was evicted, and whether it was the last part.
+
+        *walk* holds the iterator over the keys not scanned yet, once a part has created it. Only lanes touch it.
+        """
         disk, prefix = self._disk, self._order.namespace
         num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""
         if prefix is None:

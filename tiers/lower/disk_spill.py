@@ -1,4 +1,4 @@
-"""DiskSpill: writes blocks of host memory to disk, so that a load finds host slots that lose nothing."""
+"""Writes of host memory's blocks to disk, ahead of need, so that loads find clean host slots."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,24 +16,24 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_IN_BATCH = 64  # blocks: each is asked about, before and after
-MAX_STARTED = 256  # blocks in one call: the rest in the next
+MAX_IN_BATCH = 64  # blocks: each is looked up before and after the write
+MAX_STARTED = 256  # blocks submitted per call; the next call continues
 MAX_IN_FLIGHT = 4  # batches: enough to keep the disk busy
 
 
 @dataclass(eq=False, slots=True)
 class DiskBatch(Batch):
-    """Blocks on their way to disk."""
+    """Blocks being written to disk."""
 
     group_id: int
     attempt: Attempt
-    # Names that batches whose outcome came before this one's have pushed out of the disk. They were written before it
-    # or after, so a block of these names may be gone from disk: it counts as gone.
+    # Names that the disk evicted for batches whose outcome was processed before this batch's. They may have been
+    # written before or after the eviction, so they count as no longer on disk.
     pushed_out: set[BlockName] = field(default_factory=set)
 
 
 class DiskSpill:
-    """Writes every dirty block of host memory, the oldest first: nearly all of them would be written in the end.
+    """The writer of all dirty blocks of host memory, oldest first: nearly all would be written in the end anyway.
 
     Owned by the tiers' thread.
     """
@@ -46,7 +46,7 @@ class DiskSpill:
         windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
-        """*windows*, by group, are told how long a write takes."""
+        """Create a writer that reports the duration of each write to *windows*, by group."""
         self._index = index
         self._host = index.host
         self._disk = index.disk
@@ -54,10 +54,10 @@ class DiskSpill:
         self._windows = windows
         self._clock = clock
         self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, transfers, MAX_IN_FLIGHT, clock)
-        self.num_stored = 0  # blocks that have been written
+        self.num_stored = 0  # blocks written so far
 
     def spill(self) -> None:
-        """Start the writes that are due, and count those that hang."""
+        """Start the writes that are due, and report hung ones to the circuit breaker."""
         for batch in self.copies.under_way_since(self._clock() - HUNG_S):
             self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
@@ -66,7 +66,7 @@ class DiskSpill:
                 num_started += num_more
 
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
-        """Note in the batches under way that these keys are gone from disk: two writers' outcomes come in any order."""
+        """Record in the batches in flight that these keys left the disk: writers' outcomes come in any order."""
         others = [other for other in self.copies.batches if other is not besides]
         if others and keys:
             blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
@@ -75,16 +75,16 @@ class DiskSpill:
 
     @property
     def is_moving(self) -> bool:
-        """Whether writes are under way that are not suspiciously late: it makes sense to wait for their slots."""
+        """Whether writes are in flight and making progress, so that it makes sense to wait for their slots."""
         return not self._disk.is_failing and self.copies.is_moving(self._clock() - PATIENCE_S)
 
     @property
     def num_dirty(self) -> int:
-        """Blocks of host memory that are to be written."""
+        """Number of dirty blocks of host memory."""
         return sum(len(host.dirty) for host in self._host)
 
     def _start(self, group_id: int) -> int:
-        """Start to write one batch of a group's dirty blocks; of how many, 0 if there are none or it cannot be now."""
+        """Submit one batch of a group's dirty blocks and return its size; 0 if nothing can be written now."""
         if not self._host[group_id].dirty or not (limit := self._limit(group_id)):
             return 0
         pool, slots = self._host[group_id].pool, self._dirty(group_id, limit)
@@ -100,14 +100,14 @@ class DiskSpill:
         return len(slots)
 
     def _limit(self, group_id: int) -> int:
-        """See `Copies.max_blocks`; 0 also while the disk is left alone."""
+        """Return the size limit of the next batch, see `Copies.max_blocks`; 0 while the disk accepts no writes."""
         if not self._disk.may_write():
             return 0
         batch_blocks = blocks_in_batch(self._memories[group_id].block_bytes, 1, MAX_IN_BATCH)
         return self.copies.max_blocks(self._host[group_id].pool, batch_blocks)
 
     def _dirty(self, group_id: int, limit: int) -> Ids:
-        """Up to *limit* host slots that have no copy on disk and are not on their way there."""
+        """Return up to *limit* dirty host slots that have no copy on disk and are not being written."""
         pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
         on_the_way = self.copies.slots(pool)
         slots = dirty.oldest(limit + len(on_the_way)) if limit else NOTHING
@@ -117,7 +117,7 @@ class DiskSpill:
         return slots[~np.array(on_disk, np.bool_)]
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
-        """The batch's work for the lane: it has memory and values, and none of our state."""
+        """Return the batch's work for the lane, which uses memory and values but no state of this object."""
         disk, memory = self._disk, self._memories[batch.group_id]
         digest_of = self._index.host_blocks[batch.group_id].digest
         blobs = [
@@ -140,7 +140,7 @@ class DiskSpill:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
-            # The slots are leased until the batch ends, so no other block has come into one whose block was forgotten.
+            # The batch leases its slots until it ends, so an evicted block's slot has not been given to another block.
             self._host[group_id].dirty.remove(batch.upper_slots)
             there = [name for name in batch.names if name not in batch.pushed_out]
             self.on_gone(transfer.result.evicted, besides=batch)

@@ -1,4 +1,4 @@
-"""DiskTier: a blob store seen as a tier: keys under one namespace, faults counted, never an exception upwards."""
+"""The disk tier: a blob store that holds blocks under one namespace. It counts faults and raises nothing upwards."""
 
 import itertools
 import threading
@@ -34,44 +34,42 @@ from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
-FEW = 48  # names; up to here one by one is faster than all at once (measured)
-BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
-TOLD_AT_ONCE = 256  # buckets whose names are a page: some 900
+FEW = 48  # names; up to this many, lookups one by one are faster than one vectorised lookup (measured)
+BUCKETS_AT_ONCE = 64  # buckets whose names one call of `forget_some` returns: about 220 names
+TOLD_AT_ONCE = 256  # buckets whose names make up one page of `pages`: about 900 names
 EVERY_S = 1.0
 MAX_MARKERS = 4096
 WORD_BYTES = 4
-PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
+PAGE_KEYS = 512  # keys of the index read at a time: costs a reader, then the owner, half a millisecond each
 
 
 class DiskIndex:
-    """The names of the blocks on disk, by group; about 70 bytes a block.
+    """The names of the blocks on disk, by group; about 70 bytes per block.
 
-    Its owner tells it of every write and eviction. Blocks that were on disk before it began are loaded in pages, newest
-    first, so that those most likely to be asked for are known at once; a block that is not known yet counts as not on
-    disk. No call takes longer for there being more names.
+    The owner reports every write and eviction. Blocks that were on disk before the index was created are loaded in
+    pages, newest first, so that the blocks most likely to be requested are known early. A block that is not known yet
+    counts as not on disk. No call takes longer because the index holds more names.
     """
 
     def __init__(self) -> None:
         self.is_loaded = False
         self._names: defaultdict[int, NameSet] = defaultdict(NameSet)
-        self._gone: defaultdict[int, NameSet] = defaultdict(
-            NameSet
-        )  # while loading: a page read earlier may still name them
-        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = (
-            deque()
-        )  # names of openings before this one, to be told
+        # While loading: names that were removed but may still be in a page that was read earlier.
+        self._gone: defaultdict[int, NameSet] = defaultdict(NameSet)
+        # Names from earlier openings of the store, which are still to be reported as gone.
+        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = deque()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks known to be on disk."""
+        """Number of blocks known to be on disk."""
         return sum(map(len, self._names.values()))
 
     def holds(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is on disk."""
+        """Return whether the block is on disk."""
         return group_id in self._names and name in self._names[group_id]
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before one that is not on disk."""
+        """Return how many of *names* come before the first that is not on disk."""
         held = self._names.get(group_id)
         if held is None:
             return 0
@@ -81,7 +79,7 @@ class DiskIndex:
         return len(names) if is_held.all() else int(is_held.argmin())
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of *names* whether it is on disk."""
+        """Return for each of *names* whether the block is on disk."""
         held = self._names.get(group_id)
         if held is None:
             return np.zeros(len(names), np.bool_)
@@ -90,24 +88,24 @@ class DiskIndex:
         return held.holds(rows_of(names))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Group and name of some block on disk that is none of *besides*; None if this call found none."""
+        """Return group and name of a block on disk that is not in *besides*; None if this call found none."""
         blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
         return next((block for block in blocks if block not in besides), None)
 
     def load(self, group_id: int, rows: Rows) -> list[BlockName]:
-        """Add one page of names that were on disk when it was read; those of them that are new to the index."""
+        """Add a page of names that were on disk when it was read, and return the names that the index did not have."""
         gone = self._gone.get(group_id)
         if gone is not None:
             rows = rows[~gone.holds(rows)]
         return names_of(rows[self._names[group_id].add(rows)])
 
     def finish_loading(self) -> None:
-        """Note that the last page has been loaded: what is not known now is not on disk."""
+        """Mark the index as completely loaded: from now on a block that is not in it is not on disk."""
         self.is_loaded = True
         self._let_go(self._gone)
 
     def add(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Add names of blocks that have been written."""
+        """Add the names of blocks that have been written."""
         held = self._names[group_id]
         if len(names) <= FEW:
             for name in names:
@@ -120,13 +118,13 @@ class DiskIndex:
                 gone.discard(name)
 
     def remove(self, group_id: int, name: BlockName) -> bool:
-        """Remove a block that has left the disk or was found not to be there; whether it was in the index."""
+        """Remove a block that is no longer on disk, and return whether it was in the index."""
         if not self.is_loaded:
             self._gone[group_id].add_one(name)
         return group_id in self._names and self._names[group_id].discard(name)
 
     def begin_again(self) -> None:
-        """Empty the index, to be loaded from the first page on; `forget_some` hands over what was in it."""
+        """Empty the index and load it again from the first page; `forget_some` returns the names it had."""
         for group_id, names in self._names.items():
             self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
         self._names.clear()
@@ -134,8 +132,10 @@ class DiskIndex:
         self.is_loaded = False
 
     def pages(self, group_id: int) -> Iterator[list[BlockName]]:
-        """All names of the group that stay in the index until the last page, a few hundred at a time. Names may come
-        and go meanwhile; if the index is emptied, there is no further page."""
+        """Yield the group's names, a few hundred at a time: each name that stays in the index until the last page.
+
+        Names may be added and removed meanwhile. If the index is emptied, no further page follows.
+        """
         names = self._names.get(group_id)
         pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
         while names is not None and self._names.get(group_id) is names:
@@ -145,26 +145,26 @@ class DiskIndex:
             yield page
 
     def empty(self) -> None:
-        """As `clear`; `forget_some` hands over what was in it."""
+        """Empty the index as `clear` does, but have `forget_some` return the names that it had."""
         self.begin_again()
         self.is_loaded = True
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether `forget_some` has something left to do."""
+        """Whether `forget_some` still has names to return or memory to free."""
         return bool(self._past)
 
     def clear(self) -> None:
-        """Empty the index: nothing is on disk, and no page is to be loaded."""
+        """Empty the index: nothing is on disk, and there is no page to load."""
         self._let_go(self._names)
         self._let_go(self._gone)
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
     def forget_some(self) -> tuple[int, list[BlockName]] | None:
-        """Hand over a group and some of its names that were known before `begin_again`; None when there are no more.
+        """Return a group and some names it had before `begin_again`; None when there are no more.
 
-        Gives their memory back, a part with each call: 600 MB at once are 30 ms.
+        Each call also frees a part of their memory, because freeing 600 MB at once takes 30 ms.
         """
         if not self._past:
             return None
@@ -175,14 +175,17 @@ class DiskIndex:
         return group_id, page or []
 
     def _let_go(self, names: dict[int, NameSet]) -> None:
-        """Have `forget_some` give the memory of these back."""
+        """Empty *names* and let `forget_some` free the memory."""
         self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
         names.clear()
 
 
 class DiskAges:
-    """Remembers one block of those written in each second. When it is dropped, all that were dropped since the last
-    one count as it. Blocks of an earlier process have no age. Owned by the tiers' thread."""
+    """Ages of the blocks that the disk evicts for room, from a sample of one block per second of writing.
+
+    When a sampled block is evicted, all blocks evicted since the previous sampled one count with its age. Blocks
+    written by an earlier process have no age. Owned by the tiers' thread.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -193,7 +196,7 @@ class DiskAges:
         self._num_uncounted = 0
 
     def on_written(self, names: Sequence[BlockName]) -> None:
-        """Take in that these blocks were written just now."""
+        """Record that these blocks were written just now."""
         now = self._clock()
         if not names or now < self._next_at:
             return
@@ -205,42 +208,43 @@ class DiskAges:
             self._every_s *= 2
 
     def on_dropped(self, name: BlockName) -> None:
-        """Take in that the disk dropped this block to make room."""
+        """Count a block that the disk has evicted to make room."""
         self._num_uncounted += 1
         if (written_at := self._written_at.pop(name, None)) is not None:
             self._ages.add(self._clock() - written_at, self._num_uncounted)
             self._num_uncounted = 0
 
     def statistics(self) -> HistogramStatistics:
-        """The ages of the blocks that have been counted, in seconds."""
+        """Return the ages in seconds of the blocks counted so far."""
         return self._ages.statistics()
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The outcome of writing a batch: the keys that were evicted for it, and the store's counts after it."""
+    """The outcome of writing a batch: the keys evicted to make room, and the store's statistics after the write."""
 
     evicted: list[bytes]
     statistics: StoreStatistics
-    number: int  # of the statistics: later ones have a higher one
+    number: int  # sequence number of *statistics*; later ones are higher
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The outcome of having records leave: *written* has their keys, *num_bytes* is how much less is stored, about."""
+    """The outcome of deleting records: their keys in *written*, and roughly how much less is stored in *num_bytes*."""
 
     written: Written
     num_bytes: int
 
 
 class DiskTier:
-    """The disk as the tiers see it: a `BlobStore` by group and name, what it holds, and how it is doing.
+    """The disk as the tiers see it: a `BlobStore` addressed by group and name, an index of it, and its health.
 
-    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store,
-    by `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`; everything else is the owner's
-    and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone. A store may
-    open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not open
-    the tier has no blocks and takes none.
+    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Only lanes' threads use the store, by
+    `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`. All other methods belong to the owner
+    and do not block, except `clear`. While a circuit breaker is open, that side of the disk is not used.
+
+    The store may open later than the tier is created, and may be reopened with other content (see `IndexLoad`). While
+    it is not open, the tier has no blocks and accepts none.
     """
 
     is_there = True
@@ -253,11 +257,14 @@ class DiskTier:
         written_bytes_per_day: int | None = None,
         opening: Callable[[], int] = lambda: 1,
     ) -> None:
-        """*written_bytes_per_day*: see `WriteBudget`. *opening*: the number of the store's present opening, 0 while it
-        is not open; all threads ask it, so it waits for nothing."""
+        """Create the tier over a store that may not be open yet.
+
+        *written_bytes_per_day* limits writes, see `WriteBudget`. *opening* returns the number of the store's current
+        opening, 0 while it is not open. All threads call it, so it must not block.
+        """
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.clock = clock
-        self.life: SsdLife | None = None  # if the configuration says what the drive is made for
+        self.life: SsdLife | None = None  # set if the configuration gives the drive's rated endurance
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
         self.ages = DiskAges(clock)
@@ -266,21 +273,21 @@ class DiskTier:
         self.latest = store.statistics()
         self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
         self.opening = opening
-        self.num_cleared = 0  # blocks evicted because that was asked for
-        self.taken_in = 0  # the opening that this tier goes by; 0: none
-        self._counted = 0  # the opening whose statistics were taken in last
+        self.num_cleared = 0  # blocks evicted on an operator's or caller's request
+        self.taken_in = 0  # the opening that the index reflects; 0: none
+        self._counted = 0  # the opening whose statistics were read last
         self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
         self._store = store
         self._namespace = namespace
-        self._counting = threading.Lock()  # guards the next
+        self._counting = threading.Lock()  # makes a number and its statistics one step
         self._numbers = itertools.count(1)
         self._latest_number = 0
         self._walk: Iterator[bytes] | None = None
 
     def take_in_opening(self) -> None:
-        """Go by the store's present opening: forget what was known of another one, and load the index anew.
+        """Switch to the store's current opening: discard what was known of an earlier one and reload the index.
 
-        Bytes that were written before it count against the budget, as far as they did not already.
+        Bytes written to the store before this opening are charged to the budget, unless they already were.
         """
         self.taken_in = self.opening()
         self.index.begin_again()
@@ -294,68 +301,70 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open, and the tier goes by its present opening."""
+        """Whether the store is open and the index reflects its current opening."""
         return self.taken_in != 0 and self.taken_in == self.opening()
 
     def may_write(self) -> bool:
-        """Whether writing a batch is worth a try now."""
+        """Return whether it makes sense to write a batch now."""
         return self.is_open and self.writing.allows()
 
     def cause_of(self, written: Written) -> EvictionCause:
-        """Why keys were evicted for a batch whose outcome has not been taken in yet: for its tenants' quotas if all of
-        them were, as far as the counts tell."""
+        """Return why keys were evicted for a batch whose outcome has not been processed yet.
+
+        The cause is the tenants' quotas if, according to the store's counts, all of the keys were evicted for quotas.
+        """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
         return EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
 
     def on_written(self, written: Written) -> None:
-        """Take in the outcome of a batch, unless that of a later one has been taken in before."""
+        """Process the outcome of a batch, unless that of a later batch has already been processed."""
         if written.number < self._latest_number:
             return
         total_bytes = written.statistics.written_bytes_total
-        was_emptied = total_bytes < self.latest.written_bytes_total  # the store met damage, and began again
+        was_emptied = total_bytes < self.latest.written_bytes_total  # the store found damage and started empty
         if was_emptied:
             self.taken_in = 0
         self.budget.spend(total_bytes if was_emptied else total_bytes - self.latest.written_bytes_total)
         self.latest, self._latest_number = written.statistics, written.number
 
     def key(self, group_id: int, name: BlockName) -> bytes:
-        """The store's key of a block."""
+        """Return the store's key of a block."""
         return block_key(self._namespace, group_id, name)
 
     def block_of(self, key: bytes) -> tuple[int, BlockName] | None:
-        """Group and name of a key; None if the key is another namespace's."""
+        """Return group and name of a key; None if the key belongs to another namespace."""
         if not key.startswith(self._namespace):
             return None
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
 
     def holds(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is known to be on disk. No while reading is out of order: it could not be had."""
+        """Return whether the block is known to be on disk; False while the disk cannot be read."""
         return self.index.holds(group_id, name) and self.is_readable
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of the blocks what `holds` says."""
+        """Return for each of the blocks what `holds` returns."""
         return self.index.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before the first that `holds` says no to."""
+        """Return how many of *names* come before the first for which `holds` is False."""
         return self.index.num_held(group_id, names) if self.is_readable else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read each key's block into its memory, verified; the digest, or why there is none."""
+        """Read and verify each key's block into its memory, and return each block's digest or fault."""
         with self._errors_of("read"):
             return self._store.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob]) -> Written:
-        """Write the blobs; the first of them will be evicted first. Raises what the store raises."""
+        """Write the blobs, of which the first will be evicted first. Raises what the store raises."""
         opening = self.opening()
         with self._errors_of("write"):
             written = self._counted_with(self._store.put_many(blobs))
             if opening != self.opening():
-                raise StoreUnavailable("the store was opened anew while it was written to")
+                raise StoreUnavailable("the store was reopened during a write; the batch may be lost")
         return written
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark these records as used, so that they leave after those that are not. Raises what the store raises."""
+        """Mark these records as used, so that they are evicted after unused ones. Raises what the store raises."""
         self._store.touch(keys)
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -363,7 +372,7 @@ class DiskTier:
         self._store.delete(keys)
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes) -> Dropped:
-        """See `Records.evict`: of all namespaces. Raises what the store raises."""
+        """Evict records of any namespace, see `Records.evict`. Raises what the store raises."""
         with self._errors_of("write"):
             evicted = self._store.evict(num_bytes, limit, tenant)
             return Dropped(self._counted_with(evicted.keys), evicted.num_bytes)
@@ -378,12 +387,12 @@ class DiskTier:
             return Dropped(written, max(0, before - written.statistics.stored_bytes))
 
     def walk(self) -> Iterator[bytes]:
-        """All keys of the store, see `Records.keys`."""
+        """Iterate over all keys of the store, see `Records.keys`."""
         return self._store.keys()
 
     @property
     def namespace(self) -> bytes:
-        """What the keys of this tier's blocks begin with."""
+        """First bytes of the keys of this tier's blocks."""
         return self._namespace
 
     def read_index(self) -> list[bytes]:
@@ -393,12 +402,12 @@ class DiskTier:
         return list(islice(self._walk, PAGE_KEYS))
 
     def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
-        """Add a page of keys to the index; the blocks that are new to it, by group. An empty page is the last."""
+        """Add a page of keys to the index and return its new blocks by group. An empty page ends the loading."""
         if not keys:
             self.index.finish_loading()
-        if set(map(len, keys)) != {KEY_BYTES}:  # what is of another length is of another namespace
+        if set(map(len, keys)) != {KEY_BYTES}:  # keys of another length belong to another namespace
             keys = [key for key in keys if len(key) == KEY_BYTES]
-        # All at once: one by one they take as long as the index does.
+        # Vectorised, because converting the keys one by one takes as long as the index itself.
         words = np.frombuffer(b"".join(keys), np.uint32).reshape(-1, KEY_BYTES // WORD_BYTES)
         start, end = NAMESPACE_BYTES // WORD_BYTES, -GROUP_BYTES // WORD_BYTES
         words = words[(words[:, :start] == np.frombuffer(self._namespace, np.uint32)).all(axis=1)]
@@ -410,12 +419,15 @@ class DiskTier:
         return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
 
     def rewind_index(self) -> None:
-        """Have `read_index` begin with the first page again."""
+        """Make `read_index` start with the first page again."""
         self._walk = None
 
     def clear(self) -> bool:
-        """Delete every record of this namespace; False if the store could not, and may have some left. The index is
-        as it was."""
+        """Delete every record of this namespace, without changing the index.
+
+        Returns:
+            False if the store failed, in which case it may still have some of the records.
+        """
         try:
             self._store.delete([key for key in self._store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
             self.latest = self._store.statistics()
@@ -425,7 +437,7 @@ class DiskTier:
         return True
 
     def statistics(self) -> TierStatistics:
-        """The store as it was after the last write, all namespaces together; faults that this process has met."""
+        """Return the store's counts after the last write (of all namespaces) and the faults met by this process."""
         return TierStatistics(
             num_blocks=self.latest.num_records,
             num_bytes=self.latest.stored_bytes,
@@ -436,7 +448,7 @@ class DiskTier:
         )
 
     def details(self) -> DiskStatistics:
-        """The statistics that only a disk has."""
+        """Return the statistics that only a disk has."""
         return DiskStatistics(
             file_bytes=self.latest.file_bytes,
             written_bytes_total=self.latest.written_bytes_total,
@@ -453,12 +465,12 @@ class DiskTier:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the disk can be read from, as far as is known. Not half open: no request waits for a probe."""
+        """Whether the disk can be read from, as far as known; False when half open, as no request waits for a probe."""
         return self.reading.is_closed
 
     @property
     def is_failing(self) -> bool:
-        """Whether writing has been given up for now."""
+        """Whether the store is closed, or writing is suspended by its circuit breaker."""
         return not self.is_open or not self.writing.is_closed
 
     def _counted_with(self, evicted: list[bytes]) -> Written:
@@ -467,7 +479,7 @@ class DiskTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side for people. An assignment, from any thread: nothing here goes by it."""
+        """Keep the last error of a side for display. Any thread may assign it; no decision depends on it."""
         try:
             yield
         except OSError as error:
@@ -476,8 +488,7 @@ class DiskTier:
 
 
 def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionCause, int]:
-    """Records that the store has evicted since it was made, by cause, those that there were; and as many as this
-    process was asked to evict."""
+    """Return records evicted since the store was created, by cause, plus those this process was asked to evict."""
     counts = {
         EvictionCause.ROOM: store.evicted_total - store.quota_evicted_total,
         EvictionCause.QUOTA: store.quota_evicted_total,
@@ -487,7 +498,7 @@ def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionC
 
 
 class NoDisk(DiskTier):
-    """The disk tier where there is no disk: that of a store which is never open."""
+    """The disk tier of a configuration without a disk: one whose store never opens."""
 
     is_there = False
 

@@ -1,4 +1,4 @@
-"""HostQuotas: each tenant with a quota has at most so many bytes of host memory, or loses its oldest blocks there."""
+"""Host quotas: a tenant that exceeds its quota of host memory loses its oldest blocks there."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,14 +11,15 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
 
-QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
-MAX_SHED = 128  # blocks that such a tenant loses at once
+QUOTA_PART = 1 << 12  # entries of the host's eviction order to scan at a time for blocks of a tenant over quota
+MAX_SHED = 128  # limit on blocks evicted for a quota at a time
 
 
 class HostBlocks:
     """Digest and tenant of each block in one group's host slots. Owned by the tiers' thread.
 
-    Flat arrays, made once: a dict with a million entries stops for tens of milliseconds when it grows.
+    These are flat arrays allocated once, because a dict with a million entries stalls for tens of milliseconds when it
+    grows.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -27,46 +28,46 @@ class HostBlocks:
         self._tenants = np.zeros(num_slots, np.uint64)  # 0: no tenant
 
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
-        """Record the blocks that have come to these slots. *digests* of all joined; *tenants* by their numbers."""
+        """Record the blocks that have come to these slots: *digests* concatenated, *tenants* by number."""
         self._known[slots] = True
         self._digests[slots] = np.frombuffer(digests, f"V{DIGEST_BYTES}")
         self._tenants[slots] = tenants
 
     def digest(self, slot: int) -> bytes:
-        """The digest of the bytes in the slot, taken when they arrived."""
+        """Return the digest of the bytes in the slot, taken when they arrived."""
         return bytes(self._digests[slot])
 
     def digests(self, slots: Ids) -> bytes:
-        """The digests of these slots' blocks, joined."""
+        """Return the concatenated digests of the blocks in these slots."""
         return self._digests[slots].tobytes()
 
     def tenant(self, slot: int) -> bytes:
-        """The tenant of the block in the slot."""
+        """Return the tenant of the block in the slot."""
         return tenant_with(int(self._tenants[slot]))
 
     def tenants(self, slots: Ids) -> OwnerNumbers:
-        """The tenants of the blocks in the slots, by their numbers."""
+        """Return the tenants of the blocks in the slots, by number."""
         return self._tenants[slots]
 
     def of_tenant(self, slots: Ids, tenant: bytes) -> npt.NDArray[np.bool_]:
-        """For each of the slots whether it has a block of the tenant's."""
+        """Return for each of the slots whether it has a block of the tenant."""
         own: npt.NDArray[np.bool_] = self._known[slots]
         own &= self._tenants[slots] == np.uint64(number_of(tenant))
         return own
 
     def forget(self, slots: Ids) -> Ids:
-        """Forget the blocks in these slots; those of the slots that had one."""
+        """Forget the blocks in these slots, and return the slots that had one."""
         known = slots[self._known[slots]]
         self._known[known] = False
         return known
 
     def slots(self) -> Ids:
-        """All slots that have a block."""
+        """Return all slots that have a block."""
         return np.flatnonzero(self._known)
 
 
 class HostQuotas:
-    """Counts the bytes of host memory of each tenant with a quota, and evicts what a tenant has too much.
+    """Bytes of host memory of each tenant with a quota, and eviction of the blocks that exceed it.
 
     A tenant without a quota is exempt, and not counted. Owned by the tiers' thread.
     """
@@ -78,48 +79,48 @@ class HostQuotas:
         host_blocks: Sequence[HostBlocks],
         block_bytes: Sequence[int],
     ) -> None:
-        """*quotas* in bytes, by tenant; the others by group."""
+        """Create quotas in bytes, by tenant; the other arguments are by group."""
         self._quotas = quotas
         self._host = host
         self._host_blocks = host_blocks
         self._block_bytes = block_bytes
         self._num_bytes = dict.fromkeys(quotas, 0)
-        # Tenants that are over their quota, by group, and up to where in the host's order they have no block.
+        # Tenants over their quota, by group, and the place in the host's order before which they have no block.
         self._over: dict[tuple[int, bytes], int] = {}
 
     @property
     def has_any(self) -> bool:
-        """Whether a tenant has a quota. Without one nothing is counted: each salt ever used would stay."""
+        """Whether any tenant has a quota. If none has, nothing is counted, so that old salts do not accumulate."""
         return bool(self._quotas)
 
     @property
     def num_bytes(self) -> dict[bytes, int]:
-        """Bytes of host memory that the blocks of each tenant with a quota take."""
+        """Bytes of host memory in use, by tenant with a quota."""
         return dict(self._num_bytes)
 
     def excess(self, tenant: bytes) -> int:
-        """Bytes of host memory that the tenant has beyond its quota."""
+        """Return by how many bytes of host memory the tenant exceeds its quota."""
         quota = self._quotas.get(tenant)
         return 0 if quota is None else max(0, self._num_bytes[tenant] - quota)
 
     def add(self, group_id: int, owners: OwnerNumbers) -> None:
-        """Count blocks of the group that have come to host memory; *owners*: the tenant of each."""
+        """Count blocks of the group that have come to host memory; *owners* has the tenant of each."""
         self._count(owners, self._block_bytes[group_id])
 
     def remove(self, group_id: int, owners: OwnerNumbers) -> None:
-        """Take blocks of the group off the count that have left host memory; *owners*: the tenant of each."""
+        """Stop counting blocks of the group that have left host memory; *owners* has the tenant of each."""
         self._count(owners, -self._block_bytes[group_id])
 
     def enforce(self, group_id: int, tenant: bytes) -> None:
         """Evict the oldest blocks of a tenant that is over its quota from host memory, tails first.
 
-        A part of the host's order is looked through now, the rest by `go_on`.
+        Scans a part of the host's eviction order; `go_on` scans the rest.
         """
         if self.excess(tenant):
             self._shed(group_id, tenant, self._over.pop((group_id, tenant), 0))
 
     def go_on(self) -> None:
-        """Look through the next part of the host's order for a tenant that is still over its quota."""
+        """Scan the next part of the host's eviction order for a tenant that is still over its quota."""
         if self._over:
             (group_id, tenant), start = next(iter(self._over.items()))
             del self._over[group_id, tenant]
@@ -132,7 +133,7 @@ class HostQuotas:
             for slot in blocks.slots().tolist():
                 if (tenant := blocks.tenant(slot)) in num_bytes:
                     num_bytes[tenant] += block_bytes
-        assert self._num_bytes == num_bytes, "the bytes of a tenant with a quota were miscounted"
+        assert self._num_bytes == num_bytes, "the bytes counted for a tenant with a quota are not those of its blocks"
 
     def _count(self, owners: OwnerNumbers, num_bytes: int) -> None:
         if not self._quotas:
@@ -143,7 +144,7 @@ class HostQuotas:
                 self._num_bytes[tenant] += count * num_bytes
 
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
-        """Evict from a part of the host's order, from its entry *start* on, what the tenant has too much."""
+        """Evict the tenant's excess blocks from one part of the host's order, starting at entry *start*."""
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
         slots, end = host.pool.order.part(start, QUOTA_PART)

@@ -1,4 +1,4 @@
-"""IndexLoad: loads the names of the blocks on disk page by page when the store opens, beside everything else."""
+"""The loading of the disk's index, page by page, when the store opens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvtier.tiers.lower.disk_content import DiskContent
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-SLOTS_AT_ONCE = 256  # of host memory that are looked at in one call: 0.1 ms of the owner's thread
+SLOTS_AT_ONCE = 256  # slots of host memory scanned per call: 0.1 ms of the owner's thread
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -23,11 +23,11 @@ class _Page:
 
 
 class IndexLoad:
-    """Follows the store's openings: a store may open late, and be opened anew with other content.
+    """The loader of the disk's index, which follows the store's openings.
 
-    With each opening what was known of the disk is forgotten, and all pages are read, one at a time, from the first
-    again if one fails or hangs. Then the blocks above that relied on a copy on disk are to be copied again. Owned by
-    the tiers' thread.
+    A store may open late, and may be reopened with other content. On each opening the loader discards what was known of
+    the disk and reads all pages, one at a time; it starts over if a page fails or hangs. Then the blocks above the disk
+    that relied on a copy there are offered to it again. Owned by the tiers' thread.
     """
 
     def __init__(self, index: DiskContent, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -39,7 +39,7 @@ class IndexLoad:
         self._forsaken: Iterator[None] = iter(())  # offers host blocks to the disk again, some at each step
 
     def go_on(self) -> None:
-        """Follow the store's opening; have the next page read, unless one is being read or all have been."""
+        """Follow the store's openings, and read the next page unless one is being read or all have been."""
         if self._disk.taken_in != self._disk.opening():
             self._disk.take_in_opening()
             self._forsaken = iter(())
@@ -57,7 +57,7 @@ class IndexLoad:
         if attempt is None:
             return
         page = _Page(attempt, self._disk.taken_in, self._clock())
-        # Before `submit`: a lane without threads reads the page inside it.
+        # Set before `submit`, because a lane without threads reads the page inside that call.
         self._reading = page
         if not self._transfers.submit(
             Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._on_page_read(transfer, page)
@@ -66,7 +66,7 @@ class IndexLoad:
             self._disk.reading.withdraw(attempt)
 
     def _withdraw(self) -> None:
-        """Ignore the outcome of the page that is being read, and begin with the first again."""
+        """Ignore the outcome of the page being read, and start again from the first page."""
         if self._reading is not None:
             self._disk.reading.withdraw(self._reading.attempt)
             self._disk.rewind_index()
@@ -74,7 +74,7 @@ class IndexLoad:
 
     def _on_page_read(self, transfer: Transfer, page: _Page) -> None:
         if page is not self._reading:
-            return  # another walk has begun
+            return  # the index is being read from the start again
         if page.opening != self._disk.opening() or isinstance(transfer.error, LaneClosed | StoreUnavailable):
             self._withdraw()
             return

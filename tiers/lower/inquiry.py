@@ -1,25 +1,25 @@
-"""Inquiry: a question to tiers that cannot tell at once what they have."""
+"""Inquiries: lookups in tiers that cannot answer at once."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Inquiry(Protocol):
-    """A question that is under way, or answered."""
+    """A lookup that is in flight or answered."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `LowerTiers.find` knows the answer by now, or it will come too late for who asked."""
+        """Whether `LowerTiers.find` knows the answer by now, or it would come too late for the request."""
 
 
 class Answered:
-    """See `Inquiry`: what is asked of tiers that know at once what they have."""
+    """The inquiry of tiers that answer at once; implements `Inquiry`."""
 
     is_done = True
 
 
 class AllOf:
-    """See `Inquiry`: several as one."""
+    """Several inquiries as one; implements `Inquiry`."""
 
     def __init__(self, inquiries: Sequence[Inquiry]) -> None:
         self._inquiries = inquiries

@@ -1,4 +1,4 @@
-"""LocalPurge: an operator's eviction from host memory and disk of this process."""
+"""A purge of host memory and disk in this process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,10 +9,13 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LocalPurge:
-    """See `Purge`. Host memory first: what is on its way to disk meanwhile is found there by the next look."""
+    """A purge of host memory, then disk; implements `Purge`.
+
+    Host memory is first because the next pass over the disk finds blocks that were written to it meanwhile.
+    """
 
     def __init__(self, host: Sequence[SlotPurge], block_bytes: Sequence[int], disk: DiskPurge | None) -> None:
-        """*host* and *block_bytes* by group, *host* empty if that is not meant; *disk* is None for the same reason."""
+        """Create a purge of *host*, by group, and *disk*; an empty *host* or a None *disk* leaves that tier out."""
         self._host = host
         self._block_bytes = block_bytes
         self._disk = disk
@@ -41,14 +44,14 @@ class LocalPurge:
 
 
 def purged(groups: Sequence[SlotPurge], block_bytes: Sequence[int]) -> Purged:
-    """What has left the slots of all groups, *block_bytes* each."""
+    """Return what was evicted from the slots of all groups; *block_bytes* by group."""
     num_blocks = [each.num_evicted for each in groups]
     num_bytes = sum(num * size for num, size in zip(num_blocks, block_bytes, strict=True))
     return Purged(sum(num_blocks), num_bytes, sum(each.num_leased() for each in groups))
 
 
 def limit_per_group(max_bytes: int | None, max_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
-    """How many blocks of each group so many bytes or blocks of a tier are, rounded up; None: all."""
+    """Return the limit of blocks per group for a tier's limit of bytes or blocks, rounded up; None: no limit."""
     if max_bytes is not None:
         return -(-max_bytes // sum(block_bytes))
     return None if max_blocks is None else -(-max_blocks // len(block_bytes))

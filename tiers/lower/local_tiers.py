@@ -1,4 +1,4 @@
-"""LocalTiers: the tiers below the device in this process: host memory, and a disk if there is one."""
+"""Host memory and an optional disk and remote tier, in this process: the main implementation of `LowerTiers`."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,11 +43,14 @@ from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
-MIN_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
+MIN_CLEAN_AHEAD = 32  # host blocks at the eviction end to keep clean before any rate has been measured
 
 
 class LocalFetch:
-    """See `Fetch`. `lease` leases what is in host memory, `read` has the rest read. Owned by the tiers' thread."""
+    """Leases on blocks of one group in host memory, including blocks that are still being read; implements `Fetch`.
+
+    `lease` leases the blocks that are in host memory, `read` starts reads of the rest. Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,11 @@ class LocalFetch:
         on_come: Callable[["LocalFetch", int, Reason | None], None],
         on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """*on_fetched* is the caller's. *on_come* is called for each block that was read or could not be, *on_ended*
-        when the fetch leases nothing any more and waits for nothing."""
+        """Create a fetch that leases nothing yet, with the callback of `LowerTiers.fetch` in *on_fetched*.
+
+        *on_come* is called for each block whose read succeeded or failed, *on_ended* when the fetch holds no leases and
+        waits for no reads.
+        """
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
@@ -71,29 +77,29 @@ class LocalFetch:
         self._cold_reads = cold_reads
         self._on_come = on_come
         self._on_ended = on_ended
-        self._reads: dict[int, BlockRead] = {}  # under way, by place
-        self._were_read: dict[int, BlockRead] = {}  # leased, by place
+        self._reads: dict[int, BlockRead] = {}  # in flight, by place
+        self._were_read: dict[int, BlockRead] = {}  # blocks that were read and leased, by place
         self._num_leased = 0
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of its blocks have still to come."""
+        """Whether any block of this fetch is still being read."""
         return bool(self._reads)
 
     @property
     def num_leased(self) -> int:
-        """Blocks that have come and were not released."""
+        """Number of blocks that are leased now."""
         return self._num_leased
 
     def lease(self, slots: Places) -> None:
-        """Lease what is in host memory already: block i in slot i, ABSENT for the others."""
+        """Lease the blocks that are already in host memory: block i in slot `slots[i]`, or ABSENT if it has none."""
         self.slots[:] = slots
         there = slots[slots != ABSENT]
         self._num_leased = len(there)
         self._pool.lease(there)
 
     def read(self, now: bool) -> None:
-        """Have the blocks that are not leased read; *now*: before those of all that may come later."""
+        """Start reads of the blocks that are not leased; *now* queues them ahead of all prefetches."""
         places = np.flatnonzero(self.slots == ABSENT)
         self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
         if len(self._reads) < len(places):
@@ -102,7 +108,7 @@ class LocalFetch:
                     self.fail(place, Reason.EVICTED_FROM_HOST)
 
     def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
-        """Lease a block that has been read, or note why it never will be."""
+        """Lease a block that has been read, or record why its read failed."""
         del self._reads[place]
         if failure is None and block_read.host_slot is not None:
             self._pool.lease([block_read.host_slot])
@@ -114,7 +120,7 @@ class LocalFetch:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
-        """Note that a block will not come."""
+        """Record that a block will not come."""
         self.failures[place] = reason
         self._on_come(self, place, reason)
 
@@ -131,18 +137,18 @@ class LocalFetch:
         return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
 
     def tier(self, place: int) -> Tier:
-        """From which tier a leased block came."""
+        """Return the tier that a leased block came from."""
         was_read = self._were_read.get(place)
         return Tier.HOST if was_read is None else was_read.tier
 
     def digests(self, places: Ids) -> bytes:
-        """The digests of these leased blocks, joined."""
+        """Return the concatenated digests of the leased blocks at *places*."""
         if self._were_read:
             return b"".join(map(self.digest, places.tolist()))
         return self._index.host_blocks[self.group_id].digests(self.slots[places].astype(np.intp))
 
     def owners(self, places: Ids) -> OwnerNumbers:
-        """The tenants of these leased blocks."""
+        """Return the tenants of the leased blocks at *places*."""
         if self._were_read:
             return np.array([number_of(self.tenant(place)) for place in places.tolist()], np.uint64)
         return self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
@@ -159,7 +165,7 @@ class LocalFetch:
         self.slots[ids] = ABSENT
         self._pool.release(there)
         self._num_leased -= len(there)
-        for tenant in tenants:  # leased blocks could not be evicted for a quota
+        for tenant in tenants:  # while these blocks were leased, the quota could not evict them
             self._index.quotas.enforce(self.group_id, tenant)
         if not self._num_leased and not self._reads:
             self._on_ended(self)
@@ -170,13 +176,13 @@ class LocalFetch:
 
 
 class Fetches:
-    """The fetches that lease a block or wait for one; a fetch that does neither is over. Owned by the tiers' thread."""
+    """The fetches that hold a lease or wait for a read; any other fetch is over. Owned by the tiers' thread."""
 
     def __init__(self, index: LowerIndex, cold_reads: ColdReads) -> None:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
-        self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
+        self._reading: set[LocalFetch] = set()  # fetches that wait for blocks wanted now
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
 
     def __iter__(self) -> Iterator[LocalFetch]:
@@ -184,13 +190,13 @@ class Fetches:
 
     @property
     def any_reading(self) -> bool:
-        """Whether a fetch waits for blocks that are wanted now."""
+        """Whether any fetch waits for blocks that are wanted now."""
         return bool(self._reading)
 
     def begin(
         self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
     ) -> LocalFetch:
-        """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
+        """Lease the blocks in host memory and queue reads of the rest; without *now*, at low priority."""
         fetch = LocalFetch(group_id, blocks, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended)
         fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
         if fetch.num_leased < len(fetch.slots):
@@ -203,10 +209,10 @@ class Fetches:
         return fetch
 
     def deliver(self) -> None:
-        """Tell the callers which blocks have come since the last call, and which never will."""
+        """Invoke the callers' callbacks for each block that was read or failed since the last call."""
         news, self._news = self._news, []
         for fetch, place, failure in news:
-            if failure is not None or fetch.slots[place] != ABSENT:  # else its caller has released it meanwhile
+            if failure is not None or fetch.slots[place] != ABSENT:  # otherwise its caller has already released it
                 fetch.on_fetched(fetch, place, failure)
 
     def end_all(self) -> None:
@@ -215,11 +221,11 @@ class Fetches:
             fetch.release(range(len(fetch.slots)))
 
     def num_leased(self, group_id: int) -> int:
-        """Host slots of the group that fetches lease."""
+        """Return how many host slots of the group are leased by fetches."""
         return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
 
     def check(self) -> None:
-        """Raise AssertionError if a fetch is kept that leases and waits for nothing."""
+        """Raise AssertionError if a fetch is kept that leases nothing and waits for nothing."""
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
         assert self._reading <= self._fetches, "a fetch that is over waits for something"
 
@@ -247,9 +253,10 @@ def lower_tiers(
     events: EventLog | None = None,
     spills: SpillLog | None = None,
 ) -> LowerTiers:
-    """The tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
+    """Return the tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
 
-    ValueError for a disk or a remote tier without host memory: blocks are read into that.
+    Raises:
+        ValueError: If there is a disk or remote tier but no host memory to read its blocks into.
     """
     if all(memory.num_host_slots for memory in memories):
         return LocalTiers(
@@ -263,8 +270,10 @@ def lower_tiers(
 
 
 class LocalTiers:
-    """See `LowerTiers`. Copies between host memory and disk go by *transfers*, which the thread that owns these tiers
-    polls."""
+    """The tiers below the device in this process; implements `LowerTiers`.
+
+    Copies between host memory and the colder tiers use *transfers*, which the owner of the tiers' thread polls.
+    """
 
     def __init__(
         self,
@@ -279,16 +288,19 @@ class LocalTiers:
         events: EventLog | None = None,
         spills: SpillLog | None = None,
     ) -> None:
-        """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events* is told which
-        blocks came to host memory and disk, and which left, *spills* of each batch that was to be written to disk."""
+        """Create empty host memory over an optional disk and remote tier.
+
+        *memories* hold the host slots, by group. *quotas* limit the bytes of host memory, by tenant. *events* logs
+        blocks stored in and removed from host memory and disk, *spills* each batch that was to be written to disk.
+        """
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
         self.index = LowerIndex(
             groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), remote, quotas, events, spills
         )
-        # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         self._clock = clock
+        # At most a quarter of the pool: inside the window eviction skips dirty blocks, beyond it the order is strict.
         self._windows = [CleanAhead(MIN_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
         source, windows = DiskSource(self.index), self._windows
@@ -308,7 +320,7 @@ class LocalTiers:
         self._clearing = Clearing(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._cold_reads)
         self._reserved = [0 for _ in memories]
-        self._unmet = [0 for _ in memories]  # slots that `reserve` could not give since the last `spill`
+        self._unmet = [0 for _ in memories]  # slots that `reserve` could not provide since the last `spill`
         self._index_load.go_on()
 
     @property
@@ -329,7 +341,7 @@ class LocalTiers:
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether blocks that have left the disk have still to be told of, by `poll`."""
+        """Whether `poll` has yet to report blocks that have left the disk."""
         return self.index.disk.index.is_forgetting
 
     @property
@@ -377,8 +389,12 @@ class LocalTiers:
         return slots
 
     def withdraw(self, group_id: int, slots: Ids) -> bool:
-        """Lease these very host slots, as `reserve` does; the blocks in them are forgotten. False, and nothing has
-        changed, if one of them is leased or has a block without a copy on a disk that works."""
+        """Lease exactly these host slots, as `reserve` does, and evict the blocks in them.
+
+        Returns:
+            False, with nothing changed, if any of the slots is leased, or holds a block that has no copy on disk yet
+            while the disk accepts writes.
+        """
         host = self.index.host[group_id]
         is_needed = bool(host.pool.num_leased(slots)) or (
             host.dirty.any_among(slots) and not self.index.disk.is_failing
@@ -417,7 +433,7 @@ class LocalTiers:
         disk = self.index.disk
         assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
         keys = [disk.key(group_id, name) for name in compress(names, were_read)]
-        if keys:  # left out while the lane to disk is full
+        if keys:  # dropped if the lane to the disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
     def evict_last(self, group_id: int, places: Places) -> None:
@@ -443,9 +459,11 @@ class LocalTiers:
         return True
 
     def forget_all(self) -> None:
-        """Forget every block, also those that are leased or on their way to disk; the disk's records are deleted later.
-        Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory. That the
-        blocks have left the disk is told in some polls to come: see `is_forgetting`."""
+        """Evict every block, including leased ones and those being written to disk; delete disk records later.
+
+        Unlike `clear`, this does not wait and does not end fetches, so blocks that are being read still come to host
+        memory. Later polls report the blocks that have left the disk (see `is_forgetting`).
+        """
         self.index.lose_disk()
         self.index.disk.index.empty()
         for host in self.index.host:
@@ -471,7 +489,7 @@ class LocalTiers:
         return LocalPurge(host, self._block_bytes, disk)
 
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
-        """Take in that the store has dropped these keys, for a *cause* other than a write of these tiers."""
+        """Handle keys that the store has dropped for a *cause* other than a write by these tiers."""
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:
             self.index.disk.num_cleared += sum(self.index.disk.block_of(key) is not None for key in keys)
@@ -502,8 +520,10 @@ class LocalTiers:
             host.ages.look(host.num_evicted, now)
 
     def time_out_reads(self, timeout_s: float) -> None:
-        """Give up all reads if one of them has been under way for *timeout_s*, see `Fetch.time_out`. For callers that
-        may wait for a fetch for less long than for the disk: a long queue is no disk that hangs."""
+        """Give up all reads, as `Fetch.time_out` does, if one has been in flight for *timeout_s*.
+
+        This is for callers that may wait for a fetch less long than for the disk: a long queue is not a hung disk.
+        """
         self._cold_reads.time_out_late(timeout_s)
 
     def take_lost(self) -> Sequence[Lost]:
@@ -551,7 +571,7 @@ class LocalTiers:
             )
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
-        """Publish one row's blocks; the slots of those that no other slot had."""
+        """Publish the blocks of one row and return the slots of those that no other slot holds."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
         taken = self.index.add_chain_to_host(
@@ -573,7 +593,7 @@ class LocalTiers:
         self._disk_probe.go_on()
 
     def _is_roomy(self) -> bool:
-        """Whether each pool could give a window of slots, and those that it did not give, and lose no last copy."""
+        """Return whether each pool can give a window plus its unmet slots without losing a block's last copy."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self.index.host, self._windows, self._unmet, strict=True)

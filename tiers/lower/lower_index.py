@@ -1,4 +1,4 @@
-"""LowerIndex: which block is in host memory and which on disk."""
+"""The index of the tiers below the device: which block is in host memory, and which is on disk."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ from kvtier.transfer.transfer_engine import Route
 
 
 class LowerIndex:
-    """Which block is in which host slot, which is on disk, and what follows when one comes or leaves.
+    """Which block is in which host slot and which is on disk, and the bookkeeping when a block arrives or leaves.
 
-    It starts no copy and holds no bytes. Blocks that neither tier has any more it hands over in `take_lost`, for the
-    device, which may have a copy. Owned by the tiers' thread.
+    The index starts no copies and holds no bytes. `take_lost` reports the blocks that neither tier has any more,
+    because the device may hold their last copy. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -45,12 +45,15 @@ class LowerIndex:
         events: EventLog | None,
         spills: SpillLog | None,
     ) -> None:
-        """*num_slots* of host memory, and *block_bytes*, by group; *quotas*: bytes of host memory by tenant."""
+        """Create an empty index.
+
+        *num_slots* of host memory and *block_bytes* are by group. *quotas* limit the bytes of host memory, by tenant.
+        """
         self.host = [  # [group]
             GroupSlots(num, disk.is_there, partial(self._on_left_host, group_id))
             for group_id, num in enumerate(num_slots)
         ]
-        self.corrupt: Counter[str] = Counter()  # blocks of host memory whose bytes were wrong, by cause
+        self.corrupt: Counter[str] = Counter()  # blocks of host memory with wrong bytes, by cause
         self.disk = disk
         self.remote = remote
         self.host_blocks = [HostBlocks(num) for num in num_slots]  # [group]
@@ -62,11 +65,11 @@ class LowerIndex:
         self.forgets = [group.forgets for group in groups]
         self._block_bytes = block_bytes
         self._events = events
-        self.spills = spills  # None: nobody wants to know of them
+        self.spills = spills
         self._lost: list[Lost] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Where the blocks are, see `LowerTiers.find`."""
+        """Return where the blocks are, see `LowerTiers.find`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and self.disk.is_there:
@@ -77,7 +80,7 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Where the first of the blocks are, up to the first that is nowhere."""
+        """Return where the first of the blocks are, up to the first that is nowhere."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -89,17 +92,17 @@ class LowerIndex:
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
     def are_remote(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of the blocks, none of which is in host memory, whether only the remote tier is known to have it."""
+        """Return for each block, none of them in host memory, whether only the remote tier is known to have it."""
         if self.remote is None:
             return np.zeros(len(names), np.bool_)
         return self.remote.are_held(group_id, names) & ~self.disk.are_held(group_id, names)
 
     def has(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is in host memory or on disk."""
+        """Return whether the block is in host memory or on disk."""
         return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def take_lost(self) -> Sequence[Lost]:
-        """Hand over which blocks have left the last of the two tiers since the last call."""
+        """Return, once, the blocks that have left the last of host memory and disk since the previous call."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []
@@ -108,10 +111,10 @@ class LowerIndex:
     def add_chain_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
-        """Make blocks findable that have arrived in leased host slots; the places of those that another slot has.
+        """Make blocks that arrived in leased host slots findable; return the places of those that another slot holds.
 
-        The blocks are those of *names* from *start* on, one after the other in one chain, and *names* begins with the
-        first one's parent, if that is known. *digests* of all of them joined, *tenants* by number.
+        *names* are consecutive in one chain. The blocks are those from *start* on; before them comes the first block's
+        parent, if that is known. *digests* of all blocks are concatenated, *tenants* are by number.
         """
         taken = self.host[group_id].pool.commit(slots, names, start)
         names = names[start:]
@@ -134,7 +137,7 @@ class LowerIndex:
         digests: Sequence[bytes],
         origin: Sequence[Origin],
     ) -> list[int]:
-        """As `add_chain_to_host`, for blocks of any chains; the slots of the blocks that no other slot had."""
+        """Add blocks of any chains as `add_chain_to_host` does, and return the slots of the new ones."""
         new: list[int] = []
         start = 0
         for end in range(1, len(slots) + 1):
@@ -154,15 +157,17 @@ class LowerIndex:
         return new
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
-        """Parent and tenant of the block in the host slot. Where a group forgets there is no parent: the block is of
-        use without it."""
+        """Return parent and tenant of the block in a host slot.
+
+        In a group that forgets, the parent is None, because the block is usable without it.
+        """
         parent = None if self.forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
-        """Mark host blocks dirty that may be written to disk: those that are not there, and that `Admission` lets in.
+        """Mark host blocks dirty that should be written to disk: those not on disk that `Admission` admits.
 
-        To be called when blocks have come from the device, and when they were used, tails first.
+        Call this when blocks arrive from the device and when they are used, tails first.
         """
         if not self.disk.is_there:
             return
@@ -188,11 +193,10 @@ class LowerIndex:
         evicted: Sequence[bytes],
         cause: EvictionCause = EvictionCause.ROOM,
     ) -> None:
-        """Take in that blocks were written to disk, and that the store dropped the keys *evicted* for them, its oldest,
-        for this *cause*.
+        """Record that blocks were written to disk and that the store evicted its oldest keys for a *cause*.
 
-        A dropped block that is in host memory is not written a second time: a disk smaller than the host would never
-        rest.
+        An evicted block that is in host memory is not written again, because otherwise a disk smaller than host memory
+        would be written to without end.
         """
         if names:
             self.disk.index.add(group_id, names)
@@ -209,16 +213,16 @@ class LowerIndex:
                 self._lose(group_id, [name], Tier.DISK, cause)
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
-        """Take in that the store has no good record of a block that it was said to have, for this *cause*.
+        """Record, with its *cause*, that the store has no valid record of a block that the index has on disk.
 
-        A copy of the block in host memory becomes dirty; without one the block is lost.
+        A copy of the block in host memory becomes dirty; without such a copy the block is lost.
         """
         if self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
         self._record_lost_on_disk(group_id, name, cause)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Take in that a read of the block gave no bytes. After an error of the disk itself the record may be good."""
+        """Count a read that returned no bytes. After an I/O error the record stays indexed, since it may be intact."""
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
             self._record_lost_on_disk(group_id, name, _cause_of(fault))
@@ -226,15 +230,15 @@ class LowerIndex:
             self.remove_from_disk_index(group_id, name, _cause_of(fault))
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """Take in one page of the keys that were in the store when it was opened."""
+        """Add one page of the keys that were in the store when it was opened."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
     def forget_some_of_disk(self) -> None:
-        """Forget some blocks that were on disk before its store was opened anew, and tell that they are gone.
+        """Forget some blocks of the disk's earlier content, and report their removal.
 
-        Not those that are known to be there now.
+        The content is that from before the store was reopened; blocks known to be on disk now are not reported.
         """
         group_id, names = self.disk.index.forget_some() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
@@ -243,9 +247,9 @@ class LowerIndex:
             self._tell(BlockRemoved(Tier.DISK, group_id, gone, EvictionCause.CLEARED))
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
-        """Offer all blocks of host memory to the disk, so many slots at each step, and begin a new `epoch`.
+        """Offer all blocks of host memory to the disk, *num_at_once* slots per step, and begin a new `epoch`.
 
-        To be called when the disk's index has been loaded, whose content may be other than it was.
+        Call this when the disk's index has been loaded, because its content may have changed.
         """
         self.epoch += 1
         for group_id, pool in enumerate([host.pool for host in self.host]):
@@ -255,8 +259,10 @@ class LowerIndex:
                 yield
 
     def lose_disk(self) -> None:
-        """Take in that all blocks are about to leave the disk because that was asked for. As many are lost by name as
-        anyone remembers."""
+        """Record that all blocks are about to leave the disk because a caller asked for it.
+
+        At most `NUM_GHOSTS` of them are reported by name as lost, because no more are remembered.
+        """
         num_left = NUM_GHOSTS
         for group_id, host in enumerate(self.host):
             for page in self.disk.index.pages(group_id):
@@ -268,8 +274,10 @@ class LowerIndex:
                     return
 
     def clear(self) -> None:
-        """Forget every block of host memory without telling of it but as lost, after the disk has; nothing may be
-        leased."""
+        """Evict every block of host memory after the disk was cleared, and report those not on disk as lost.
+
+        No event is sent, and no block may be leased.
+        """
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
             names = host.clear()
             self._uncount(group_id, blocks.slots())
@@ -292,7 +300,7 @@ class LowerIndex:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Take in that the slots' blocks, of these names, cannot be found in host memory any more."""
+        """Update the books for blocks that can no longer be found in host memory; *names* are those of the slots."""
         self._uncount(group_id, slots)
         if not names:
             return
@@ -304,7 +312,7 @@ class LowerIndex:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
 
     def _on_dropped(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Count blocks that have left host memory and were still to be written to disk."""
+        """Count blocks that left host memory before they were written to disk."""
         self.host[group_id].dropped_spills += len(names)
         if self.spills is not None and names:
             self.spills.on_dropped(Route.HOST_TO_DISK, names, cause)
@@ -330,7 +338,7 @@ class LowerIndex:
             self._lost.append(Lost(group_id, names, tier, cause))
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is on disk, or has been admitted there and is on its way."""
+        """Return whether the block is on disk, or admitted and about to be written."""
         if self.disk.index.holds(group_id, name):
             return True
         slot = self.host[group_id].pool.find(name)
@@ -346,7 +354,7 @@ class LowerIndex:
 
 
 def _cause_of(fault: Fault) -> EvictionCause:
-    """Why a block is lost whose read has failed: what is missing was evicted, and this process has not heard of it."""
+    """Return why a block whose read failed is lost; a missing record was evicted unknown to this process."""
     match fault:
         case Fault.MISSING:
             return EvictionCause.ROOM
@@ -357,11 +365,11 @@ def _cause_of(fault: Fault) -> EvictionCause:
 
 
 def _run(places: Places) -> Places:
-    """The places before the first that is nowhere."""
+    """Return the places before the first that is NOWHERE."""
     is_nowhere = places == NOWHERE
     return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """The names at these *places*, which are distinct."""
+    """Return the names at these distinct *places*."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]

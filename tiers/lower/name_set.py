@@ -1,4 +1,4 @@
-"""NameSet: a set of millions of block names in which no call takes longer for there being more of them."""
+"""A set of millions of block names, in which no call takes longer because the set is larger."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,56 +15,56 @@ GROUP_BYTES = 4
 NAME_BYTES = 32
 KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
 TAG_BYTES = 4
-WIDTH = 16  # places in a bucket: their tags are one cache line
+WIDTH = 16  # places per bucket, whose tags fill one cache line
 BUCKET_BYTES = WIDTH * TAG_BYTES
 USED_UP = (1 << WIDTH) - 1
-MEAN = 3.5  # names in a bucket on average; up to twice as many in those that will be split next
-SPLIT_AT_ONCE = 32  # buckets, when names come one by one
-LOOKED_THROUGH = 1 << 14  # buckets in a call of `find`: a megabyte of tags
+MEAN = 3.5  # average names per bucket; the buckets to be split next have up to twice as many
+SPLIT_AT_ONCE = 32  # buckets to split at once when names are added one by one
+LOOKED_THROUGH = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
 
 Rows = npt.NDArray[np.uint64]  # [names, 4]
 
 
 def block_key(namespace: bytes, group_id: int, name: BlockName) -> bytes:
-    """Namespace (16 B) ‖ block name ‖ group id (4 B, big endian)."""
+    """Return the store's key of a block: namespace (16 B) ‖ block name ‖ group id (4 B, big endian)."""
     return namespace + name + group_id.to_bytes(GROUP_BYTES, "big")
 
 
 def rows_of(names: Sequence[BlockName]) -> Rows:
-    """The names as rows of numbers, [names, 4]."""
+    """Return the names as rows of numbers, [names, 4]."""
     joined = b"".join(names)
     assert len(joined) == NAME_BYTES * len(names), f"a name has {NAME_BYTES} bytes"
     return np.frombuffer(joined, np.uint64).reshape(-1, NAME_BYTES // 8)
 
 
 def names_of(rows: Rows) -> list[BlockName]:
-    """The names whose numbers these rows are: the reverse of `rows_of`."""
+    """Return the names that these rows encode: the inverse of `rows_of`."""
     return cast(list[BlockName], np.ascontiguousarray(rows).view(f"V{NAME_BYTES}").ravel().tolist())
 
 
 class NameSet:
-    """Whole names, compared as such, in flat arrays; 70 bytes each. No name is an object for a garbage collection.
+    """Full block names in flat arrays, 70 bytes each; no name is a Python object that the garbage collector visits.
 
-    Linear hashing (Litwin, 1980): buckets are split one after another as names are added, never all at once, and the
-    arrays grow in place. A bucket's place tells a *tag*, the first 31 bits of a name, of which the last ones choose the
-    bucket, and where the name is. A name whose bucket is full (one in some thousands) is in a Python set. Owned by one
-    thread.
+    The set uses linear hashing (Litwin, 1980): as names are added, buckets are split one after another, never all at
+    once, and the arrays grow in place. Each place in a bucket stores a *tag* and the row of the name. The tag is the
+    first 31 bits of the name; its last bits choose the bucket. A name whose bucket is full (one in some thousands) goes
+    into a Python set. Owned by one thread.
     """
 
     def __init__(self) -> None:
         self._tags = GrowingRows(np.uint32, WIDTH)  # [bucket]; 0: the place is free
-        self._places = GrowingRows(np.uint32, WIDTH)  # [bucket] the name's row
-        self._used = GrowingRows(np.uint16, 1)  # [bucket] a bit for each of its places
-        self._is_over = GrowingRows(np.bool_, 1)  # [bucket] whether names of it may be in the next
+        self._places = GrowingRows(np.uint32, WIDTH)  # [bucket] row of each name
+        self._used = GrowingRows(np.uint16, 1)  # [bucket] bitmap of the places in use
+        self._is_over = GrowingRows(np.bool_, 1)  # [bucket] whether the Python set may have names of this bucket
         self._over: set[BlockName] = set()
         self._rows = GrowingRows(np.uint64, NAME_BYTES // 8)
         self._parts = (self._tags, self._places, self._used, self._is_over, self._rows)
-        self._free = array("I")  # rows whose names were discarded
+        self._free = array("I")  # rows of discarded names
         self._num_rows = 0
         self._num_in_buckets = 0
-        self._level = 1  # buckets when all were split last; a power of two
-        self.num_buckets = 1  # that there are now; each call that adds names splits a few
-        self._next = 0  # bucket that `find` looks at
+        self._level = 1  # number of buckets when all had been split equally often; a power of two
+        self.num_buckets = 1  # current number; each call that adds names splits a few buckets
+        self._next = 0  # bucket where `find` continues
         self._grow_buckets(1)
 
     def __len__(self) -> int:
@@ -72,19 +72,19 @@ class NameSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the set takes."""
+        """Bytes of memory used by the set."""
         return sum(len(part.memory) for part in self._parts)
 
     @property
     def num_over(self) -> int:
-        """Names that are in the Python set because their bucket was full."""
+        """Number of names in the Python set, because their bucket was full."""
         return len(self._over)
 
     def __contains__(self, name: BlockName) -> bool:
         return self._position(name) is not None or name in self._over
 
     def holds(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """For each of these names whether it is in the set."""
+        """Return for each of these names whether it is in the set."""
         found = np.zeros(len(rows), np.bool_)
         tags = _tags(rows)
         buckets = self._buckets(tags)
@@ -100,7 +100,7 @@ class NameSet:
         return found
 
     def add(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Add these names; for each whether it is new. A name that comes twice is new once."""
+        """Add these names and return for each whether it is new; of equal names one is new."""
         is_new = ~self.holds(rows)
         new = np.flatnonzero(is_new)
         while (missing := int((len(self) + len(new)) / MEAN) - self.num_buckets) > 0:
@@ -117,7 +117,7 @@ class NameSet:
         return is_new
 
     def add_one(self, name: BlockName) -> bool:
-        """Add that name; whether it is new. Takes 5 µs, where `add` with one name takes 200."""
+        """Add one name and return whether it is new. Takes 5 µs, where `add` with one name takes 200."""
         if name in self:
             return False
         if int(len(self) / MEAN) - self.num_buckets >= SPLIT_AT_ONCE:
@@ -143,7 +143,7 @@ class NameSet:
         return True
 
     def discard(self, name: BlockName) -> bool:
-        """Remove that name; whether it was in the set."""
+        """Remove a name and return whether it was in the set."""
         position = self._position(name)
         if position is None:
             was_over = name in self._over
@@ -157,7 +157,7 @@ class NameSet:
         return True
 
     def find(self) -> list[BlockName]:
-        """Some names of the set, other ones with the next call. May be none although there are some: call again."""
+        """Return some names of the set, different ones on each call; may be empty although the set is not."""
         start, end = self._next, min(self._next + LOOKED_THROUGH, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
@@ -168,26 +168,29 @@ class NameSet:
         return found + (list(self._over)[:WIDTH] if start == 0 else [])
 
     def pages(self, num_buckets: int) -> Iterator[list[BlockName]]:
-        """All names that stay in the set until the last page, those of so many buckets at a time. Each page has names
-        of the set only; one that is added meanwhile may be in none, one may be in two. There is a last page if fewer
-        names are added between two than a page has."""
+        """Yield the names of the set in pages of *num_buckets* buckets each.
+
+        Every name that stays in the set until the last page is yielded, and each page contains only names of the set. A
+        name that is added meanwhile may be yielded twice or not at all. The iteration ends if fewer names are added
+        between two pages than a page contains.
+        """
         over = list(self._over)
         for start in range(0, max(1, len(over)), num_buckets):
             yield [name for name in over[start : start + num_buckets] if name in self._over]
         start = 0
-        while start < self.num_buckets:  # upwards, as a split moves names to buckets with a higher number only
+        while start < self.num_buckets:  # ascending, because a split moves names to higher buckets only
             end = min(start + num_buckets, self.num_buckets)
             is_taken = self._tags.all[start:end] != 0
             yield names_of(self._rows.all.take(self._places.all[start:end][is_taken], axis=0))
             start = end
 
     def give_back(self) -> bool:
-        """Give a part of the memory back; whether there is more. The set is of no use after the first call."""
+        """Free a part of the memory and return whether there is more. The set is unusable after the first call."""
         self._over.clear()
         return any(part.give_back() for part in self._parts)
 
     def _position(self, name: BlockName) -> int | None:
-        """The name's place in the buckets, counted over all of them; None if it is in none."""
+        """Return the name's place, counted over all buckets; None if it is in no bucket."""
         tag, bucket = self._tag_and_bucket(name)
         wanted, start, end = tag.to_bytes(TAG_BYTES, "little"), bucket * BUCKET_BYTES, (bucket + 1) * BUCKET_BYTES
         find = self._tags.memory.find
@@ -211,9 +214,9 @@ class NameSet:
         return buckets
 
     def _put(self, rows: Rows, tags: npt.NDArray[np.uint32], buckets: npt.NDArray[np.intp]) -> None:
-        """Write new names, in the order of their buckets, into free places there, or into the Python set."""
+        """Write new names, sorted by bucket, into free places of their buckets or into the Python set."""
         while len(buckets):
-            is_first = np.diff(buckets, prepend=-1) != 0  # the others follow one after another
+            is_first = np.diff(buckets, prepend=-1) != 0  # of each bucket one name per pass
             used = self._used.all.take(buckets)
             has_room = used != USED_UP
             goes = is_first & has_room
@@ -231,7 +234,7 @@ class NameSet:
         buckets: npt.NDArray[np.intp],
         used: npt.NDArray[np.uint16],
     ) -> None:
-        """Write names into different buckets that have room."""
+        """Write names into distinct buckets that have room."""
         lowest_free = ~used & (used + 1)
         self._used.all[buckets] = used | lowest_free
         positions = (buckets << 4) + np.bitwise_count(lowest_free - 1)
@@ -242,7 +245,7 @@ class NameSet:
         self._num_in_buckets += len(rows)
 
     def _take_rows(self, num_rows: int) -> npt.NDArray[np.uint32]:
-        """Take rows for so many names, first those whose names were discarded."""
+        """Allocate rows for *num_rows* names, first those of discarded names."""
         cut = max(0, len(self._free) - num_rows)
         freed = self._free[cut:]
         del self._free[cut:]
@@ -252,7 +255,7 @@ class NameSet:
         return np.concatenate([np.asarray(freed), np.arange(start, self._num_rows, dtype=np.uint32)])
 
     def _split(self, num_buckets: int) -> None:
-        """Split the next *num_buckets* buckets: move the names that belong there to new ones."""
+        """Split the next *num_buckets* buckets by moving about half of their names to new buckets."""
         first, new, num = self.num_buckets - self._level, self.num_buckets, num_buckets
         self._grow_buckets(new + num)
         tags, used = self._tags.all, self._used.all
@@ -273,12 +276,12 @@ class NameSet:
 
 
 def _tags(rows: Rows) -> npt.NDArray[np.uint32]:
-    """The tag of each of these names; never 0."""
+    """Return the tag of each of these names; never 0."""
     return rows.view(np.uint32)[:, 0] | np.uint32(1)
 
 
 def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Which of the rows repeat no row before them; *twice*: rows whose tag is that of the next row."""
+    """Return for each row whether no earlier row equals it; *twice*: rows whose tag is that of the next row."""
     is_first = np.ones(len(rows), np.bool_)
     seen = set[bytes]()
     for i in sorted({*twice.tolist(), *(twice + 1).tolist()}):

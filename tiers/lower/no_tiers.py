@@ -1,4 +1,4 @@
-"""NoTiers: the tiers below a device that has nothing below it."""
+"""The tiers below a device that has nothing below it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class NoFetch:
-    """See `Fetch`. None of its blocks ever comes."""
+    """A fetch whose blocks never come; implements `Fetch`."""
 
     def __init__(self, group_id: int, names: Sequence[BlockName]) -> None:
         self.group_id = group_id
@@ -26,7 +26,7 @@ class NoFetch:
         self.failures: Mapping[int, Reason] = dict.fromkeys(range(len(names)), Reason.NEVER_SEEN)
 
     def digest(self, place: int) -> bytes:
-        raise KeyError(f"block {place}: nothing is below the device")
+        raise KeyError(f"block {place} has no digest: there is no tier below the device")
 
     def tenant(self, place: int) -> bytes:
         return NO_TENANT
@@ -39,7 +39,7 @@ class NoFetch:
 
 
 class NoTiers:
-    """See `LowerTiers`. It has no slot and finds nothing."""
+    """Tiers without slots or blocks; implements `LowerTiers`."""
 
     host_bytes = 0
     num_changes = 0

@@ -1,4 +1,4 @@
-"""Purge: an eviction that an operator has asked for, in parts; what it is to evict, and what it has."""
+"""Purges: evictions requested by an operator, their scope and their outcome."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,9 +10,11 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class PurgeOrder:
-    """What is to leave *tiers*: all blocks, or those of one *tenant*. On disk, which may have blocks of other models,
-    *namespace* is the beginning of what is meant, in hexadecimal; None: all. With *max_bytes* or *max_blocks* only so
-    much of each tier, the oldest first."""
+    """The scope of a purge: all blocks of *tiers*, or those of one *tenant*.
+
+    The disk may hold blocks of other models; there *namespace* is the hexadecimal prefix of the namespaces to purge,
+    None for all. *max_bytes* or *max_blocks* limits how much leaves each tier, oldest first.
+    """
 
     tiers: frozenset[Tier] = frozenset(Tier)
     tenant: bytes | None = None
@@ -22,11 +24,11 @@ class PurgeOrder:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether some may stay."""
+        """Whether the purge has a limit, so that some blocks may stay."""
         return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":
-        """The same for that part of what may be had, rounded up; all if all is meant."""
+        """Return this order with its limits multiplied by *part*, rounded up; without a limit, all is still meant."""
         max_bytes = None if self.max_bytes is None else ceil(self.max_bytes * part)
         max_blocks = None if self.max_blocks is None else ceil(self.max_blocks * part)
         return replace(self, max_bytes=max_bytes, max_blocks=max_blocks)
@@ -34,8 +36,11 @@ class PurgeOrder:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What has left one tier. *num_bytes* of the disk are as stored, of the others as in memory. *num_leased* blocks
-    were meant too and stay, as requests, pins or copies lease them. *why_not*: one line, if it could not be done."""
+    """What a purge evicted from one tier.
+
+    *num_bytes* are as stored for the disk, and as in memory for other tiers. *num_leased* is how many blocks in scope
+    stay because requests, pins or copies lease them. *why_not* is one line if the purge failed.
+    """
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -43,7 +48,7 @@ class Purged:
     why_not: str = ""
 
     def plus(self, other: "Purged") -> "Purged":
-        """Both together."""
+        """Return the sum of this outcome and *other*."""
         return Purged(
             self.num_blocks + other.num_blocks,
             self.num_bytes + other.num_bytes,
@@ -53,26 +58,28 @@ class Purged:
 
 
 class Purge(Protocol):
-    """One eviction under way. Owned by the tiers' thread, which takes a part of it between two of its other deeds."""
+    """A purge in progress. Owned by the tiers' thread, which runs one part of it between its other work."""
 
     def parts(self) -> Iterator[bool]:
-        """One look through the tiers, a part at each step, which says whether the next part can be had at once. It may
-        be gone through again, for what has come since."""
+        """Iterate over one pass through the tiers; each step is a part, and yields whether the next can run at once.
+
+        A further pass evicts blocks that have come since.
+        """
 
     @property
     def num_evicted(self) -> int:
-        """Blocks that have left so far, in all looks."""
+        """Number of blocks evicted so far, in all passes."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether no copy is under way that may bring a block to a tier that was looked through already."""
+        """Whether no copy is in flight that may bring a block to a tier that was already scanned."""
 
     def outcome(self) -> Mapping[Tier, Purged]:
-        """What has left each tier, and what is leased there now."""
+        """Return what was evicted from each tier, and what is leased there now."""
 
 
 class NothingPurged:
-    """See `Purge`: of tiers that have nothing, or are another process's."""
+    """A purge of tiers that are empty or belong to another process; implements `Purge`."""
 
     num_evicted = 0
     is_settled = True

@@ -1,4 +1,4 @@
-"""ReadProbe: tries to read from a tier that has been left alone, with a block that no request waits for."""
+"""Probes of a tier whose reads are suspended, with a block that no request waits for."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ Block = tuple[int, BlockName]  # group and name
 
 
 class ReadProbe:
-    """Reads one block once the tier has rested; when that has gone well, look-ups find blocks there again.
+    """A reader of single blocks from a tier that has rested; after a success, lookups find the tier's blocks again.
 
-    It reads into memory of its own: a probe that hangs keeps a reader's thread, and no slot. Each tries another block
-    than those that hang. Owned by the tiers' thread.
+    Probes read into their own memory, so that a hung probe keeps a lane's thread but no slot. Each probe uses a
+    different block than those that hang. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class ReadProbe:
         self._block_bytes = block_bytes
         self._transfers = transfers
         self._clock = clock
-        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # and since when
+        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # with its submission time
 
     def go_on(self) -> None:
-        """Begin a probe if one is due. One that hangs lets the tier rest again."""
+        """Start a probe if one is due, and report hung probes to the circuit breaker."""
         source = self._source
         if source.is_readable:
             return
@@ -49,7 +49,7 @@ class ReadProbe:
         if not self._transfers.submit(
             source.route,
             lambda: source.read([key], [memory]),
-            0,  # bytes: a probe says nothing of how fast the tier is
+            0,  # bytes: a probe must not count in the tier's measured speed
             lambda transfer: self._on_probed(block, transfer),
         ):
             del self._under_way[block]

@@ -1,4 +1,4 @@
-"""Reads: blocks on their way from a colder tier into host memory, verified as they come."""
+"""Reads of blocks from a colder tier (disk or remote) into host memory, with verification."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -22,36 +22,36 @@ from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
+BATCH_BYTES = 4 << 20  # per copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # limit on a batch, so that processing its outcome is short
 
 
 class Readable(Protocol):
-    """One tier that can be read from. Lanes' threads call `read` alone; all else is the owner's."""
+    """A tier that can be read from. Lanes' threads call `read` only; everything else belongs to the owner."""
 
     @property
     def route(self) -> Route:
-        """The route by which its blocks come."""
+        """Transfer route of the tier's blocks to host memory."""
 
     @property
     def reading(self) -> CircuitBreaker:
-        """The breaker of its reads."""
+        """Circuit breaker of the tier's reads."""
 
     @property
     def is_readable(self) -> bool:
-        """Whether it can be read from, as far as is known."""
+        """Whether the tier can be read from, as far as known."""
 
     def key(self, group_id: int, name: BlockName) -> bytes:
-        """The key of a block."""
+        """Return the key of a block."""
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read each key's block into its memory, verified; the digest, or why there is none."""
+        """Read and verify each key's block into its memory, and return each block's digest or fault."""
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Group and name of some block that is there, as far as is known, none of *besides*; None if none was found."""
+        """Return group and name of a block that the tier is known to hold and that is not in *besides*, or None."""
 
     def on_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Take in that a read of the block gave no bytes."""
+        """Handle a read of the block that returned no bytes."""
 
 
 class ReadSource(Readable, Protocol):
@@ -59,17 +59,17 @@ class ReadSource(Readable, Protocol):
 
     @property
     def tier(self) -> Tier:
-        """Which tier it is."""
+        """Which tier this is."""
 
     def on_hung(self, group_id: int, name: BlockName) -> None:
-        """Take in that a read of the block hangs."""
+        """Handle a read of the block that hangs."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        """Take in that blocks are in these host slots that were not in host memory; *is_late*: after they had hung."""
+        """Handle blocks that are new to host memory, in these slots; *is_late*: their read had been declared hung."""
 
 
 class ReadableDisk:
-    """See `Readable`: the disk."""
+    """The disk as a tier to read from; implements `Readable`."""
 
     route = Route.DISK_TO_HOST
 
@@ -87,7 +87,7 @@ class ReadableDisk:
 
 
 class DiskSource(ReadableDisk):
-    """See `ReadSource`: the disk below host memory."""
+    """The disk below host memory; implements `ReadSource`."""
 
     tier = Tier.DISK
 
@@ -99,19 +99,19 @@ class DiskSource(ReadableDisk):
         self._index.remove_from_disk_index(group_id, name, EvictionCause.UNREADABLE)
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        if is_late:  # they do not count as being on disk
+        if is_late:  # when their read hung, they were removed from the disk's index
             self._index.offer_to_disk(group_id, slots)
 
 
 def read_blocks(
     source: ReadSource, memory: HostMemory, keys: Sequence[bytes], host_slots: Sequence[int]
 ) -> list[bytes | Fault]:
-    """Fill the host slots from a colder tier, verified: a reader's work. Each block's digest or fault."""
+    """Fill the host slots from a colder tier, verified, and return each block's digest or fault; runs on a lane."""
     return source.read(keys, [memory.host_block(slot) for slot in host_slots])
 
 
 def why_failed(tier: Tier, fault: Fault) -> Reason:
-    """Why a block does not come of which a read met that fault."""
+    """Return why a block does not come, given the fault that its read met."""
     match fault:
         case Fault.MISSING:
             return Reason.evicted_from(tier)
@@ -123,27 +123,27 @@ def why_failed(tier: Tier, fault: Fault) -> Reason:
 
 @dataclass(eq=False, slots=True)
 class BlockRead:
-    """One block on its way into host memory. It leases *host_slot* until its *waiters* have been told."""
+    """A block on its way into host memory. It leases *host_slot* until its *waiters* have been notified."""
 
     group_id: int
     name: BlockName
     origin: Origin
-    tier: Tier  # that it is read from
-    waiters: dict["Waiter", int] = field(default_factory=dict)  # and the block's place in what each waits for
-    host_slot: int | None = None  # leased, once it is being read
-    digest: bytes = b""  # of the bytes that landed
+    tier: Tier  # the tier it is read from
+    waiters: dict["Waiter", int] = field(default_factory=dict)  # and the block's place in each of these fetches
+    host_slot: int | None = None  # leased, from when the read is submitted
+    digest: bytes = b""  # of the bytes that were read
 
 
 class Waiter(Protocol):
     """A fetch that waits for blocks to be read."""
 
     def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
-        """Take in that the block at that place has landed (*failure* is None), or why it never will."""
+        """Handle the end of the read of the block at *place*; *failure* is None if it is in host memory now."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReadBatch:
-    """A batch of blocks that a reader is reading."""
+    """A batch of blocks that a lane is reading."""
 
     batch: tuple[BlockRead, ...]
     attempt: Attempt
@@ -152,12 +152,12 @@ class ReadBatch:
 
 
 class Reads:
-    """The blocks that fetches wait for, read from one tier in batches: what is wanted now before what may come later.
+    """The blocks that fetches wait for, read from one tier in batches; blocks wanted now go before prefetches.
 
-    A block is read once, however many fetches wait for it. What finds the lane full waits here, in order.
+    A block is read once, however many fetches wait for it. Blocks that find the lane full stay queued here, in order.
 
-    No fetch waits for a read that hangs, and its blocks count as not there; if it comes back after all they are in
-    host memory. Until then it leases its slots. Owned by the tiers' thread.
+    No fetch waits for a read that hangs, and its blocks count as absent from the tier. The read keeps its slots leased
+    until it ends; if it succeeds after all, its blocks are added to host memory. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -170,8 +170,11 @@ class Reads:
         is_host_cleaned: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """*windows*: how far to look for host slots that lose nothing, by group. *is_host_cleaned*: whether copies to
-        disk are under way that will leave slots to read into."""
+        """Create an empty queue of reads.
+
+        *windows*, by group, say how far from the eviction end to look for clean host slots. *is_host_cleaned* returns
+        whether copies to disk are in flight that will free slots to read into.
+        """
         self._index = index
         self._source = source
         self._memories = memories
@@ -180,19 +183,19 @@ class Reads:
         self._is_host_cleaned = is_host_cleaned
         self._clock = clock
         self._under_way: list[dict[BlockName, BlockRead]] = [{} for _ in memories]
-        # In order, and left anywhere at once: a queue of thousands is left by thousands.
+        # Ordered, and any read can leave in constant time, because requests leave thousands of reads at once.
         self._wanted_now: OrderedDict[BlockRead, None] = OrderedDict()
         self._wanted_later: OrderedDict[BlockRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in memories]
         self._reading: list[ReadBatch] = []
-        self._hanging: list[ReadBatch] = []  # no fetch waits for these any more
+        self._hanging: list[ReadBatch] = []  # declared hung: no fetch waits for these any more
 
     def join(
         self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
     ) -> dict[int, BlockRead]:
-        """Queue the blocks at *places* to be read, and have *waiter* told of each; the reads, by place.
+        """Queue reads of the blocks at *places*, notify *waiter* of the end of each, and return the reads by place.
 
-        *now*: before all that may come later.
+        *now* queues them ahead of all prefetches.
         """
         under_way, block_reads = self._under_way[group_id], {}
         for place in places:
@@ -209,9 +212,9 @@ class Reads:
         return block_reads
 
     def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
-        """Let *waiter* wait for the read no longer.
+        """Remove *waiter* from those that wait for the read.
 
-        A read that no fetch waits for is not begun; one that has begun lands in host memory nevertheless.
+        A read without waiters is dropped if it is still queued. A read that has started completes into host memory.
         """
         block_read.waiters.pop(waiter, None)
         for queue in (self._wanted_now, self._wanted_later):
@@ -220,15 +223,15 @@ class Reads:
                 self._num_wanted_now[block_read.group_id] -= queue is self._wanted_now
 
     def pump(self) -> None:
-        """Hand queued blocks to readers that are free.
+        """Submit queued blocks to the lane, as far as it has room.
 
-        Those that may come later only where nothing else is to be read, and in one batch at a time.
+        Prefetches are submitted only while no other block is to be read, one batch at a time.
         """
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         late = any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading)
         if late and not self._transfers.has_finished:
-            self.time_out()  # no promotion waits for it, so no deadline of one ends it
+            self.time_out()  # no promotion waits for a prefetch, so no promotion's deadline ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -236,14 +239,14 @@ class Reads:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the blocks wanted now that wait for a reader."""
+        """Bytes of the blocks wanted now that are still queued."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
     def time_out(self) -> None:
-        """Count all reads under way as hung, and end all that waits for the tier: a request's deadline has passed.
+        """Declare all reads in flight hung and fail everything queued, because a request's deadline has passed.
 
-        Otherwise every request to come would wait as long. While outcomes wait to be taken in the tier is not blamed:
-        these reads may be among them, and their owner was away.
+        Otherwise every later request would wait just as long. The tier's circuit breaker is not charged while finished
+        transfers have not been collected: these reads may be among them, and it is the owner that was late.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -257,37 +260,37 @@ class Reads:
             self._give_up()
 
     def time_out_late(self, timeout_s: float) -> None:
-        """As `time_out`, if a read has been under way for *timeout_s*; also one that no fetch waits for any more."""
+        """Call `time_out` if a read has been in flight for *timeout_s*, including reads that no fetch waits for."""
         is_late = bool(self._reading) and self._clock() - self._reading[0].submitted_at >= timeout_s
         if is_late and not self._transfers.has_finished:
             self.time_out()
 
     def num_leases(self, group_id: int) -> int:
-        """Host slots of the group that are being read into."""
+        """Return how many host slots of the group are being read into."""
         return sum(
             block_read.group_id == group_id for read in (*self._reading, *self._hanging) for block_read in read.batch
         )
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way is neither queued nor being read, or no fetch waits for it."""
+        """Raise AssertionError if a read is neither queued nor in flight, or if no fetch waits for a queued one."""
         reading = [block_read for read in self._reading for block_read in read.batch]
         queued = [*self._wanted_now, *self._wanted_later]
         under_way = [block_read for block_reads in self._under_way for block_read in block_reads.values()]
-        assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
-        assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
+        assert set(under_way) == {*reading, *queued}, "the reads by name differ from those queued and in flight"
+        assert len(under_way) == len(reading) + len(queued), "a block is being read twice"
         assert all(block_read.waiters and block_read.host_slot is None for block_read in queued), (
-            "a block is queued that no fetch waits for"
+            "a read is queued that no fetch waits for"
         )
         num_now = [sum(block_read.group_id == i for block_read in self._wanted_now) for i in range(len(self._memories))]
-        assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
+        assert num_now == self._num_wanted_now, "the count of queued reads that are wanted now is wrong"
 
     def _put(self, block_read: BlockRead, now: bool) -> None:
-        """Queue the block behind those that are wanted now, or later."""
+        """Append the block to the queue of blocks wanted now, or to that of prefetches."""
         (self._wanted_now if now else self._wanted_later)[block_read] = None
         self._num_wanted_now[block_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[BlockRead, None]) -> bool:
-        """Hand the queue's first blocks of one group, up to a batch, to a reader; False if that cannot be now."""
+        """Submit the queue's first blocks of one group as a batch; return False if that is impossible now."""
         source = self._source
         attempt = source.reading.begin() if source.is_readable else None
         if attempt is None:
@@ -298,7 +301,7 @@ class Reads:
         limit = blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
         batch = list(takewhile(lambda block_read: block_read.group_id == group_id, islice(queue, limit)))
         slots = host.take_clean(len(batch), window)
-        # No spill will make room.
+        # If no copy to disk is in flight, no slot will become clean: a block wanted now may evict a dirty one.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
             slots = host.take(min(len(batch), host.pool.num_free), window) or []
         read = ReadBatch(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
@@ -321,7 +324,7 @@ class Reads:
         return True
 
     def _give_up(self) -> None:
-        """Fail all that is queued, since the tier is to be left alone."""
+        """Fail all queued reads, because the tier is not to be used for now."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
@@ -353,11 +356,11 @@ class Reads:
                 self._end(block_read, why_failed(source.tier, outcome) if isinstance(outcome, Fault) else None)
         slots = [block_read.host_slot for block_read in read.batch if block_read.host_slot is not None]
         self._index.host[read.batch[0].group_id].pool.release(slots)
-        for tenant in {block_read.origin.tenant for block_read in read.batch}:  # host memory has become fuller
+        for tenant in {block_read.origin.tenant for block_read in read.batch}:  # each may be over its quota now
             self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[BlockRead, bytes]], is_late: bool) -> None:
-        """Make blocks of a batch findable that are in their host slots, with these digests."""
+        """Make the blocks of a batch that are in their host slots findable, and store their digests."""
         if not landed:
             return
         block_reads, digests = [block_read for block_read, _ in landed], [digest for _, digest in landed]
@@ -371,61 +374,59 @@ class Reads:
         self._source.on_come(group_id, new, is_late)
 
     def _end(self, block_read: BlockRead, failure: Reason | None) -> None:
-        """Take the block off what is under way, and tell the fetches that wait for it."""
+        """Remove the block from the reads in flight and notify the fetches that wait for it."""
         del self._under_way[block_read.group_id][block_read.name]
         for waiter, place in list(block_read.waiters.items()):
             waiter.on_landed(place, block_read, failure)
 
 
 class ColdReads:
-    """The reads from all tiers below host memory. A block is read from the warmest that has it; one of which nothing is
-    known any more is looked for on disk. Owned by the tiers' thread."""
+    """The reads from all tiers below host memory.
+
+    A block is read from the remote tier if only that is known to hold it, otherwise from disk. Owned by the tiers'
+    thread.
+    """
 
     def __init__(self, index: LowerIndex, reads: Mapping[Tier, Reads]) -> None:
-        """*reads* by tier, of those that there are."""
+        """Create the set from *reads*, by tier, of the tiers that exist."""
         self._index = index
         self._reads = reads
 
     def join(self, group_id: int, blocks: NamedBlocks, places: Ids, waiter: Waiter, now: bool) -> dict[int, BlockRead]:
-        """See `Reads.join`. The blocks at places that are not in the result can be read from nowhere."""
+        """Queue reads as `Reads.join` does; blocks that no tier can provide are missing in the result."""
         joined: dict[int, BlockRead] = {}
         for tier, chosen in self._by_tier(group_id, blocks, places):
             joined |= self._reads[tier].join(group_id, blocks, chosen.tolist(), waiter, now)
         return joined
 
     def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
-        """See `Reads.leave`."""
         self._reads[block_read.tier].leave(block_read, waiter)
 
     def pump(self) -> None:
-        """See `Reads.pump`."""
         for reads in self._reads.values():
             reads.pump()
 
     def queued_bytes(self, tier: Tier) -> int:
-        """See `Reads.queued_bytes`; 0 for a tier that there is not."""
+        """Return `Reads.queued_bytes` of a tier, 0 if there is no such tier."""
         return self._reads[tier].queued_bytes if tier in self._reads else 0
 
     def time_out(self, tier: Tier) -> None:
-        """See `Reads.time_out`."""
         self._reads[tier].time_out()
 
     def time_out_late(self, timeout_s: float) -> None:
-        """See `Reads.time_out_late`."""
         for reads in self._reads.values():
             reads.time_out_late(timeout_s)
 
     def num_leases(self, group_id: int) -> int:
-        """Host slots of the group that are being read into."""
+        """Return how many host slots of the group are being read into."""
         return sum(reads.num_leases(group_id) for reads in self._reads.values())
 
     def check(self) -> None:
-        """See `Reads.check`."""
         for reads in self._reads.values():
             reads.check()
 
     def _by_tier(self, group_id: int, blocks: NamedBlocks, places: Ids) -> Iterator[tuple[Tier, Ids]]:
-        """The places of the blocks to read from each tier."""
+        """Yield each tier to read from with the places of its blocks."""
         if Tier.REMOTE in self._reads:
             is_remote = self._index.are_remote(group_id, [blocks.names[place] for place in places.tolist()])
             if is_remote.any():

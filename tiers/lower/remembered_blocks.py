@@ -1,4 +1,4 @@
-"""RememberedBlocks: which blocks have been met once, so that the second time is noticed."""
+"""Blocks that have been seen once, so that a second request for one is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -9,27 +9,27 @@ import numpy.typing as npt
 from kvtier.tiers.naming.block_hash import BlockName
 
 WAYS = 16
-GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that groups with the same names have keys of their own
+GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that equal names in different groups have different keys
 
 
 class RememberedBlocks:
-    """Remembers about the last *num_blocks* blocks, by 64 bits each: a mistake writes a block too early.
+    """About the last *num_blocks* blocks, by 64 bits each; a collision only writes a block too early.
 
-    They are in rows of `WAYS` places, a block's row given by its name; in a row the oldest makes way. (`Ghosts`, one
-    ring that is searched as a whole, takes half a millisecond a name for the four million that a disk of a terabyte
-    asks for.)
+    The keys are in rows of `WAYS` places. A block's name determines its row, in which the oldest key is replaced.
+    (`Ghosts`, a ring that is searched as a whole, would take half a millisecond per name for the four million blocks
+    that a disk of a terabyte needs.)
     """
 
     def __init__(self, num_blocks: int) -> None:
         num_rows = max(1, math.ceil(num_blocks / WAYS))
         self._keys = np.zeros((num_rows, WAYS), np.uint64)  # [row, place]; 0: the place is empty
-        self._next = np.zeros(num_rows, np.uint8)  # [row] the place that is taken next
+        self._next = np.zeros(num_rows, np.uint8)  # [row] the place to write next
 
     def remember(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Remember these blocks. None of them may be remembered already."""
+        """Remember these blocks, none of which may be remembered already."""
         keys = self._keys_of(group_id, names)
         rows = (keys % np.uint64(len(self._keys))).astype(np.intp)
-        while len(rows):  # once, but for names that share a row
+        while len(rows):  # more than one pass only if names share a row
             own, firsts = np.unique(rows, return_index=True)
             places = self._next[own]
             self._keys[own, places] = keys[firsts]
@@ -37,20 +37,20 @@ class RememberedBlocks:
             rows, keys = np.delete(rows, firsts), np.delete(keys, firsts)
 
     def has(self, group_id: int, names: Sequence[BlockName]) -> list[bool]:
-        """For each block whether it is remembered."""
+        """Return for each block whether it is remembered."""
         keys = self._keys_of(group_id, names)
         found: list[bool] = (self._keys[keys % np.uint64(len(self._keys))] == keys[:, None]).any(axis=1).tolist()
         return found
 
     def check(self) -> None:
-        """Raise AssertionError if a key is in a wrong row, twice in its own, or behind an empty place."""
+        """Raise AssertionError if a key is in a wrong row, twice in its row, or behind an empty place."""
         rows, places = np.nonzero(self._keys)
         assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key is in another key's row"
         assert (self._next < WAYS).all(), "the next place of a row is outside it"
         for row in np.unique(rows):
             keys = self._keys[row][self._keys[row] != 0]
             assert len(np.unique(keys)) == len(keys), "a block is remembered twice"
-            assert len(keys) in (WAYS, self._next[row]), "an empty place between others"
+            assert len(keys) in (WAYS, self._next[row]), "an empty place precedes a key"
 
     def _keys_of(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.uint64]:
         prefixes = np.frombuffer(b"".join([name[:8] for name in names]), np.uint64)

@@ -1,4 +1,4 @@
-"""SpillLog: what became of blocks on their way down, for those who want to know of each batch."""
+"""A log of the outcome of each batch of blocks copied down."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,44 +13,48 @@ from kvtier.transfer.transfer_engine import Route
 
 
 class Drop(StrEnum):
-    """Why blocks of a batch are not below when the batch has ended. All but the last two are copied again."""
+    """Why blocks of a finished batch are not below. Blocks are copied again after FAILED and FULL."""
 
-    FAILED = "failed"  # the copy
-    FULL = "full"  # the store found no room
-    CLOSED = "closed"  # the lane, before the copy began
-    PUSHED_OUT = "pushed_out"  # they were written, and had to leave the disk again
+    FAILED = "failed"  # the copy failed
+    FULL = "full"  # the store had no room
+    CLOSED = "closed"  # the lane was closed before the copy began
+    PUSHED_OUT = "pushed_out"  # the blocks were written, but evicted from the disk since
 
     @classmethod
     def of(cls, error: BaseException) -> "Drop":
-        """Why a copy that ended with this error brought nothing."""
+        """Return why a copy that ended with *error* has stored nothing."""
         return cls.CLOSED if isinstance(error, LaneClosed) else cls.FULL if isinstance(error, StoreFull) else cls.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Blocks of one group that were copied down as one batch; or that had to leave their tier before they were, which
-    took no time and moved nothing. Times in seconds, on the clock of the tiers' owner."""
+    """Blocks of one group that were copied down as one batch, or that left their tier before they were copied.
+
+    A batch that was never copied took no time and moved no bytes. Times are seconds on the clock of the tiers' owner.
+    """
 
     route: Route
     names: Sequence[BlockName]
-    num_bytes: int  # that were copied
-    began_at: float  # when the batch was given to its lane
-    ended_at: float  # when its outcome was taken in
-    copy_s: float  # that the copy itself ran; the rest of the time it waited
-    dropped: Mapping[Drop | EvictionCause, int]  # how many of the blocks are not below, by why
+    num_bytes: int  # bytes copied
+    began_at: float  # when the batch was submitted to its lane
+    ended_at: float  # when its outcome was processed
+    copy_s: float  # how long the copy itself ran; the rest of the time it waited
+    dropped: Mapping[Drop | EvictionCause, int]  # number of blocks that are not below, by reason
 
 
 class SpillLog:
-    """Batches in the order in which they ended, kept until their owner takes them. Without one nothing is noted: tiers
-    that are given none do nothing in its place. Owned by the tiers' thread."""
+    """Batches in the order in which they ended, kept until the owner takes them. Owned by the tiers' thread.
+
+    Tiers that are given no log record nothing.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """*clock* is that of the tiers."""
+        """Create an empty log; *clock* is that of the tiers."""
         self._clock = clock
         self._spills: list[Spill] = []
 
     def on_copied(self, route: Route, batch: Batch, transfer: Transfer, num_pushed_out: int = 0) -> None:
-        """Note a batch whose copy has ended, well or not. *num_pushed_out* of its blocks have left again since."""
+        """Record a batch whose copy has ended; *num_pushed_out* of its blocks have been evicted since."""
         dropped: dict[Drop | EvictionCause, int] = {}
         if transfer.error is not None:
             dropped = {Drop.of(transfer.error): len(batch.names)}
@@ -61,11 +65,11 @@ class SpillLog:
         self._spills.append(Spill(route, batch.names, num_bytes, batch.submitted_at, now, transfer.seconds, dropped))
 
     def on_dropped(self, route: Route, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Note blocks that had no copy below, and left their tier before they could be copied."""
+        """Record blocks that left their tier before they had a copy below."""
         now = self._clock()
         self._spills.append(Spill(route, names, 0, now, now, 0.0, {cause: len(names)}))
 
     def take(self) -> list[Spill]:
-        """Take out all batches since the last call."""
+        """Return and remove all batches since the last call."""
         spills, self._spills = self._spills, []
         return spills

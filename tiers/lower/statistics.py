@@ -19,7 +19,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 @dataclass(frozen=True, slots=True)
 class TokenBalance:
-    """Where a prompt's tokens came from. `device + host + disk + remote + recomputed` is the prompt, always."""
+    """Where a prompt's tokens came from; `device + host + disk + remote + recomputed` is always the prompt's length."""
 
     device: int = 0
     host: int = 0
@@ -27,15 +27,15 @@ class TokenBalance:
     remote: int = 0
     recomputed: int = 0
     reasons: Mapping[Reason, int] = field(default_factory=dict)  # adds up to `recomputed`
-    copied: int = 0  # of the device's: out of a block that shares only its first tokens with the prompt
+    copied: int = 0  # part of `device`: copied from a block that shares only its first tokens with the prompt
 
     @property
     def num_tokens(self) -> int:
-        """The prompt's length."""
+        """Length of the prompt."""
         return self.device + self.host + self.disk + self.remote + self.recomputed
 
     def plus(self, other: "TokenBalance") -> "TokenBalance":
-        """The sum of this balance and another."""
+        """Return the sum of this balance and *other*."""
         reasons = dict(self.reasons)
         for reason, num_tokens in other.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + num_tokens
@@ -55,7 +55,7 @@ NO_TOKENS = TokenBalance()
 
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
-    """Tokens looked up and found, of requests that read the cache; those of preempted requests are counted apart."""
+    """Tokens queried and hit, of requests that read the cache; preempted requests are counted separately."""
 
     num_requests: int = 0
     queries: int = 0
@@ -68,27 +68,27 @@ class PrefixStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """One tier now (blocks, bytes) and since the start (evictions, dropped spills, corrupt blocks by cause)."""
+    """One tier: blocks and bytes now; evictions, dropped spills and corrupt blocks, by cause, since the start."""
 
     num_blocks: int = 0
     num_bytes: int = 0
     capacity_bytes: int = 0
     evicted: Mapping[EvictionCause, int] = field(default_factory=dict)
-    dropped_spills: int = 0  # evicted although no lower tier had a copy yet
+    dropped_spills: int = 0  # blocks evicted before a lower tier had a copy
     corrupt: Mapping[str, int] = field(default_factory=dict)
-    num_leased: int = 0  # slots that are not evicted now: requests, copies or clients use them
+    num_leased: int = 0  # slots that cannot be evicted now, because requests, copies or clients use them
     num_dirty: int = 0  # blocks without a copy in a lower tier
-    leased_bytes: int = 0  # of these slots
-    eviction_ages: HistogramStatistics = NO_AGES  # seconds for which evicted blocks had not been used, by a sample
+    leased_bytes: int = 0  # bytes of the leased slots
+    eviction_ages: HistogramStatistics = NO_AGES  # seconds since the last use of evicted blocks, from a sample
 
     @property
     def num_evicted(self) -> int:
-        """Blocks evicted, for whatever cause."""
+        """Number of blocks evicted for any cause."""
         return sum(self.evicted.values())
 
 
 def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionCause, int]:
-    """The sums of evictions by cause."""
+    """Return the sum of evictions by cause."""
     total: Counter[EvictionCause] = Counter()
     for evicted in each:
         total.update(evicted)
@@ -98,7 +98,7 @@ def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionC
 def slot_statistics(
     groups: Sequence[GroupSlots], block_bytes: Sequence[int], corrupt: Mapping[str, int] = MappingProxyType({})
 ) -> TierStatistics:
-    """The statistics of the device or of host memory; *block_bytes* by group."""
+    """Return the statistics of the device or of host memory; *block_bytes* by group."""
     both = [(slots.pool, num_bytes) for slots, num_bytes in zip(groups, block_bytes, strict=True)]
     return TierStatistics(
         num_blocks=sum(pool.num_named for pool, _ in both),
@@ -118,30 +118,30 @@ def slot_statistics(
 class DiskStatistics:
     """The statistics that only a disk has, at one moment."""
 
-    file_bytes: int  # that the store's files take on the medium
-    written_bytes_total: int  # since the store was made
+    file_bytes: int  # bytes that the store's files take on the medium
+    written_bytes_total: int  # since the store was created
     known_blocks: int
     is_open: bool  # whether there is a store to read from and write to
-    is_indexed: bool  # whether the blocks that were there when it was opened have all been found
+    is_indexed: bool  # whether the index of the blocks found at opening is complete
     breakers: Mapping[str, BreakerState]  # of "read" and "write"
-    num_opened: Mapping[str, int]
-    why_failed: Mapping[str, str]  # the last error of "read" and "write", for people; empty if there was none
-    budget_left_bytes: int | None  # of writes; None: no limit
+    num_opened: Mapping[str, int]  # how often each breaker has opened
+    why_failed: Mapping[str, str]  # last error of "read" and of "write", for display; empty if there was none
+    budget_left_bytes: int | None  # bytes that may still be written; None: no limit
     life: SsdLifeStatistics | None
-    tenants: Mapping[bytes, int]  # bytes on disk of each
+    tenants: Mapping[bytes, int]  # bytes on disk, by tenant
 
 
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
-    """How many hits in colder tiers were loaded whole, in part or not at all, and the speed that the choice goes by."""
+    """How many hits in colder tiers were loaded in full, in part or not at all, and the prefill speed behind that."""
 
     num_plans: Mapping[str, int]
-    prefill_tokens_per_s: float | None  # of the first 1,000 tokens of a prompt; None before it is known
+    prefill_tokens_per_s: float | None  # over the first 1,000 tokens of a prompt; None before it is known
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A `TieredCache` at one moment."""
+    """Statistics of a `TieredCache` at one moment."""
 
     tiers: Mapping[Tier, TierStatistics]
     routes: Mapping[Route, RouteStatistics]
@@ -150,4 +150,4 @@ class CacheStatistics:
     disk: DiskStatistics | None = None
     remote: RemoteStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk
-    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each with a quota
+    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of host memory of each tenant with a quota

@@ -1,1 +1,1 @@
-"""Names of blocks, and which blocks must be present for a request to go on after a token."""
+"""Names of blocks and tiers, and the blocks that each kind of attention needs to resume after a token."""

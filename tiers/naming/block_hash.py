@@ -1,4 +1,4 @@
-"""Names of blocks: a hash that runs over the prompt, so that equal names mean equal prefixes, so equal KV bytes."""
+"""Block names: a running hash over the prompt, so that equal names mean equal prefixes and therefore equal KV bytes."""
 
 import hashlib
 import struct
@@ -18,15 +18,15 @@ from kvtier.tiers.naming.request_text import check_text
 
 BlockName = NewType("BlockName", bytes)
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
-ExtraKey = tuple[str | int | bytes, ...]  # a tag, then what it is
+ExtraKey = tuple[str | int | bytes, ...]  # a tag, then its values
 
 
 class HashAlgorithm(StrEnum):
-    """How blocks are named: `sha256`, or `sha256_cbor`, which gives vLLM's names and takes over ten times as long.
+    """Hash algorithm of block names.
 
-    The latter is for routers that compute names themselves. Both are cryptographic: nothing but its name says which
-    prompt's bytes a block has, so a client that found two prompts with one name would have the blocks of one used for
-    the other.
+    `sha256_cbor` computes vLLM's names, for routers that compute names themselves, and takes over ten times as long as
+    `sha256`. Both are cryptographic, because a block is identified by its name alone: a client that found two prompts
+    with equal names could make the engine use the blocks of one prompt for the other.
     """
 
     SHA256 = "sha256"
@@ -34,7 +34,7 @@ class HashAlgorithm(StrEnum):
 
     @property
     def default_seed(self) -> str:
-        """The seed of the root where the configuration has none. Data of the namespace, never of the environment."""
+        """Seed of the root if none is configured. It is part of the namespace and never read from the environment."""
         return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
 
 
@@ -44,13 +44,13 @@ class _Hasher(Protocol):
     def copy(self) -> Self: ...
 
 
-# Every digest is a name; to call BlockName for each would be a fifth of the work.
+# Every digest is a name. Calling BlockName for each would be a fifth of the work, hence the cast.
 _sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter that a prompt runs with; both fields are part of each block's name. ValueError if one is no text."""
+    """The adapter of a prompt. Both fields are part of each block's name, and must be text (ValueError otherwise)."""
 
     name: str
     path: str
@@ -62,9 +62,9 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image or a sound: *num_tokens* placeholder tokens from *offset* on, whose content *identifier* stands for.
+    """An image or audio item: *num_tokens* placeholder tokens from token *offset* on, with content *identifier*.
 
-    ValueError for an identifier that is no text, and for a place that no prompt has.
+    Raises ValueError if *identifier* is not text or a number is out of range.
     """
 
     identifier: str
@@ -76,14 +76,15 @@ class MultimodalItem:
         for what in ("offset", "num_tokens"):
             number = getattr(self, what)
             if not isinstance(number, int) or not 0 <= number < 1 << 32:
-                raise ValueError(f"the {what} of a multimodal item is {number!r}; give a number of tokens")
+                raise ValueError(f"the {what} of a multimodal item is {number!r}; give a number from 0 to 2**32 - 1")
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything beside a prompt's token ids that decides its KV or separates it. Order and tags are part of a name.
+    """Everything besides a prompt's token ids that determines its KV or isolates it from other prompts.
 
-    ValueError for a salt that is no text: here, where its sender learns of it, and not in the step that names a block.
+    The order and the tags of the keys are part of a block's name. Raises ValueError if the salt is not text, so that
+    its sender gets the error and not the step that names a block.
     """
 
     lora: Lora | None = None
@@ -96,19 +97,19 @@ class ExtraKeys:
             check_text("cache_salt", self.cache_salt)
         if self.prompt_embeddings is not None and np.asarray(self.prompt_embeddings).dtype.hasobject:
             raise ValueError(
-                "prompt_embeddings: are Python objects, named by their addresses; give an array of numbers"
+                "prompt_embeddings contains Python objects, whose bytes are addresses; give an array of numbers"
             )
 
     @property
     def end(self) -> int:
-        """The token from which on no block that starts there or later has a key."""
+        """Token position from which on no block has extra keys."""
         ends = [item.offset + item.num_tokens for item in self.multimodal]
         ends.append(0 if self.prompt_embeddings is None else len(self.prompt_embeddings))
         ends.append(0 if self.cache_salt is None else 1)
         return max(ends) if self.lora is None else sys.maxsize
 
     def keys_of_block(self, start: int, end: int) -> tuple[ExtraKey, ...] | None:
-        """The keys of the block with tokens *start* to *end*, each after its tag, as vLLM has them; mostly None."""
+        """Return the keys of the block with tokens *start* to *end*, each after its tag as in vLLM; usually None."""
         keys: list[ExtraKey] = []
         if self.lora is not None:
             keys.append(("lora", self.lora.name, self.lora.path))
@@ -123,7 +124,7 @@ class ExtraKeys:
         return tuple(keys) or None
 
     def of_block(self, start: int, end: int) -> bytes:
-        """`keys_of_block` as bytes, each part after its length, so that different keys differ. Empty for None."""
+        """Encode `keys_of_block` as bytes, each part prefixed by its length to be unambiguous; empty without keys."""
         encoded = b""
         for key in self.keys_of_block(start, end) or ():
             for part in key:
@@ -139,13 +140,13 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 class BlockChain:
-    """The names of one growing sequence of tokens: a prompt, then what is generated after it.
+    """The block names of one growing token sequence: a prompt and the tokens generated after it.
 
-    `sha256`: one hash runs over all of it, fed the root's name and then each full block's token ids as
-    little-endian uint32; a block's name is the digest after it. A block with extra keys starts another, fed a tag, the
-    parent's name, the keys' length, the keys, and then goes on with its tokens. What was fed can be read in one way
-    only: it begins with the tag or with the root (which does not), every part has a fixed or a stated length, and the
-    parent stands for everything before.
+    `sha256`: one hash runs over the whole sequence. Its input is the root and then the token ids of each full block as
+    little-endian uint32; a block's name is the digest after the block. A block with extra keys starts a new hash, whose
+    input is a tag, the parent's name, the length of the keys, the keys, and then the tokens as before. The input is
+    unambiguous: it begins with the tag or with the root (which does not begin with the tag), every part has a fixed or
+    a stated length, and the parent identifies everything before.
 
     `sha256_cbor`: `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte the names of vLLM 0.33.
     """
@@ -159,7 +160,7 @@ class BlockChain:
         seed: str | None = None,
     ) -> None:
         self.names: list[BlockName] = []
-        self.token_ids: TokenIds = []  # the sequence last given to `extend`, not a copy
+        self.token_ids: TokenIds = []  # the sequence last passed to `extend`, not a copy
         self._named_ids = array("I")
         self.block_size = block_size
         self.extra = extra
@@ -169,14 +170,14 @@ class BlockChain:
         if algorithm is HashAlgorithm.SHA256_CBOR:
             root = cbor2.dumps(seed, canonical=True)
         else:
-            root = f"kvtier:2:{algorithm}:{seed}".encode()  # 2: of this scheme; no name of the first one's stores
+            root = f"kvtier:2:{algorithm}:{seed}".encode()  # 2 is the version of the naming scheme
         self.root = _sha256(root).digest()
         self._hasher = _sha256(self.root)
 
     def extend(self, token_ids: TokenIds) -> None:
-        """Name the blocks that *token_ids*, the whole sequence so far, has filled since the last call.
+        """Name the blocks of *token_ids*, the whole sequence so far, that became full since the last call.
 
-        A trailing partial block has no name. Raises OverflowError, and names none, for ids that do not fit 32 bits.
+        A trailing partial block gets no name. Raises OverflowError, naming no block, if an id does not fit in 32 bits.
         """
         size, start, end = self.block_size, len(self.names), len(token_ids) // self.block_size
         self.token_ids = token_ids
@@ -186,8 +187,11 @@ class BlockChain:
             self._named_ids.frombytes(ids.tobytes())
 
     def cut(self, num_blocks: int) -> None:
-        """Go back to the first *num_blocks* blocks, after which other tokens may come. Their names are not made again:
-        131,072 tokens take 0.6 ms in place of 1.7. What `copy` has made of another chain may be cut without it."""
+        """Truncate the chain to its first *num_blocks* blocks, so that other tokens can follow.
+
+        The remaining names are kept: 131,072 tokens take 0.6 ms, and computing their names again would take 1.7 ms. A
+        chain made by `copy.copy` can be cut without changing the original.
+        """
         self.names = self.names[:num_blocks]
         self._named_ids = self._named_ids[: num_blocks * self.block_size]
         self.token_ids = self._named_ids
@@ -197,30 +201,30 @@ class BlockChain:
         self._hasher.update(self._named_ids[first * self.block_size :].tobytes())
 
     def parent(self, block_id: int) -> BlockName:
-        """The name of the block before, or the root."""
+        """Return the name of the block before *block_id*, or the root."""
         return self.names[block_id - 1] if block_id else self.root
 
     def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
-        """The names of *blocks* of that size, a multiple of the chain's: those of their last tokens."""
+        """Return the names of *blocks* of *block_size* tokens, a multiple of the chain's block size."""
         step = block_size // self.block_size
         if step == 1:
             return self.names[blocks.start : blocks.stop] if len(blocks) < len(self.names) else self.names
         return self.names[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
 
     def named_ids(self, start: int, end: int) -> npt.NDArray[np.uint32]:
-        """The token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
+        """Return the token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
     def continued_keys(self, start: int, end: int) -> list[bytes]:
-        """`continued_key` of each of the blocks *start* to *end*."""
-        num_keyed = max(start, self._num_keyed, 1)  # the first block's is no name
+        """Return the `continued_key` of each of the blocks *start* to *end*."""
+        num_keyed = max(start, self._num_keyed, 1)  # at least 1, because the first block's key is not a block name
         keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
 
     def continued_key(self, block_id: int) -> bytes:
-        """A key that blocks share if they continue one prefix with the same extra keys, whatever their tokens.
+        """Return a key shared by all blocks that continue the same prefix with the same extra keys.
 
-        As long as a name; there is one for the block after the last full one too.
+        It does not depend on the block's tokens, is as long as a name, and exists for the last partial block too.
         """
         parent = self.parent(block_id)
         if block_id < self._num_keyed and (keys := self._keys(block_id)):
@@ -228,7 +232,7 @@ class BlockChain:
         return parent
 
     def tail_name(self, num_tokens: int) -> BlockName:
-        """A name for the last block of the first *num_tokens* tokens, which is not full; no full block's name."""
+        """Return a name for the partial last block of the first *num_tokens* tokens. No full block has such a name."""
         block_id = num_tokens // self.block_size
         token_ids = np.asarray(self.token_ids[block_id * self.block_size : num_tokens], "<u4")
         return _sha256(b"kvtier:tail:" + self.continued_key(block_id) + token_ids.tobytes()).digest()
@@ -243,9 +247,9 @@ class BlockChain:
         names: list[BlockName] = []
         start = len(self.names)
         parent = self.parent(start)
-        blocks = ids.view(f"V{4 * self.block_size}").tolist()  # as bytes: 12 ns a token in all, with slices 14
+        blocks = ids.view(f"V{4 * self.block_size}").tolist()  # bytes objects: 12 ns per token in all; slices take 14
         num_keyed = max(0, self._num_keyed - start)
-        hasher = self._hasher.copy()  # an exception in here leaves the chain as it was
+        hasher = self._hasher.copy()  # so that an exception leaves the chain unchanged
 
         for block_id, block in enumerate(blocks[:num_keyed], start):
             if keys := self._keys(block_id):
@@ -271,7 +275,7 @@ class BlockChain:
 
 def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
     if not isinstance(token_ids, np.ndarray):
-        # array: 4 ns a token from a list, np.array 11. Its "I" is 32 bits, native order, on every platform we run on.
+        # array takes 4 ns per token of a list, np.array 11. "I" is 32 bits, little-endian, on all supported platforms.
         return np.frombuffer(array("I", token_ids), dtype="<u4")
     if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
         raise OverflowError("token ids: need 0 <= id < 2**32")

@@ -1,4 +1,4 @@
-"""KV events: which blocks became findable in which tier, and which left it, for routers of prompts."""
+"""KV events: blocks that became available in a tier or left it, for prompt routers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """These blocks of one group can be found in *tier* from now on. They follow each other if *token_ids* are known."""
+    """Blocks of one group became available in *tier*. If *token_ids* are given, the blocks are consecutive."""
 
     tier: Tier
     group_id: int
     names: Sequence[BlockName]
     block_size: int
-    parent: BlockName | None = None  # of the first of them; None for a prompt's first block, or if it is not known
-    token_ids: TokenIds = ()  # of all of them; empty for copies in lower tiers, whose tokens were told before
+    parent: BlockName | None = None  # of the first block; None if it is the first of its prompt, or unknown
+    token_ids: TokenIds = ()  # of all blocks; empty for copies in lower tiers, whose tokens an earlier event had
     first_token: int = 0  # position of the first of *token_ids* in the prompt
     extra: ExtraKeys = NO_EXTRA_KEYS  # of the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """These blocks of one group can no longer be found in *tier*."""
+    """Blocks of one group left *tier*."""
 
     tier: Tier
     group_id: int
@@ -34,7 +34,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing can be found in any tier any more."""
+    """All blocks left all tiers."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -47,10 +47,10 @@ class EventLog:
         self._events: list[Event] = []
 
     def append(self, event: Event) -> None:
-        """Add an event, the newest."""
+        """Append an event."""
         self._events.append(event)
 
     def take(self) -> list[Event]:
-        """Take out all events since the last call."""
+        """Remove and return all events since the last call."""
         events, self._events = self._events, []
         return events

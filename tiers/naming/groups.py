@@ -1,4 +1,4 @@
-"""Attention groups: which blocks must be present to go on after a given token? One class per kind of attention."""
+"""Attention groups: which blocks must be present to resume after a given token. One class per kind of attention."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,41 +8,41 @@ from math import gcd, lcm
 from typing import ClassVar, Protocol
 
 FirstHole = Callable[[int, int], int]
-"""`first_hole(start, end)`: the first of the blocks *start* to *end* - 1 that is not present, or *end*."""
+"""`first_hole(start, end)` returns the first of the blocks *start* to *end* - 1 that is not present, or *end*."""
 
 
 class BlockGroup(Protocol):
-    """Blocks of equal size, with a table of their own: all that the tiers below the device know of a group."""
+    """The view of an attention group for the tiers below the device: blocks of equal size with their own table."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Tokens per block."""
 
     @property
     def forgets(self) -> bool:
-        """Whether later tokens stop reading earlier blocks. If not, every shorter prefix of a hit is a hit."""
+        """Whether later tokens stop reading earlier blocks. If not, every prefix of a hit is a hit."""
 
 
 class AttentionGroup(BlockGroup, Protocol):
-    """The layers that share one kind of attention, and so one table of blocks."""
+    """The layers that share one kind of attention and therefore one block table."""
 
     @property
     def resumes_inside(self) -> bool:
-        """Whether the first tokens of a block are of use without the rest: a request may go on from its middle."""
+        """Whether a request can resume in the middle of a block, using only the block's first tokens."""
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that the token after *num_tokens* still reads; it reads all from there on.
+        """Return the first block that the token after *num_tokens* reads; it also reads all later blocks.
 
-        Never decreases with *num_tokens*.
+        The result never decreases with *num_tokens*.
         """
 
     def longest(self, num_blocks: int, first_hole: FirstHole) -> int:
-        """The largest number of blocks, *num_blocks* at most, after which a request can go on in this group."""
+        """Return the maximum number of blocks, up to *num_blocks*, after which a request can resume in this group."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Every token reads all tokens before it."""
+    """Attention in which every token reads all tokens before it."""
 
     forgets: ClassVar[bool] = False
     resumes_inside: ClassVar[bool] = True
@@ -56,31 +56,32 @@ class FullAttention:
 
 
 class _Windowed:
-    """What groups that forget have in common: the newest blocks alone decide, so the longest prefix is tried first."""
+    """Base of the groups that forget. Only the newest blocks matter, so the longest prefix is tried first."""
 
     __slots__ = ()
     forgets: ClassVar[bool] = True
     resumes_inside: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
-        """See `AttentionGroup.longest`. It asks one question for each end that it tries, and tries few:
+        """Return the same as `AttentionGroup.longest`, with one call of *first_hole* for each end that is tried.
 
-        Two failures in a row pass a whole window and a hole, so windows of w blocks cost at most
-        2 * num_blocks / (w + 1) + 2 questions, num_blocks / w when nothing is there. Any search needs that many: a hole
-        hides what is behind it. (8,192 blocks, window of 64: at most 254. A recurrent state, w = 1: 8,192.)
+        Two failures in a row skip a whole window and a hole. So a window of w blocks needs at most
+        2 * num_blocks / (w + 1) + 2 calls, and num_blocks / w if no block is present. No search needs fewer calls,
+        because a hole hides the blocks behind it. (8,192 blocks and a window of 64: at most 254 calls. A recurrent
+        state, w = 1: 8,192 calls.)
         """
         while num_blocks:
             hole = first_hole(self.first_needed(num_blocks * self.block_size), num_blocks)
             if hole == num_blocks:
                 break
-            # Every end between the hole and here needs it too, because first_needed never decreases.
+            # Every end between the hole and num_blocks needs the missing block too, as first_needed never decreases.
             num_blocks = hole
         return num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(_Windowed):
-    """A token reads itself and the *window_tokens* - 1 tokens before it."""
+    """Attention in which a token reads itself and the *window_tokens* - 1 tokens before it."""
 
     block_size: int
     window_tokens: int
@@ -91,7 +92,7 @@ class SlidingWindow(_Windowed):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocal(_Windowed):
-    """A token reads the tokens before it in its own chunk of *chunk_tokens*."""
+    """Attention in which a token reads the tokens before it in its own chunk of *chunk_tokens* tokens."""
 
     block_size: int
     chunk_tokens: int
@@ -102,7 +103,7 @@ class ChunkedLocal(_Windowed):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState(_Windowed):
-    """A state space layer: the state after the last block is all it needs, and there is none within a block."""
+    """A state space layer, which needs only the state after the last block. There is no state inside a block."""
 
     resumes_inside: ClassVar[bool] = False
     block_size: int
@@ -112,20 +113,20 @@ class RecurrentState(_Windowed):
 
 
 def alignment(groups: Iterable[AttentionGroup]) -> int:
-    """Tokens from one place where blocks of all *groups* end to the next: hits are multiples of it."""
+    """Return the number of tokens between two positions where blocks of all *groups* end, the unit of hits."""
     return lcm(*(group.block_size for group in groups))
 
 
 def name_block_size(groups: Iterable[AttentionGroup]) -> int:
-    """Tokens per name, so that a block of any of *groups* ends where a name does."""
+    """Return the number of tokens per name, chosen so that every block of *groups* ends where a name ends."""
     return gcd(*(group.block_size for group in groups))
 
 
 def longest_hit(num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]) -> int:
-    """The largest number of tokens, *num_tokens* at most, after which a request can go on in all *groups*.
+    """Return the maximum number of tokens, up to *num_tokens*, after which a request can resume in all *groups*.
 
-    A multiple of `alignment`. `first_hole(group_id, start, end)` is the group's `FirstHole`, in blocks of its own size;
-    it must change nothing.
+    The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` of a group, in blocks
+    of its own size; it must have no side effects.
     """
     return _longest_agreed(num_tokens, range(len(groups)), groups, first_hole)
 
@@ -133,10 +134,11 @@ def longest_hit(num_tokens: int, groups: Sequence[AttentionGroup], first_hole: C
 def longest_single(
     num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
 ) -> int:
-    """The longest hit that some groups would give alone: those that never forget or, if all forget, the best of them.
+    """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
 
-    Aligned as `longest_hit`. Where it is longer, it ends at a *junction*: a prefix that has come a second time, so that
-    the blocks to resume after it, not worth naming the first time, are now.
+    The result is aligned like `longest_hit`. If it is longer than `longest_hit`, it ends at a *junction*: a prefix that
+    was requested a second time. So the blocks needed to resume after it, which were not named the first time, are worth
+    naming now.
     """
     lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
     alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]
@@ -149,10 +151,10 @@ def _longest_agreed(
     groups: Sequence[AttentionGroup],
     first_hole: Callable[[int, int, int], int],
 ) -> int:
-    """The `longest_hit` of the groups *group_ids* alone, aligned to all groups.
+    """Return the `longest_hit` of the groups *group_ids* only, aligned to all groups.
 
-    Groups that never forget are asked once; then a small fixed point: each other group may only shrink the answer,
-    until all agree on it in a row.
+    Groups that never forget are evaluated once. The other groups are evaluated in turn until a fixed point: each may
+    only shorten the result, until all agree in a row.
     """
 
     def longest(group_id: int, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""NamedBlocks: names of blocks, with the parents and the tenant that a tier needs to keep them."""
+"""NamedBlocks: block names with the parents and the tenant that a tier needs to store the blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
 
 @dataclass(frozen=True, slots=True)
 class NamedBlocks:
-    """Some blocks of one tenant. *parents*: for each the block that it continues; None if it is of use without that."""
+    """Blocks of one tenant. *parents* holds the block that each block continues; None if it is useful without it."""
 
     names: Sequence[BlockName]
     parents: Sequence[BlockName | None]
     tenant: bytes = NO_TENANT
 
     def since(self, start: int) -> "NamedBlocks":
-        """The blocks from place *start* on."""
+        """Return the blocks from index *start* on."""
         return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
 
     def of(self, group: BlockGroup, places: range) -> "NamedBlocks":
-        """These of the blocks as they are in the group: without parents where it forgets."""
+        """Return the blocks at *places* for use in *group*: without parents if the group forgets."""
         names = self.names[places.start : places.stop]
         parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
         return NamedBlocks(names, parents, self.tenant)
 
     def origin(self, place: int) -> Origin:
-        """The parent and the tenant of the block at *place*."""
+        """Return the parent and the tenant of the block at index *place*."""
         return Origin(self.parents[place], self.tenant)
 
 
 def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName]:
-    """The names of these blocks of the chain."""
+    """Return the names of the chain's blocks *ids*."""
     if _are_in_a_row(ids):
         return chain.names_of(group.block_size, range(int(ids[0]), int(ids[-1]) + 1))
     step = group.block_size // chain.block_size
@@ -45,7 +45,7 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 
 
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
-    """These blocks of the chain. Where a group forgets they have no parents: it needs no more than its window."""
+    """Return the chain's blocks *ids*, without parents if *group* forgets, because it needs only its window."""
     names, parents = names_of(chain, group, ids), _parents(chain, group, ids)
     return NamedBlocks(names, parents, tenant_of(chain.extra.cache_salt))
 

@@ -1,15 +1,15 @@
-"""Namespace: everything beside the prompt that decides KV bytes. A block of another namespace is never a hit."""
+"""Namespace: everything besides the prompt that determines KV bytes. Blocks of another namespace are never hits."""
 
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-LAYOUT_VERSION = 1  # of the bytes of a block: [group_layers, 2, block_size, num_kv_heads, head_dim]
+LAYOUT_VERSION = 1  # version of the block layout: [group_layers, 2, block_size, num_kv_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """One attention group's share of a block; *kind* is the group's class name with its window."""
+    """Geometry of one attention group. *kind* is the group's class name with its window."""
 
     kind: str
     layer_ids: tuple[int, ...]
@@ -19,24 +19,24 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Identity of a model's KV cache. `digest` goes in front of every key on disk."""
+    """Identity of a model's KV cache. Every key on disk begins with its `digest`."""
 
     model: str
-    config_digest: str  # the settings that no weight holds: rotary embedding, norms, activations …
+    config_digest: str  # of settings that are not in the weights, such as rotary embedding, norms and activations
     weights_digest: str
     dtype: str
     geometry: tuple[GroupGeometry, ...]
     block_size: int
     hash_algorithm: str
     hash_seed: str
-    kv_quantization: str = "none"  # "fp8": a tier of this engine rounds blocks, so a block of any tier may be rounded
-    encryption_key_id: str = ""  # of the disk's records
+    kv_quantization: str = "none"  # "fp8" if any tier of this engine rounds blocks, as they then spread to all tiers
+    encryption_key_id: str = ""  # of the records on disk
     shard_rank: int = 0
     num_shards: int = 1
     layout_version: int = LAYOUT_VERSION
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal only for equal fields."""
+        """Digest of all fields, 16 bytes."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()[:16]

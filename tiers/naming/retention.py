@@ -1,4 +1,4 @@
-"""Retention: which blocks of a group that forgets get a name, so that a later prompt can go on from them."""
+"""Retention: the choice of blocks to name in groups that forget, so that later prompts can resume after them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Gives every block a name, or the *tails* of some prefixes only: the blocks still needed to go on after them.
+    """A policy that names either every block, or only the *tails* of some prefixes.
 
-    Tails are named of the prefixes that the caller gives (a prompt's end, junctions), and one more every
-    *interval_tokens*: None names every block, 0 no further tails. Where a group never forgets every block gets a name.
+    The tail of a prefix consists of the blocks needed to resume after it. The tails of the prefixes that the caller
+    gives (the end of a prompt, junctions) are named, and one more every *interval_tokens* tokens. With the interval
+    None every block is named, with 0 no further tails. In groups that never forget, every block is named.
     """
 
     groups: Sequence[AttentionGroup]
@@ -24,20 +25,21 @@ class Retention:
         unit = alignment(self.groups)
         if self.interval_tokens < 0 or self.interval_tokens % unit:
             raise ValueError(
-                f"retention: an interval of {self.interval_tokens} tokens is no multiple of {unit}, "
+                f"retention: an interval of {self.interval_tokens} tokens is not a multiple of {unit}, "
                 f"where blocks of all groups end; try {max(1, round(self.interval_tokens / unit)) * unit}"
             )
         if not any(group.forgets for group in self.groups):
             raise ValueError(
-                f"retention: an interval of {self.interval_tokens} tokens, but no group forgets; leave it out"
+                f"retention: an interval of {self.interval_tokens} tokens has no effect, because no group forgets; "
+                "remove it"
             )
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
-        """Which of *group*'s blocks *start_block* to *end_block* - 1 to name: in order, joined where they meet.
+        """Return which of *group*'s blocks *start_block* to *end_block* - 1 to name, as ascending, disjoint ranges.
 
-        *boundaries* are positions in tokens that a later prompt is expected to resume at or shortly before: one less
-        than the prompt's length, because the last token is always computed, and junctions. Blocks of a tail that ends
-        beyond *end_block* are among them, so that a prompt can be named in pieces.
+        *boundaries* are token positions at or shortly before which later prompts are expected to resume: junctions, and
+        the prompt's length minus one, because the last token is always computed. The result includes blocks of tails
+        that end beyond *end_block*, so that a prompt can be named in pieces.
         """
         if self.interval_tokens is None or not group.forgets:
             return [range(start_block, end_block)] if start_block < end_block else []
@@ -50,7 +52,7 @@ class Retention:
             ends.update(takewhile(lambda end: group.first_needed(end) < end_block, every))
 
         kept: list[range] = []
-        for end in sorted(ends):  # first_needed never decreases, so tails come in order too
+        for end in sorted(ends):  # first_needed never decreases, so the tails are in order too
             tail = range(max(start_block, group.first_needed(end)), min(end_block, end // group.block_size))
             if tail and kept and tail.start <= kept[-1].stop:
                 kept[-1] = range(kept[-1].start, tail.stop)

@@ -1,4 +1,4 @@
-"""The tenant of a block, and the block that it continues."""
+"""Tenants of blocks, and the origin of a block."""
 
 import hashlib
 from typing import NamedTuple
@@ -14,9 +14,9 @@ OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """The tenant of requests with that salt: 8 bytes from which the salt cannot be had; NO_TENANT without a salt.
+    """Return the tenant of requests with *cache_salt*: 8 bytes that do not reveal the salt; NO_TENANT without a salt.
 
-    One tenant may have many salts: those that begin with the tenant's own and a NUL.
+    A tenant may use many salts: all that consist of the tenant's own salt, a NUL and any suffix.
     """
     if not cache_salt:
         return NO_TENANT
@@ -24,19 +24,19 @@ def tenant_of(cache_salt: str | None) -> bytes:
 
 
 def number_of(tenant: bytes) -> int:
-    """The tenant as a number."""
+    """Return the number of *tenant*."""
     return int.from_bytes(tenant, "little")
 
 
 def tenant_with(number: int) -> bytes:
-    """The tenant of that number."""
+    """Return the tenant with the number *number*."""
     return number.to_bytes(TENANT_BYTES, "little") if number else NO_TENANT
 
 
 class Origin(NamedTuple):
-    """Where a block comes from: the block that it continues, and its tenant.
+    """The block that a block continues, and its tenant.
 
-    *parent* has to stay on disk as long as this block does; None if the block is of use without it.
+    *parent* must stay on disk as long as this block does; None if the block is useful without it.
     """
 
     parent: BlockName | None = None

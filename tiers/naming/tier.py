@@ -1,41 +1,41 @@
-"""The names of the tiers, and the reasons why a token had to be recomputed."""
+"""The tiers, and the reasons why a prompt token is recomputed."""
 
 from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """A tier in which a block can be found, warmest first."""
+    """The tiers, warmest first."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
-    REMOTE = "remote"  # a store that machines share
+    REMOTE = "remote"  # a store shared by several machines
 
     @property
     def depth(self) -> int:
-        """How cold the tier is, 0 for the warmest. A prefix's tokens count for the coldest tier that they came from."""
+        """Position of the tier, 0 for the warmest. Tokens are attributed to the coldest tier that they came from."""
         return list(Tier).index(self)
 
 
 class Reason(StrEnum):
-    """Why a prompt token was computed although a cache exists."""
+    """The reason why a prompt token was computed in spite of the cache."""
 
     NEVER_SEEN = "never_seen"
     EVICTED_FROM_DEVICE = "evicted_from_device"
     EVICTED_FROM_HOST = "evicted_from_host"
     EVICTED_FROM_DISK = "evicted_from_disk"
     EVICTED_FROM_REMOTE = "evicted_from_remote"
-    CAPACITY = "capacity"  # no slots to promote into
-    CORRUPT = "corrupt"  # found, but its bytes were not what had been stored
+    CAPACITY = "capacity"  # found, but there were no device slots to promote into
+    CORRUPT = "corrupt"  # found, but its bytes differed from the stored ones
     FAILED = "failed"  # found, but the copy failed
     DEADLINE = "deadline"  # found, but the copy was too late
     COST = "cost"  # found, but computing it was expected to be faster than loading it
-    SKIPPED = "skipped"  # the request asked not to read the cache, or so much of it
-    SCORED = "scored"  # found, but the request asked for log probabilities, which only computing gives
-    ABORTED = "aborted"  # the request ended before its prefix had come
-    LAST_BLOCK = "last_block"  # always computed: the last token's logits are what prefill is for
+    SKIPPED = "skipped"  # the request asked not to read the cache, or to read only a part of it
+    SCORED = "scored"  # found, but the request asked for log probabilities, which must be computed
+    ABORTED = "aborted"  # the request ended before its prefix was loaded
+    LAST_BLOCK = "last_block"  # always computed, because prefill needs the logits of the last token
 
     @classmethod
     def evicted_from(cls, tier: Tier) -> "Reason":
-        """The reason for tokens of a block whose last copy *tier* dropped."""
+        """Return the reason for tokens of a block whose last copy was evicted from *tier*."""
         return cls(f"evicted_from_{tier}")

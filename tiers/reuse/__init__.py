@@ -1,1 +1,1 @@
-"""Reuse distances by a sample: what the tiers would find if they were larger or smaller."""
+"""Sampled reuse distances, and estimates of the hit ratio that larger or smaller tiers would have."""

@@ -1,4 +1,4 @@
-"""Recency: a sample of blocks in the order in which they were used last."""
+"""Recency: a sample of blocks, ordered by last use."""
 
 import heapq
 from bisect import bisect_left, bisect_right
@@ -14,43 +14,44 @@ HASHES = 1 << 64
 
 
 class Recency:
-    """A block is in the sample if the first 64 bits of its name are small: the same blocks each time they come.
+    """A spatially hashed sample of blocks in LRU order (SHARDS, Waldspurger et al., FAST 2015).
 
-    At most *max_blocks* are remembered. Beyond that the bound is lowered, and the blocks above it are forgotten, so
-    that it stays a sample of all blocks (SHARDS, Waldspurger et al., FAST 2015). Distances are in bytes of all blocks.
+    A block is in the sample if the first 64 bits of its name are below a bound, so the same blocks are sampled each
+    time. The sample has at most *max_blocks* blocks: beyond that, the bound is lowered and the blocks above it are
+    dropped. Distances are in bytes of all blocks, not only of sampled ones.
     """
 
     def __init__(self, max_blocks: int, rate: float) -> None:
-        """*rate*: the share of blocks to begin with."""
+        """Create an empty sample that starts with the share *rate* of all blocks."""
         self._max_blocks = max_blocks
         self._bound = min(HASHES - 1, int(HASHES * rate))
-        self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by hash, oldest first: stamp, block's bytes
-        self._stamps: dict[int, list[int]] = {}  # by a block's bytes: stamps of such blocks, ascending
-        self._largest: list[int] = []  # heap of hashes, negated; those of forgotten blocks stay in it for a while
+        self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash to stamp and block size, oldest first
+        self._stamps: dict[int, list[int]] = {}  # block size to the ascending stamps of its blocks
+        self._largest: list[int] = []  # heap of negated hashes; hashes of dropped blocks stay in it for a while
         self._next_stamp = 0
 
     @property
     def rate(self) -> float:
-        """The share of all blocks that the sample has."""
+        """Share of all blocks that are sampled."""
         return self._bound / HASHES
 
     @property
     def num_bytes(self) -> float:
-        """About how many bytes of blocks have been used since the oldest one in the sample was."""
+        """Estimated bytes of blocks used since the last use of the oldest sampled block."""
         return sum(len(stamps) * size for size, stamps in self._stamps.items()) / self.rate
 
     def __len__(self) -> int:
         return len(self._used)
 
     def sampled(self, names: Sequence[BlockName]) -> npt.NDArray[np.uint64]:
-        """The hashes of those of *names* that are in the sample, in their order. Names have one length."""
+        """Return the hashes of the sampled blocks among *names*, in order. All names must have the same length."""
         if not names:
             return np.empty(0, np.uint64)
         hashes = np.frombuffer(b"".join(names), np.uint64)[:: len(names[0]) // 8]
         return hashes[hashes <= self._bound]
 
     def distances(self, hashes: npt.NDArray[np.uint64]) -> list[float]:
-        """For each of these blocks that was used before: how many bytes of blocks were used since, its own added."""
+        """Return the reuse distance of each block that was used before: the bytes used since, including the block."""
         found = [used for used in map(self._used.get, hashes.tolist()) if used is not None]
         rate = self.rate
         return [
@@ -59,7 +60,7 @@ class Recency:
         ]
 
     def use(self, hashes: npt.NDArray[np.uint64], block_bytes: int) -> None:
-        """Note that these blocks were used now, the first one last: a prefix goes tail first."""
+        """Record that these blocks were used now, the first one last, because a prefix is evicted tail first."""
         stamps = self._stamps.setdefault(block_bytes, [])
         for hashed in reversed(hashes.tolist()):
             used = self._used.get(hashed)
@@ -77,7 +78,7 @@ class Recency:
                 self._drop_stamp(*used)
 
     def forget_beyond(self, num_bytes: float) -> None:
-        """Forget the blocks that are further away than so many bytes."""
+        """Drop the blocks whose distance is more than *num_bytes*."""
         too_much = (self.num_bytes - num_bytes) * self.rate
         while too_much > 0 and self._used:
             _, (stamp, size) = self._used.popitem(last=False)
@@ -88,13 +89,13 @@ class Recency:
             heapq.heapify(self._largest)
 
     def check(self) -> None:
-        """Raise AssertionError if the books disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         stamps: dict[int, list[int]] = {size: [] for size in self._stamps}
         for hashed, (stamp, size) in self._used.items():
             assert hashed <= self._bound, "a block above the bound is remembered"
             stamps[size].append(stamp)
-        assert stamps == self._stamps, "stamps of blocks that are not remembered, or out of order"
-        assert set(self._used) <= {-each for each in self._largest}, "a block that the bound would never forget"
+        assert stamps == self._stamps, "the stamps do not match the blocks, or are out of order"
+        assert set(self._used) <= {-each for each in self._largest}, "a block is missing in the heap of hashes"
 
     def _drop_stamp(self, stamp: int, size: int) -> None:
         stamps = self._stamps[size]

@@ -1,4 +1,4 @@
-"""ReuseDistances: after how many bytes of other blocks a block is asked for again, lately."""
+"""ReuseDistances: a decaying histogram of how many bytes of blocks are used between two uses of a block."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from kvtier.tiers.reuse.recency import Recency
 
 MAX_SAMPLED = 8192
 MAX_RATE = 1 / 8
-MAX_PENDING = 4096  # names: half a millisecond's work at once
-STEPS = 16  # buckets for each doubling of a distance
-NUM_BUCKETS = 52 * STEPS  # up to four petabytes
+MAX_PENDING = 4096  # names processed at once, which takes half a millisecond
+STEPS = 16  # buckets per doubling of the distance
+NUM_BUCKETS = 52 * STEPS  # up to 4 PiB
 
 
 class Fading:
-    """So many counts, all at first 0. What was counted *half_life_s* ago weighs half."""
+    """*num_counts* counts that decay exponentially with the half-life *half_life_s*. All start at 0."""
 
     def __init__(self, num_counts: int, half_life_s: float, clock: Callable[[], float]) -> None:
         self._counts = np.zeros(num_counts)
@@ -26,7 +26,7 @@ class Fading:
         self._counted_at = clock()
 
     def now(self) -> npt.NDArray[np.float64]:
-        """The counts now `[num_counts]`, to read and to add to before the next call."""
+        """Return the current counts, [num_counts], to read or to add to before the next call."""
         now = self._clock()
         if now != self._counted_at:
             self._counts *= 0.5 ** ((now - self._counted_at) / self._half_life_s)
@@ -35,8 +35,10 @@ class Fading:
 
 
 class Prompt(NamedTuple):
-    """The first *num_names* of *names*, which may grow later, stand for the whole blocks of a prompt. *block_tokens* is
-    0 where nobody asked for the blocks."""
+    """The full blocks of a prompt: the first *num_names* of *names*, a list that may grow later.
+
+    *block_tokens* is 0 if no request asked for the blocks.
+    """
 
     names: Sequence[BlockName]
     num_names: int
@@ -45,8 +47,10 @@ class Prompt(NamedTuple):
 
 
 class ReuseDistances:
-    """A block whose distance is less than an LRU cache's size is found there. Counts in tokens, by a sample of blocks;
-    older ones weigh less. Owned by one thread."""
+    """A decaying histogram of reuse distances, in tokens, estimated from a sample of blocks. Owned by one thread.
+
+    An LRU cache hits a block if and only if the block's reuse distance is less than the size of the cache.
+    """
 
     def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
         self._recency = Recency(MAX_SAMPLED, MAX_RATE)
@@ -55,17 +59,19 @@ class ReuseDistances:
         self._num_pending = 0
 
     def on_prompt(self, names: Sequence[BlockName], block_tokens: int, block_bytes: int) -> None:
-        """Take in the blocks that a prompt asked for. The list is kept for a while, and may only grow."""
+        """Record the blocks that a prompt asked for. The list *names* is kept for a while and may only grow."""
         self._pend(Prompt(names, len(names), block_tokens, block_bytes))
 
     def on_made(self, names: Sequence[BlockName], block_bytes: int) -> None:
-        """Take in blocks that were used, but that nobody asked for: those of generated tokens."""
+        """Record blocks of generated tokens, which were used but not asked for."""
         self._pend(Prompt(names, len(names), 0, block_bytes))
 
     def tokens_within(self, sizes: Sequence[float]) -> npt.NDArray[np.float64]:
-        """How many tokens, lately, LRU caches of these sizes in bytes would have found, but for what the sample has too
-        little or too much of blocks that come all the time: only differences are of use. What is further away than the
-        largest size is forgotten."""
+        """Return how many recent tokens LRU caches of these sizes in bytes would have hit.
+
+        Use only differences of the results: the sample may contain too many or too few of the most frequent blocks,
+        which shifts all results alike. Blocks whose distance exceeds the maximum size are dropped.
+        """
         self._take_in()
         self._recency.forget_beyond(max(sizes))
         found = np.concatenate([[0.0], np.cumsum(self._found.now())])
@@ -73,10 +79,12 @@ class ReuseDistances:
         return within
 
     def check(self) -> None:
-        """Raise AssertionError if the books disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         self._recency.check()
-        assert (self._found.now() >= 0).all(), "less than no tokens were found"
-        assert self._num_pending == sum(prompt.num_names for prompt in self._pending), "names that are not pending"
+        assert (self._found.now() >= 0).all(), "a count is negative"
+        assert self._num_pending == sum(prompt.num_names for prompt in self._pending), (
+            "the pending names were miscounted"
+        )
 
     def _pend(self, prompt: Prompt) -> None:
         self._pending.append(prompt)
@@ -97,6 +105,6 @@ class ReuseDistances:
 
 
 def _places(num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Where in the buckets, which grow by the same factor."""
+    """Return the positions of these distances in the logarithmic buckets."""
     places: npt.NDArray[np.float64] = np.clip(np.log2(np.maximum(num_bytes, 1.0)) * STEPS, 0, NUM_BUCKETS - 1)
     return places

@@ -1,1 +1,1 @@
-"""The way up: how the blocks of a hit come to the device, from host memory and from disk."""
+"""Promotion: copies of a hit's blocks from the lower tiers to the device."""

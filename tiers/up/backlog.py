@@ -1,4 +1,4 @@
-"""Backlogs: blocks that promotions have still to bring up, and of which no copy has been started yet."""
+"""Backlogs: blocks that promotions still need and whose copies have not been started."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -15,34 +15,39 @@ from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
 NO_PLACE = -1
-Source = tuple[Fetch, int, Tier]  # the fetch that leases a block in host memory, its place there, where it was found
+# The fetch that leases a block in host memory, the block's index in the fetch, and the tier where it was found.
+Source = tuple[Fetch, int, Tier]
 
 
 class Backlog:
-    """One promotion's blocks of one group, and the fetch that leases the ones that were found in host memory."""
+    """The queued blocks of one promotion and group, and the fetch that leases those found in host memory."""
 
     def __init__(
         self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds, remote: BlockIds
     ) -> None:
-        """*fetch* leases the blocks *fetched*; those of *remote* are on the remote tier only, the others on disk."""
+        """Create a backlog of the blocks *ids*, ascending.
+
+        *fetch* leases the blocks *fetched* in host memory. The blocks *remote* are only in the remote tier, and the
+        other blocks are on disk.
+        """
         num_blocks = int(ids[-1]) + 1 if len(ids) else 0
         self.group = group
         self.num_left = len(ids)
         self._fetch = fetch
         self._is_left = np.zeros(num_blocks, np.bool_)  # [block id]
         self._is_left[ids] = True
-        self._places = np.full(num_blocks, NO_PLACE, np.int64)  # [block id] in the fetch, or NO_PLACE
+        self._places = np.full(num_blocks, NO_PLACE, np.int64)  # [block id] index in the fetch, or NO_PLACE
         self._places[fetched] = np.arange(len(fetched))
         self._is_remote = np.zeros(num_blocks, np.bool_)  # [block id]
         self._is_remote[remote] = True
 
     @property
     def blocks(self) -> BlockIds:
-        """The blocks that are left, in order."""
+        """Ascending ids of the blocks that are left."""
         return np.flatnonzero(self._is_left)
 
     def has(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of the blocks whether it is left."""
+        """Return for each of the blocks whether it is left."""
         found = np.zeros(len(ids), np.bool_)
         known = ids < len(self._is_left)
         found[known] = self._is_left[ids[known]]
@@ -50,20 +55,20 @@ class Backlog:
 
     @property
     def num_fetched(self) -> int:
-        """How many of the blocks that are left were in host memory."""
+        """Number of remaining blocks that were found in host memory."""
         return int(np.count_nonzero(self._places[self._is_left] != NO_PLACE))
 
     @property
     def num_remote(self) -> int:
-        """How many of the blocks that are left were on the remote tier only."""
+        """Number of remaining blocks that were found only in the remote tier."""
         return int(np.count_nonzero(self._is_left & self._is_remote))
 
     def tier(self, block_id: int) -> Tier:
-        """Where a block is to be read from that was not in host memory."""
+        """Return the tier to read a block from that was not found in host memory."""
         return Tier.REMOTE if self._is_remote[block_id] else Tier.DISK
 
     def sources(self, ids: BlockIds) -> list[Source | None]:
-        """Where the blocks come from that were found in host memory; None for the others, which are not fetched yet."""
+        """Return the source of each block that was found in host memory; None for blocks that are not fetched yet."""
         fetch = self._fetch
         if fetch is None:
             return [None] * len(ids)
@@ -73,31 +78,31 @@ class Backlog:
         ]
 
     def release(self, ids: BlockIds) -> None:
-        """End the leases on these blocks, the prefix's tail first."""
+        """Release the leases on these blocks, the prefix's tail first."""
         places = self._places[ids]
         fetched = places[places != NO_PLACE]
         if self._fetch is not None and len(fetched):
             self._fetch.release(fetched[::-1])
 
     def remove(self, ids: BlockIds) -> None:
-        """Take these blocks out; the leases on them are the caller's from here on."""
+        """Remove these blocks and pass the leases on them to the caller."""
         self._is_left[ids] = False
         self.num_left -= len(ids)
 
 
 class Backlogs:
-    """The backlogs of all promotions, in the order in which these began. Owned by the cache's thread.
+    """The backlogs of all promotions, in the order in which the promotions began. Owned by the cache's thread.
 
-    A block has one slot reserved on the device (`BlockPool.reserve`), however many promotions want it. It is under way
-    or in backlogs, never both.
+    Each block has one reserved device slot (`BlockPool.reserve`), no matter how many promotions want the block. A block
+    is either in flight or in backlogs, never both.
     """
 
     def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
-        """*on_fetched* is called with what has come of the fetched blocks, see `LowerTiers.fetch`."""
+        """Create an empty set. *on_fetched* is called with the outcome of each fetch; see `LowerTiers.fetch`."""
         self._groups = groups
         self._lower = lower
         self._on_fetched = on_fetched
-        self._backlogs: dict[Promotion, list[Backlog]] = {}  # by group; without promotions of which no block is left
+        self._backlogs: dict[Promotion, list[Backlog]] = {}  # by group; only promotions that have blocks left
 
     def __contains__(self, promotion: Promotion) -> bool:
         return promotion in self._backlogs
@@ -106,7 +111,7 @@ class Backlogs:
         return iter(list(self._backlogs))
 
     def add(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Lease the blocks that *below* finds in host memory, and reserve device slots for all *blocks*."""
+        """Lease the blocks that are in host memory according to *below*, and reserve device slots for all *blocks*."""
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
             is_new = ~self.are_coming(promotion.chain, group, ids)
@@ -121,7 +126,7 @@ class Backlogs:
             self._backlogs[promotion] = backlogs
 
     def are_coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of the chain's blocks whether some promotion has it still to bring up."""
+        """Return for each of the chain's blocks *ids* whether it is in any backlog."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
             if shared := _num_shared(chain, promotion.chain, group):
@@ -129,17 +134,18 @@ class Backlogs:
         return found
 
     def first(self, promotion: Promotion, limit: int) -> tuple[GroupTiers, BlockIds]:
-        """Up to *limit* of a promotion's blocks, the first of the first group that has any left."""
+        """Return up to *limit* blocks of a promotion, the first ones of the first group that has any left."""
         backlog = next(backlog for backlog in self._backlogs[promotion] if backlog.num_left)
         return backlog.group, backlog.blocks[:limit]
 
     def take(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> tuple[list[Source], list[tuple[Promotion, npt.NDArray[np.bool_]]]]:
-        """Take these blocks of a promotion out of all backlogs; their reservation ends.
+        """Remove these blocks of a promotion from all backlogs, fetch the missing ones, and end the reservations.
 
-        Their sources, leased for the caller, and the promotions that wanted them, each with a mask of the blocks it
-        wanted. Blocks that were not in host memory are fetched.
+        Returns:
+            The sources of the blocks, leased for the caller, and the promotions that wanted them, each with a mask of
+            the blocks that it wanted.
         """
         backlog = self._backlogs[promotion][group.id]
         found = backlog.sources(ids)
@@ -155,15 +161,16 @@ class Backlogs:
     def discard(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
-        """Take these blocks, which are on the device, out of all backlogs. The promotions that wanted them, see `take`.
+        """Remove these blocks, which are on the device, from all backlogs, and release their leases in host memory.
 
-        The leases on them in host memory end.
+        Returns:
+            The promotions that wanted the blocks, each with a mask of the blocks that it wanted.
         """
         self._backlogs[promotion][group.id].release(ids)
         return self._leave(promotion, group, ids)
 
     def drop(self, promotion: Promotion, num_tokens: int = 0) -> bool:
-        """Give up a promotion's blocks after its first *num_tokens* tokens; whether it had any."""
+        """Remove a promotion's blocks after its first *num_tokens* tokens, and return whether there were any."""
         any_dropped = False
         for backlog in self._backlogs.get(promotion, ()):
             group, ids = backlog.group, backlog.blocks
@@ -177,12 +184,12 @@ class Backlogs:
         return any_dropped
 
     def num_left(self, promotion: Promotion) -> list[int]:
-        """By group, how many blocks of a promotion are left."""
+        """Return the number of remaining blocks of a promotion, by group."""
         backlogs = self._backlogs.get(promotion)
         return [0 for _ in self._groups] if backlogs is None else [backlog.num_left for backlog in backlogs]
 
     def num_queued(self, group: GroupTiers) -> dict[Route, int]:
-        """How many blocks of the group are to be moved by each route."""
+        """Return how many blocks of the group each route has to move."""
         backlogs = [backlogs[group.id] for backlogs in self._backlogs.values()]
         num_copied = sum(backlog.num_left for backlog in backlogs)
         num_remote = sum(backlog.num_remote for backlog in backlogs)
@@ -194,7 +201,7 @@ class Backlogs:
         }
 
     def check(self) -> None:
-        """Raise AssertionError if the device does not keep a slot for each block, or a backlog is empty."""
+        """Raise AssertionError if a block has no reserved device slot, or if a backlog is empty."""
         for group in self._groups:
             names: set[BlockName] = set()
             for promotion, backlogs in self._backlogs.items():
@@ -202,7 +209,7 @@ class Backlogs:
                 ids = backlogs[group.id].blocks
                 assert len(ids) == backlogs[group.id].num_left, "the blocks of a backlog were miscounted"
                 names.update(group.names_of(promotion.chain, ids))
-            assert group.pool.num_reserved == len(names), "slots are reserved for other blocks than are to come"
+            assert group.pool.num_reserved == len(names), "the reserved slots do not match the queued blocks"
 
     def _remove(self, promotion: Promotion, group: GroupTiers, ids: BlockIds) -> None:
         backlogs = self._backlogs[promotion]
@@ -228,8 +235,10 @@ class Backlogs:
 
 
 def _num_shared(one: BlockChain, other: BlockChain, group: GroupTiers) -> int:
-    """How many of the group's first blocks two chains have in common. A name has the same place in every chain, and one
-    name in common means that all before it are."""
+    """Return how many of the group's first blocks two chains have in common.
+
+    A name has the same index in every chain, and a common name implies that all names before it are common too.
+    """
     num_names = min(len(one.names), len(other.names))
     if one is not other:
         num_names = bisect_left(range(num_names), True, key=lambda i: one.names[i] != other.names[i])

@@ -1,4 +1,4 @@
-"""Promoter: brings the blocks of hits to the device: leases, slots, copies up, and the end of each promotion."""
+"""Promoter: loads the blocks of hits to the device, from leasing the sources to completing the promotion."""
 
 from array import array
 from collections import deque
@@ -25,15 +25,17 @@ from kvtier.tiers.up.uploads import Uploads
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
-REFRESH_PART = 64  # blocks at once
-MAX_WAITING = 1 << 10  # parts of prefixes: of more the oldest are left out, which costs their recency only
-PART = 48  # blocks put under way at once: half a millisecond's work
-MAX_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
+REFRESH_PART = 64  # blocks refreshed per call
+MAX_WAITING = 1 << 10  # queued refreshes; beyond that the oldest are dropped, which costs only their recency
+PART = 48  # blocks started per call, which takes half a millisecond
+MAX_UNDER_WAY = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, and little to cancel
 
 
 class Hits:
-    """Answers from what a look-up found, as long as no block has moved since; else it looks again. Changes nothing.
-    Owned by the cache's thread."""
+    """Queries about hits, answered from the hit's own lookup result while no block has moved, else by a new lookup.
+
+    Has no side effects. Owned by the cache's thread.
+    """
 
     def __init__(self, residency: Residency, uploads: Uploads, backlogs: Backlogs, transfers: TransferEngine) -> None:
         self._residency = residency
@@ -45,21 +47,23 @@ class Hits:
         self._transfers = transfers
 
     def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """For each group the device slots of the blocks that the hit needs, ABSENT for blocks in a tier below."""
+        """Return by group the device slots of the blocks that the hit needs, ABSENT for blocks in a lower tier."""
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
         return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
 
     def slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
-        """`device_slots` without the blocks before the start of a split hit."""
+        """Return `device_slots` without the blocks before the start of a split hit."""
         return [
             found[group.needed(hit.num_tokens, hit.start).start - group.needed(hit.num_tokens).start :]
             for group, found in zip(self._groups, self.device_slots(hit), strict=True)
         ]
 
     def below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """For each group the places below of these blocks of the hit, none of which is on the device. A block that has
-        left since it was found is looked for on disk."""
+        """Return by group the places in the lower tiers of *blocks* of the hit, none of which is on the device.
+
+        Callers treat a block that has left since the lookup as a block on disk.
+        """
         if hit.as_of == self._residency.num_changes:
             return [
                 places[ids - group.needed(hit.num_tokens).start]
@@ -71,7 +75,7 @@ class Hits:
         ]
 
     def on_device(self, hit: Hit) -> Hit:
-        """As much of the hit as is on the device."""
+        """Shorten the hit to the prefix that is on the device."""
         end = hit.num_tokens
         for group, found in zip(self._groups, self.device_slots(hit), strict=True):
             absent = found == ABSENT
@@ -80,11 +84,11 @@ class Hits:
         return self.shorter(replace(hit, start=0), end)
 
     def computed(self, hit: Hit) -> range:
-        """The places in the chain of the blocks before the start of a split hit that are not on the device."""
+        """Return the chain's blocks before the start of a split hit that are not on the device."""
         return range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size) if hit.start else range(0)
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """The same hit with at most *num_tokens* tokens, and without a partial block. A split hit keeps its start."""
+        """Shorten the hit to at most *num_tokens* tokens, without a partial block. A split hit keeps its start."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
@@ -93,7 +97,7 @@ class Hits:
         is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
         if is_fresh and not any(
             attention.forgets for attention in self._attentions
-        ):  # then every prefix of a hit is one
+        ):  # then every prefix of a hit is a hit
             longest = max(hit.start, min(hit.num_tokens, num_tokens) // self._alignment * self._alignment)
             ends = [longest // group.block_size for group in self._groups]
             hit = replace(
@@ -108,7 +112,7 @@ class Hits:
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
 
     def still_there(self, hit: Hit) -> Hit:
-        """As much of the hit as can be resumed now."""
+        """Shorten the hit to the prefix that is still cached."""
         if hit.as_of == self._residency.num_changes and not self._residency.is_cut_off:
             return hit
         shorter = self.shorter(hit, hit.num_tokens)
@@ -118,7 +122,7 @@ class Hits:
         return replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
 
     def fitting(self, hit: Hit) -> tuple[Hit, list[npt.NDArray[np.int32]]]:
-        """As much of the hit as the device has slots for, and what `slots_from_start` gives for that."""
+        """Shorten the hit to the prefix for which the device has slots, and return it with its `slots_from_start`."""
         slots = self.slots_from_start(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
             misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
@@ -127,7 +131,7 @@ class Hits:
         return hit, slots
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """For each group the device slots that have blocks of the hit, and how many slots promoting it would take."""
+        """Return by group the device slots that hold blocks of the hit, and how many slots promoting it would take."""
         result = []
         for group, found in zip(self._groups, self.device_slots(hit), strict=True):
             absent = absent_blocks(found, group.needed(hit.num_tokens))
@@ -136,9 +140,9 @@ class Hits:
         return result
 
     def demand(self, hit: Hit, step: int) -> Demand | None:
-        """What each prefix of the hit has to move; None if nothing. Prefixes end at multiples of *step* tokens.
+        """Return the data that each prefix of the hit has to move, in steps of *step* tokens; None if nothing.
 
-        Of a group that forgets every prefix is taken to need as many blocks as the whole hit.
+        In a group that forgets, every prefix is assumed to need as many blocks as the whole hit.
         """
         absent = [
             absent_blocks(found, group.needed(hit.num_tokens))
@@ -156,7 +160,7 @@ class Hits:
         moved = np.zeros((len(LOADS), len(ends)))
         for group, ids, below in zip(self._groups, absent, self.below(hit, absent), strict=True):
             if len(ids):
-                # The first prefix that needs each block.
+                # Index of the first prefix that needs each block.
                 places = ids * group.block_size // step + 1 - start
                 places = np.ones_like(places) if group.attention.forgets else places
                 for row, num_bytes in enumerate(self._to_move(hit, group, ids, below)):
@@ -167,7 +171,7 @@ class Hits:
         )
 
     def _queued_bytes(self) -> dict[Route, int]:
-        """Bytes that are to be moved by each route for promotions that have begun."""
+        """Return the bytes that each route still has to move for promotions that have begun."""
         lower = self._residency.lower
         queued = {
             Route.DISK_TO_HOST: lower.queued_read_bytes(Tier.DISK),
@@ -180,7 +184,7 @@ class Hits:
         return queued
 
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
-        """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
+        """Return by how many tokens the hit must shrink for the device slots of all groups to suffice; 0 if they do."""
         worst = 0
         for group, found in zip(self._groups, slots, strict=True):
             absent = absent_blocks(found, group.needed(hit.num_tokens, hit.start))
@@ -192,29 +196,30 @@ class Hits:
         return worst
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of these blocks of the hit whether another promotion brings it to the device."""
+        """Return for each of these blocks of the hit whether another promotion is loading it."""
         coming = self._backlogs.are_coming(hit.chain, group, ids)
         if self._uploads.has_any(group):
             coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
         return coming
 
     def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
-        """For each of the blocks, none on the device, the bytes to move by each of `LOADS`."""
+        """Return for each route of `LOADS` the bytes to move for each block. No block may be on the device."""
         is_remote = below == ON_REMOTE
         are_moved = [(below < 0) & ~is_remote, is_remote, np.ones(len(ids), np.bool_)]
-        coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for
+        # The bytes of blocks that are being loaded count as queued. 1 byte each makes the load wait for the queue.
+        coming = self._are_coming(hit, group, ids)
         num_bytes = np.where(coming, 1, group.memory.block_bytes)
         return [np.where(is_moved, num_bytes, 0) for is_moved in are_moved]
 
 
 def absent_blocks(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
-    """Those of the *needed* blocks that are not on the device; *found* has a device slot or ABSENT for each."""
+    """Return the *needed* blocks that are not on the device; *found* has a device slot or ABSENT for each."""
     return needed.start + np.flatnonzero(found == ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Refresh:
-    """Blocks of one chain and group, and for each name whether it came from disk; b"" if that is not known."""
+    """Blocks of one chain and group to refresh. *from_disk* says for each name whether it came from disk, if known."""
 
     chain: BlockChain
     group: GroupTiers
@@ -223,21 +228,25 @@ class _Refresh:
 
 
 class Refreshes:
-    """A queue of prefixes. Each is refreshed from its tail on, so that the tail is evicted first. Owned by the cache's
-    thread."""
+    """A queue of prefixes whose blocks in the lower tiers become the most recent.
+
+    Each prefix is refreshed from its tail to its front, so that the tail is evicted first. Owned by the cache's thread.
+    """
 
     def __init__(self, lower: LowerTiers) -> None:
         self._lower = lower
         self._waiting: deque[_Refresh] = deque(maxlen=MAX_WAITING)
 
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
-        """Queue these blocks of a group, which were used. *from_disk*: for each name of the chain whether it came from
-        disk; if so, the disk is told."""
+        """Queue blocks of a group that were used.
+
+        *from_disk* says for each name of the chain whether its block came from disk; the disk then records the use.
+        """
         if len(blocks):
             self._waiting.append(_Refresh(chain, group, blocks, from_disk))
 
     def go_on(self) -> None:
-        """Refresh one part, or several short ones."""
+        """Refresh up to `REFRESH_PART` blocks."""
         num_left = REFRESH_PART
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
@@ -257,8 +266,10 @@ class Refreshes:
 
 
 class Promoter:
-    """Leases every source, then takes device slots, then has them filled (`Uploads`), a part at a time. The rest of a
-    promotion waits in its backlog. Owned by the cache's thread."""
+    """Runs promotions: leases all sources, then takes device slots and fills them (`Uploads`), some blocks at a time.
+
+    The remaining blocks of a promotion wait in its backlog. Owned by the cache's thread.
+    """
 
     def __init__(
         self,
@@ -279,17 +290,17 @@ class Promoter:
         self.hits = Hits(residency, self._uploads, self._backlogs, transfers)
         self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
-        # Blocks of promotions that are to come layer by layer. Their copies start when no block is left in the backlog.
+        # Blocks of promotions to be loaded layer by layer. Their copies start once the promotion's backlog is empty.
         self._kept_back: dict[Promotion, list[Upload]] = {}
-        self.could_start_more = False  # the last call ended because of `PART`
+        self.could_start_more = False  # whether the last call ended because of `PART`
 
     @property
     def num_waiting(self) -> int:
-        """Promotions that are not done."""
+        """Number of promotions that are not done."""
         return len(self._waiting)
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
-        """Start bringing the hit up; done at once if all of it is on the device."""
+        """Start to load the hit. The promotion is done at once if all its blocks are on the device."""
         hit, slots = self.hits.fitting(self.hits.still_there(hit))
         promotion = Promotion(
             hit.chain,
@@ -304,7 +315,7 @@ class Promoter:
         computed = self.hits.computed(hit)
         promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
-        if promotion.waiting or any(map(len, blocks)):  # else all of it is on the device
+        if promotion.waiting or any(map(len, blocks)):  # otherwise all blocks are on the device
             self._wait_for(promotion, hit, blocks)
         self._copy_partial(promotion, hit, window)
         if promotion in self._waiting:
@@ -313,8 +324,10 @@ class Promoter:
         return promotion
 
     def keep_warm(self, hit: Hit) -> None:
-        """Make the hit's host blocks the last to be evicted: a request will want them soon. A hit that is out of date
-        is left alone: an earlier call has done it."""
+        """Make the hit's host blocks the last to be evicted, because a request needs them soon.
+
+        Does nothing for a hit that is out of date, because an earlier call has done it.
+        """
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
@@ -323,7 +336,7 @@ class Promoter:
         self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
-        """Go on with what is queued, and end promotions whose time is over."""
+        """Process the queues, and end promotions whose deadline has passed."""
         self._residency.lower.poll()
         if self._waiting:
             self._start_more(window)
@@ -341,7 +354,7 @@ class Promoter:
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
-        """End a promotion without the blocks that have not arrived."""
+        """End a promotion for *reason*, without the blocks that have not arrived."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
         left: dict[GroupTiers, list[tuple[int, Upload]]] = {group: [] for group in self._groups}
@@ -361,42 +374,44 @@ class Promoter:
         self._finish_if_arrived(promotion)
 
     def _give_up_all(self) -> None:
-        """Give up every promotion: all blocks come up by one lane, and it hangs."""
+        """Give up all promotions, because the lane to the device, which all blocks need, hangs."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
         self._uploads.on_lane_hung()
 
     def on_released(self, promotion: Promotion) -> None:
-        """Make the beginning of a split prefix more recent than its rest. The promotion's leases have ended before its
-        caller had computed that beginning, and the blocks of it on the device must outlive the rest."""
+        """Make the beginning of a split prefix more recent than its rest, so that it is evicted later.
+
+        Call this if the promotion's leases ended before its caller had computed the beginning.
+        """
         for group in self._groups if promotion.start else ():
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
+        """Return the number of leases that transfers hold on the group's device slots, without those of promotions."""
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
-        """Leases of promotions that are not done on the group's device slots."""
+        """Return the number of leases that promotions hold on the group's device slots before they are done."""
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """For each group, how many of a promotion's blocks have no slot yet, but one reserved."""
+        """Return by group how many of a promotion's blocks have only a reserved slot."""
         return self._backlogs.num_left(promotion)
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way can be found already, or a promotion waits for one that is not."""
+        """Raise AssertionError if a block in flight is findable, or a promotion waits for a block not in flight."""
         self._uploads.check()
         self._backlogs.check()
         under_way = set(self._uploads)
         for promotion in self._waiting:
             assert promotion.waiting or promotion in self._backlogs, "a promotion waits for nothing"
-            assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
-        assert set(self._backlogs) <= self._waiting, "a promotion that is done has blocks to come"
-        assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
+            assert promotion.waiting <= under_way, "a promotion waits for a block that is not in flight"
+        assert set(self._backlogs) <= self._waiting, "a promotion that is done has queued blocks"
+        assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for a promotion without a backlog"
 
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease device blocks and join uploads, in all groups, before a slot is taken. The blocks that are missing."""
+        """Lease device blocks and join uploads in all groups, and return the missing blocks. Takes no slots."""
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
             promotion.tables[group.id].frombytes(found.tobytes())
@@ -412,7 +427,7 @@ class Promoter:
         return missing
 
     def _wait_for(self, promotion: Promotion, hit: Hit, blocks: Sequence[BlockIds]) -> None:
-        """Queue the *blocks* that are neither on the device nor on their way there, and note where all come from."""
+        """Queue *blocks*, which are neither on the device nor in flight, and record the origin of all blocks."""
         below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
@@ -423,9 +438,9 @@ class Promoter:
             self._kept_back[promotion] = []
 
     def _copy_partial(self, promotion: Promotion, hit: Hit, window: int) -> None:
-        """Copy the block that shares the prompt's next tokens into one of the request's own, in all groups or in none.
+        """Copy the partially matching block into a block of the request, in all groups or in none.
 
-        The copy is on the stream that computes: what wrote the block comes before it, what goes on from it after.
+        The copy runs on the compute stream: after the kernels that wrote the block, before those that continue it.
         """
         if hit.partial is None:
             return
@@ -433,7 +448,7 @@ class Promoter:
         sources = [(group, slot) for group in self._groups if (slot := group.pool.find(name)) is not None]
         if len(sources) < len(self._groups):
             return
-        for group, source in sources:  # lent, not leased: a word in common makes no document a recent one
+        for group, source in sources:  # lent, not leased: sharing a few tokens must not make the block recent
             group.pool.lend([source])
         if all(group.pool.num_free > 0 for group in self._groups):
             for group, source in sources:
@@ -450,7 +465,7 @@ class Promoter:
                     group.slots.evict([source], EvictionCause.SUPERSEDED)
 
     def _start_more(self, window: int) -> None:
-        """Put more blocks of backlogs under way, the oldest promotion first."""
+        """Start loading more blocks of the backlogs, the oldest promotion first."""
         num_left = PART
         for promotion in self._backlogs:
             while num_left > 0 and promotion in self._backlogs:
@@ -471,14 +486,14 @@ class Promoter:
                 del self._kept_back[promotion]
 
     def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
-        """Put the first blocks of a backlog under way; how many have left it."""
+        """Start loading the first blocks of a backlog, and return how many have left it."""
         group, ids = self._backlogs.first(promotion, limit)
         names = group.names_of(promotion.chain, ids)
         here = group.pool.find_all(names)
-        if (here != ABSENT).any():  # a request has computed them meanwhile
+        if (here != ABSENT).any():  # a request has computed them in the meantime
             self._use(promotion, group, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
-        if group.pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
+        if group.pool.num_free < 0:  # spills lease some of the reserved slots for a short time
             return 0
         sources, wanted = self._backlogs.take(promotion, group, ids)
         taken = group.slots.take(len(ids), window)
@@ -491,7 +506,7 @@ class Promoter:
             _join(waiter, group, ids[is_wanted], joined)
             if waiter is not promotion:
                 self._copy_kept_back(waiter)
-        if any(upload.host_slot is None for upload in uploads):  # not all is in host memory after all
+        if any(upload.host_slot is None for upload in uploads):  # not all blocks are in host memory any more
             self._copy_kept_back(promotion)
         if promotion in self._kept_back:
             self._kept_back[promotion] += uploads
@@ -500,7 +515,7 @@ class Promoter:
         return len(ids)
 
     def _use(self, promotion: Promotion, group: GroupTiers, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
-        """Give promotions blocks of their backlogs that are on the device, in these slots."""
+        """Give backlog blocks that are on the device, in *slots*, to all promotions that want them."""
         wanted = self._backlogs.discard(promotion, group, ids)
         for waiter, is_wanted in wanted:
             group.pool.lease(slots[is_wanted])
@@ -509,11 +524,11 @@ class Promoter:
             self._finish_if_arrived(waiter)
 
     def _copy_kept_back(self, promotion: Promotion) -> None:
-        """Start the copies of a promotion whose blocks do not come layer by layer after all."""
+        """Start the copies that were kept back, because the promotion cannot be loaded layer by layer after all."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Note which tier the blocks come from, of uploads that were joined and of the backlog."""
+        """Record the origin of the blocks in the backlog and of the uploads that were joined."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         under_way = [
             (block_id, upload)
@@ -542,27 +557,27 @@ class Promoter:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
     def _on_resolved(self, upload: Upload, failure: Reason | None) -> None:
-        """Take a block that has arrived, or never will, off the promotions that wait for it."""
+        """Update the promotions that wait for a block that has arrived, or that has failed with *failure*."""
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
             promotion.came_at[upload.source] = self._uploads.resolved_at
             if failure is not None:
                 _leave_out(promotion, upload, block_id, failure)
-                # For every kind of group: no prefix that goes beyond this block can be resumed any more.
+                # In every kind of group, no prefix that goes beyond this block can be resumed any more.
                 self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
                     self._copy_kept_back(promotion)
             self._finish_if_arrived(promotion)
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
-        """If no block is to come any more: cut the prefix to what can be resumed, and hand its leases to the caller."""
+        """Complete the promotion if it waits for no block: shorten it after failures, and hand over its leases."""
         if promotion.waiting or promotion.done or promotion in self._backlogs:
             return
         if promotion.failure is not None:
             self._cut(promotion, promotion.failure)
         promotion.done = True
         is_on_device = promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) == promotion.num_blocks
-        # What is on the device is refreshed there by its lease; others hear of its use only from below.
+        # The lease has refreshed the device blocks. Other users of the lower tiers see the use only if those record it.
         if not is_on_device or self._residency.lower.can_ask:
             from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
             for group in self._groups:
@@ -571,7 +586,7 @@ class Promoter:
         self._hand_over(promotion)
 
     def _cut(self, promotion: Promotion, failure: Reason) -> None:
-        """Shorten the prefix to what can be resumed with the blocks that did arrive."""
+        """Shorten the prefix to the part that can be resumed with the blocks that have arrived."""
         tables = [np.array(table, np.int32) for table in promotion.tables]
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -589,7 +604,7 @@ class Promoter:
             behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
             promotion.tables[group.id] = array("i", table[: needed.stop].tobytes())
-            # A request may have filled the hole meanwhile, and left: the blocks behind it must not outlive it.
+            # A request may have filled the hole in the meantime and ended. The blocks behind it must not outlive it.
             if promotion.start:
                 _refresh_device(promotion, group, range(usable // group.block_size))
             if len(behind):
@@ -599,7 +614,7 @@ class Promoter:
 
 
 def depths_of(places: Places) -> npt.NDArray[np.uint8]:
-    """The depth of the tier that each of the places below is in."""
+    """Return the depth of the tier of each place in the lower tiers."""
     depths = np.full(len(places), Tier.HOST.depth, np.uint8)
     depths[places < 0] = Tier.DISK.depth
     depths[places == ON_REMOTE] = Tier.REMOTE.depth
@@ -607,7 +622,7 @@ def depths_of(places: Places) -> npt.NDArray[np.uint8]:
 
 
 def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:
-    """Have a promotion wait for these uploads, which bring its blocks *ids*."""
+    """Make a promotion wait for *uploads*, which load its blocks *ids*."""
     slots = np.array([upload.device_slot for upload in uploads], np.int32)
     group.pool.lease(slots)
     np.frombuffer(promotion.tables[group.id], np.int32)[ids] = slots
@@ -623,6 +638,6 @@ def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Rea
 
 
 def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
-    """Make the prefix's device blocks that are not leased the most recent, its tail the least of them."""
+    """Make the prefix's device blocks the most recent ones, the front more recent than the tail."""
     slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])

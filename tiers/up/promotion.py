@@ -1,4 +1,4 @@
-"""Hit and Promotion: what a look-up found, and its way up to the device."""
+"""Hit, Promotion and Upload: the result of a lookup, and the state of its copy to the device."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.layer_gate import LayerGate
 
-NO_SLOT = -1  # in a table: the group does not need this block, and never reads it
-COMPUTED = 255  # in depths: the block is cached, but computed while the rest of a split hit is loaded
-if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
+NO_SLOT = -1  # in a table: the group does not need this block and never reads it
+COMPUTED = 255  # in depths: the block is cached, but is recomputed while the rest of a split hit is loaded
+if TYPE_CHECKING:  # block to device slot or NO_SLOT; an array of "i", which numpy and torch read without conversion
     Table = array[int]
 else:
     Table = array
@@ -27,21 +27,21 @@ WARMEST_FIRST = tuple(Tier)
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """A cached block whose first *num_tokens* tokens are the prompt's next ones, after the hit's whole blocks."""
+    """A cached block whose first *num_tokens* tokens equal the prompt's tokens after the hit's full blocks."""
 
     name: BlockName
     num_tokens: int
-    is_used_up: bool = False  # it has no more tokens than these: a request that goes on from it will offer them all
+    is_used_up: bool = False  # whether the block has no further tokens, so that the request's own block replaces it
 
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Why the tokens after a prefix have to be computed: reasons, each with the token up to which it holds."""
+    """The reasons why the tokens after a prefix must be computed, each with the token position up to which it holds."""
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
 
     def after(self, num_tokens: int) -> dict[Reason, int]:
-        """Number of tokens after the first *num_tokens*, by reason."""
+        """Return the number of tokens after the first *num_tokens*, by reason."""
         counts: dict[Reason, int] = {}
         for end, reason in self.reasons:
             if end > num_tokens:
@@ -50,88 +50,89 @@ class Misses:
         return counts
 
     def first(self, num_tokens: int) -> Reason:
-        """Why the token after *num_tokens* is missed; LAST_BLOCK if no token is."""
+        """Return why the token after *num_tokens* misses; LAST_BLOCK if no token does."""
         return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
-        """The same with *reason* up to *num_tokens*, because of which the prefix became shorter than that."""
+        """Return the misses of a prefix that was cut to less than *num_tokens* tokens for *reason*."""
         return Misses(((num_tokens, reason), *self.reasons))
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest prefix of a prompt that can be resumed. A value: it leases nothing, and may be out of date soon."""
+    """The longest cached prefix of a prompt. A plain value that leases nothing and may soon be out of date."""
 
     chain: BlockChain
-    limit: int  # tokens that may hit: whole blocks of all groups, and never the last token
-    num_tokens: int  # found of them
+    limit: int  # maximum tokens of a hit: full blocks of all groups, without the last token
+    num_tokens: int  # length of the hit
     misses: Misses
     partial: PartialHit | None = None
-    # For each group the device slots of the blocks it needs, ABSENT for blocks that are not there, and these blocks'
-    # places below; as of this `Residency.num_changes`.
+    # By group: the device slots of the blocks that the group needs, or ABSENT, and the places of these blocks in the
+    # lower tiers. Both are valid while `Residency.num_changes` equals `as_of`.
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
     below: Sequence[Places] = ()
     as_of: int = -1
-    start: int = 0  # of a split hit: tokens before it that are not on the device are computed, not loaded
+    start: int = 0  # start of a split hit; tokens before it that are not on the device are computed, not loaded
 
     @property
     def num_blocks(self) -> int:
-        """The hit's length in names of the chain."""
+        """Length of the hit in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
     @property
     def why_no_more(self) -> Reason:
-        """Why the first block was not found that was not; LAST_BLOCK if all were found."""
+        """Reason why the first missing block was not found; LAST_BLOCK if all blocks were found."""
         return self.misses.first(self.num_tokens)
 
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """A prefix on its way into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
+    """A prefix that is being loaded into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
-    `num_tokens` may then be smaller than the hit's: blocks that failed, were corrupt or late are left out, with all
-    blocks that need them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
-    caller's own, which no look-up finds. Of a split hit it brings only what comes after the first *start* tokens.
+    `num_tokens` may then be smaller than in the hit: blocks that failed, were corrupt or late are left out, with all
+    blocks that need them. After them come *num_copied* tokens that were copied from a cached block into a block that
+    only the caller uses and no lookup finds. For a split hit, only the blocks after the first *start* tokens are
+    loaded.
     """
 
     chain: BlockChain
     limit: int
     num_tokens: int
     tables: Tables
-    depths: bytearray  # [name of the chain] depth of the coldest tier that any group had it in
+    depths: bytearray  # [name of the chain] depth of the coldest tier from which a group gets the block
     misses: Misses
     deadline: float | None = None
     start: int = 0
     num_copied: int = 0
     done: bool = False
-    failure: Reason | None = None  # of the last block that did not arrive
-    gate: LayerGate | None = None  # if its blocks come layer by layer: computing may begin before it is done
+    failure: Reason | None = None  # reason of the last block that did not arrive
+    gate: LayerGate | None = None  # set if the blocks are loaded layer by layer, so that compute may start early
     waiting: set["Upload"] = field(default_factory=set)
-    came_at: dict[Tier, float] = field(default_factory=dict)  # when the last block came from each tier, by the clock
+    came_at: dict[Tier, float] = field(default_factory=dict)  # tier to the arrival time of its last block
 
     @property
     def num_blocks(self) -> int:
-        """The prefix's length in names of the chain."""
+        """Length of the prefix in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
     @property
     def why_no_more(self) -> Reason:
-        """Why the first token has to be computed that has to; LAST_BLOCK if it is in the prompt's last block."""
+        """Reason why the first computed token is computed; LAST_BLOCK if it is in the prompt's last block."""
         return self.misses.first(self.num_tokens + self.num_copied)
 
     @property
     def num_computed(self) -> int:
-        """Tokens before *start* that the caller computes although they are cached."""
+        """Number of tokens before *start* that the caller computes although they are cached."""
         return self.depths.count(COMPUTED) * self.chain.block_size
 
     def take_over(self, earlier: "Promotion") -> None:
-        """Take over from *earlier*, which was cut short, where the blocks came from that it brought up."""
+        """Copy the origins of the blocks from *earlier*, a promotion of the same request that was cut short."""
         both = zip(self.depths, earlier.depths, strict=False)
         self.depths[: len(earlier.depths)] = bytes(map(max, both))
         self.misses = earlier.misses
 
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
-        """Where the tokens of the request's prompt came from. A block that no group needs counts with the next one."""
+        """Return the origins of the prompt's tokens. A block that no group needs counts like the block after it."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk, remote = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         after = num_prompt_tokens - self.num_tokens - self.num_copied
@@ -148,14 +149,14 @@ class Promotion:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """One block on its way to the device, for every promotion that waits for it. Its transfer leases *device_slot*."""
+    """One block being copied to the device, for all promotions that wait for it. Its transfer leases *device_slot*."""
 
     group: GroupTiers
     name: BlockName
     device_slot: int
     source: Tier
     fetch: Fetch  # leases the block in host memory
-    place: int  # of the block in the fetch
-    host_slot: int | None = None  # once the block is in host memory
+    place: int  # index of the block in the fetch
+    host_slot: int | None = None  # None until the block is in host memory
     digest: bytes = b""  # of the bytes in the host slot
-    waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table
+    waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # promotion and block id in its table

@@ -1,4 +1,4 @@
-"""Uploads: blocks on their way to the device through host memory, verified before they are copied."""
+"""Uploads: blocks in flight to the device through host memory, and their verification."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +22,18 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 32  # at most, so that taking in a finished batch is short
-MAX_PARTS = 8  # of a copy by layers: computing waits for the first part only, an eighth of the copy
-BY_LAYERS_BYTES = 4 << 20  # fewer bytes have arrived before computing could begin
-LATE_S = 1.0  # a copy hangs if it is on its lane for so long and a deadline has passed
+BATCH_BYTES = 4 << 20  # per copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # maximum, so that processing a finished batch is short
+MAX_PARTS = 8  # of a copy by layers; compute waits for the first part only, an eighth of the copy
+BY_LAYERS_BYTES = 4 << 20  # minimum of a copy by layers; smaller copies end before compute could begin
+LATE_S = 1.0  # a copy hangs if it has been on its lane for this long and a deadline has passed
 
 
 class LayeredUpload:
-    """A lane runs `copy`, the owner's thread everything else. It is done when all blocks are copied and verified."""
+    """One copy to the device layer by layer, done when all blocks are copied and verified.
+
+    A lane runs `copy`; all other methods run on the owner's thread.
+    """
 
     def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
         self.gate = LayerGate(num_parts)
@@ -39,13 +42,13 @@ class LayeredUpload:
         self._is_copied: bool | None = None
         self._copies: dict[BlockMemory, tuple[list[int], list[int]]] = {}  # host and device slots
         for upload in uploads:
-            assert upload.host_slot is not None, "a block that is not in host memory"
+            assert upload.host_slot is not None, "a block is not in host memory"
             host_slots, device_slots = self._copies.setdefault(upload.group.memory, ([], []))
             host_slots.append(upload.host_slot)
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy part after part of all groups' layers, and open the gate after each."""
+        """Copy the layers of all groups part by part, and open the gate after each part."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():
@@ -57,25 +60,25 @@ class LayeredUpload:
             self.gate.open_all()
 
     def on_copied(self, is_copied: bool) -> None:
-        """Note that the copies have ended: *is_copied* if without an error."""
-        self.gate.open_all()  # a lane that was closed has not begun `copy`
+        """Record that the copies have ended; *is_copied* is False after an error."""
+        self.gate.open_all()  # because a lane that was closed never started `copy`
         self._is_copied = is_copied
 
     def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """Note whether these blocks' bytes in host memory are right; None if their verification failed."""
+        """Record for each block whether its bytes in host memory are correct; None if the verification failed."""
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 
     def outcomes(self) -> Mapping[Upload, bool | None] | None:
-        """For each block whether it has arrived and is right, or None if its copy failed. None until all is known."""
+        """Return for each block whether it is correct, or None if its copy failed. Return None until all are known."""
         if self._is_copied is None or len(self._outcomes) < self._num_uploads:
             return None
-        if self._is_copied and not self.gate.missed:  # else a step has computed without a layer
+        if self._is_copied and not self.gate.missed:  # otherwise a step may have computed without a layer
             return self._outcomes
         return {upload: None if is_good else is_good for upload, is_good in self._outcomes.items()}
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
-    """For each host block whether its bytes still have their digest."""
+    """Return for each host block whether its bytes still match its digest."""
     digest = digest_among(memory.num_copiers)
     return [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
 
@@ -83,10 +86,10 @@ def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Seque
 def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
-    """Copy host blocks whose bytes still have their digests to the device; for each whether it has. A lane's work.
+    """Copy the host blocks that match their digests to the device, and return for each whether it does.
 
-    Comparing first is enough: the upload leases the host slots until this has returned, and a lease lasts even if the
-    slots are another process's and that has ended this one's session.
+    Runs on a lane. Verifying before the copy is enough, because the upload leases the host slots until this function
+    has returned. The lease stays valid even if the slots belong to a sidecar that has ended this process's session.
     """
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
@@ -97,11 +100,11 @@ def upload_blocks(
 
 
 class Uploads:
-    """A block is under way once, however many promotions want it. A batch that finds its lane full waits here, in
-    order. *on_resolved* is called for each block that has arrived (with None) or never will (with the reason).
+    """All blocks in flight to the device. Each block is in flight once, no matter how many promotions want it.
 
-    A block on a lane that hangs counts as under way no more, but leases both of its slots until it comes back.
-    Owned by the cache's thread.
+    Batches wait here, in order, while their lane is full. *on_resolved* is called for each block that has arrived (with
+    None) or has failed (with the reason). A block on a hanging lane no longer counts as in flight, but its slots stay
+    leased until its transfer ends. Owned by the cache's thread.
     """
 
     def __init__(
@@ -115,39 +118,41 @@ class Uploads:
         self._transfers = transfers
         self._on_resolved = on_resolved
         self._clock = clock
-        self.resolved_at = 0.0  # when the last of them ended
+        self.resolved_at = 0.0  # when the last upload ended
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
-        self._coming: dict[tuple[Fetch, int], Upload] = {}  # blocks that are not leased in host memory yet, by place
+        self._coming: dict[tuple[Fetch, int], Upload] = {}  # blocks not leased in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
         self.queued_bytes = 0  # of `_to_upload`
         self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
-        self._on_lane: dict[Upload, float] = {}  # blocks on the lane to the device, and since when
+        self._on_lane: dict[Upload, float] = {}  # blocks on the lane to the device, with the time of submission
         self._hanging: set[Upload] = set()
 
     def __iter__(self) -> Iterator[Upload]:
         return (upload for uploads in self._uploads.values() for upload in uploads.values())
 
     def find(self, group: GroupTiers, name: BlockName) -> Upload | None:
-        """The block, if it is under way."""
+        """Return the block's upload if it is in flight."""
         return self._uploads[group].get(name)
 
     def has_any(self, group: GroupTiers) -> bool:
-        """Whether any block of the group is under way."""
+        """Return whether any block of the group is in flight."""
         return bool(self._uploads[group])
 
     def are_coming(self, group: GroupTiers, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of the blocks whether it is under way."""
+        """Return for each block whether it is in flight."""
         return np.fromiter(map(self._uploads[group].__contains__, names), np.bool_, len(names))
 
     def start(
         self, group: GroupTiers, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
     ) -> list[Upload]:
-        """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'.
-        Blocks that are in host memory wait for `copy_up`."""
+        """Start uploads from *sources* into *device_slots*, and take over the leases on both.
+
+        Blocks that are in host memory wait for `copy_up`.
+        """
         uploads, under_way = [], self._uploads[group]
         for name, device_slot, (fetch, place, tier) in zip(names, device_slots, sources, strict=True):
             host_slot = fetch.slots.item(place)
-            if host_slot == ABSENT:  # it is to be read, or the lease has still to be told of
+            if host_slot == ABSENT:  # the block must be read first, or its lease is not reported yet
                 upload = Upload(group, name, device_slot, tier, fetch, place)
                 self._coming[fetch, place] = upload
             else:
@@ -158,10 +163,10 @@ class Uploads:
         return uploads
 
     def on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
-        """Queue a block that has come to host memory, or end it if it never will."""
+        """Queue a block that has arrived in host memory, or end its upload with *failure*."""
         upload = self._coming.pop((fetch, place), None)
         if upload is None:
-            return  # it is still in a backlog
+            return  # the block is still in a backlog
         if failure is not None:
             self._resolve([upload], failure)
             return
@@ -169,17 +174,17 @@ class Uploads:
         self.copy_up([upload])
 
     def copy_up(self, uploads: Iterable[Upload]) -> None:
-        """Queue the blocks that are in host memory for their copy to the device; the others are left out."""
+        """Queue those blocks that are in host memory for their copy to the device."""
         for upload in uploads:
             if upload.host_slot is not None:
                 self._to_upload[upload] = None
                 self.queued_bytes += upload.group.memory.block_bytes
 
     def start_by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
-        """Start copying these blocks layer by layer, so that computing can begin before all have arrived. None if they
-        cannot come so. They were just started, and all are in host memory.
+        """Start copying newly started uploads layer by layer, so that compute can begin before all have arrived.
 
-        They are verified beside the copies; `LayerGate` says what that means.
+        Returns None, without any effect, if that is not possible. The blocks are verified while they are copied; see
+        `LayerGate` for the consequences.
         """
         num_parts = min(MAX_PARTS, max(upload.group.memory.num_layers for upload in uploads))
         num_bytes = sum(upload.group.memory.block_bytes for upload in uploads)
@@ -199,15 +204,17 @@ class Uploads:
         return layered.gate
 
     def pump(self) -> None:
-        """Hand queued blocks to lanes that have room."""
+        """Submit queued blocks while the lane accepts them."""
         while self._to_verify and self._submit_verification():
             pass
         while self._to_upload and self._submit_upload():
             pass
 
     def drop(self, unwanted: Sequence[Upload]) -> None:
-        """End uploads that no promotion waits for any more. A block that is not being copied up gives its device slot
-        back now: a read, however slow, needs only the host slot."""
+        """End uploads that no promotion waits for any more, except for blocks on the lane to the device.
+
+        The device slots are free at once, because a read that is still in progress needs only its host slot.
+        """
         dropped = [upload for upload in unwanted if upload not in self._on_lane]
         for upload in dropped:
             self._coming.pop((upload.fetch, upload.place), None)
@@ -217,31 +224,33 @@ class Uploads:
         self._end(dropped)
 
     def is_any_hung(self, uploads: Iterable[Upload]) -> bool:
-        """Whether one of these hangs on the lane to the device."""
+        """Return whether one of these uploads hangs on the lane to the device."""
         since = self._clock() - LATE_S
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def on_lane_hung(self) -> None:
-        """Write off the blocks on the lane to the device, which hangs; they have no waiters. Until the lane has moved,
-        no block is looked for below the device: every request to come would wait as long."""
+        """Write off the blocks on the lane to the device, which hangs. They must have no waiters.
+
+        Until a transfer of the lane ends, lookups ignore the lower tiers, because every new request would wait too.
+        """
         for upload in self._on_lane.keys() - self._hanging:
-            assert not upload.waiters, "a block that hangs is waited for"
+            assert not upload.waiters, "a promotion waits for a block that hangs"
             del self._uploads[upload.group][upload.name]
             self._hanging.add(upload)
         self._residency.is_cut_off = True
-        # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
+        # Probe the lane, whose other threads may still work. If it is full, one of its transfers serves as the probe.
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
+        """Return the number of leases that transfers hold on the group's device slots, without those of promotions."""
         return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way can be found already."""
+        """Raise AssertionError if a block in flight is findable."""
         for upload in self:
             pool = upload.group.pool
-            assert pool.name(upload.device_slot) is None, "a block can be found before its bytes are there"
-            assert not pool.is_free(upload.device_slot), "a block arrives in a slot that is free"
+            assert pool.name(upload.device_slot) is None, "a block is findable before its bytes have arrived"
+            assert not pool.is_free(upload.device_slot), "a block arrives in a slot that is not leased"
 
     def _submit_upload(self) -> bool:
         group = next(iter(self._to_upload)).group
@@ -281,7 +290,7 @@ class Uploads:
         return submitted
 
     def _on_lane_moved(self) -> None:
-        """Note that a copy came back from the lane to the device: it does not hang, or not all of its threads."""
+        """Record that a transfer of the lane to the device has ended, so that not all of the lane's threads hang."""
         self._residency.is_cut_off = False
 
     def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:
@@ -304,7 +313,7 @@ class Uploads:
         self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
     def _finish(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """End these uploads. *outcomes*: for each block whether its bytes are right; None if its copy failed."""
+        """End these uploads. *outcomes* says for each block whether its bytes are correct; None if its copy failed."""
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
         for row in _rows(good):
             self._publish(row)
@@ -317,8 +326,10 @@ class Uploads:
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
-        """Name a row of one chain's blocks that have arrived. Promotions use another slot for a block that was computed
-        there meanwhile."""
+        """Name consecutive blocks of one chain that have arrived.
+
+        If a block was computed in another slot in the meantime, the waiting promotions use that slot.
+        """
         promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
         slots = [upload.device_slot for upload in row]
@@ -334,14 +345,14 @@ class Uploads:
                     waiter.tables[group.id][place] = slot
 
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
-        """End the uploads of blocks that have arrived or never will, and tell `on_resolved` of each."""
+        """End the uploads of blocks that have arrived or failed, and call `on_resolved` for each."""
         self._end(uploads)
         self.resolved_at = self._clock()
         for upload in uploads:
             self._on_resolved(upload, failure)
 
     def _end(self, uploads: Sequence[Upload]) -> None:
-        """Take the uploads out and end their transfers' leases, in host memory the tail first."""
+        """Remove the uploads and release their leases, in host memory the tail first."""
         fetched: dict[Fetch, list[int]] = {}
         for upload in reversed(uploads):
             if upload in self._hanging:
@@ -357,7 +368,7 @@ class Uploads:
 
 
 def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """The uploads in batches, each of one group and as large as one copy may be."""
+    """Yield the uploads in batches of one group each, as large as one copy may be."""
     by_group: dict[GroupTiers, list[Upload]] = {}
     for upload in uploads:
         by_group.setdefault(upload.group, []).append(upload)
@@ -367,7 +378,7 @@ def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """The uploads in rows of one chain's blocks; one without waiters is a row by itself."""
+    """Yield the uploads in rows of consecutive blocks of one chain; an upload without waiters is its own row."""
     row: list[Upload] = []
     for upload in uploads:
         if row and row[-1].waiters and upload.waiters:

@@ -1,6 +1,7 @@
-"""Three ways to copy scattered blocks between device and host slots: one batched call, a loop, or staging buffers.
+"""Three methods to copy scattered blocks between device and host slots: one batched call, a loop, or staging buffers.
 
-`kernel.py` has a fourth. Which is fastest depends on the runtime and on the size of a block: `copy_choice.py` measures.
+`kernel.py` has a fourth method. Which one is fastest depends on the runtime and the block size; `copy_choice.py`
+measures them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +18,16 @@ import torch
 
 from kvtier.transfer.block_runs import BlockRuns, Slots, merge_neighbours
 
-STAGING_BYTES = 4 << 20  # of each staging buffer; two a call, so that filling one and emptying the other overlap
+STAGING_BYTES = 4 << 20  # size of a staging buffer; each call uses two, so that filling and emptying overlap
 _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The two memories of a copy, each [num_slots, block_bytes] uint8 and contiguous.
+    """The device and host memory of a copy, each contiguous, [num_slots, block_bytes] uint8.
 
-    *device* is on the GPU; on a CPU, which tests use, it is ordinary memory. Host slots are registered with CUDA in
-    pieces of *slots_per_piece*.
+    *device* is on the GPU, or in ordinary memory in tests on a CPU. Host slots are registered with CUDA in pieces of
+    *slots_per_piece* slots.
     """
 
     device: torch.Tensor
@@ -34,15 +35,15 @@ class Ends:
     slots_per_piece: int
 
     def runs(self, device: Slots, host: Slots) -> BlockRuns:
-        """The copies of contiguous memory that the pairs of slots come to."""
+        """Return the contiguous copies that move these pairs of slots."""
         return merge_neighbours(device, host, self.slots_per_piece)
 
 
 class BlockCopies(Protocol):
-    """One way to copy blocks. Several threads may use it at once.
+    """One method to copy blocks. Several threads may use it at once.
 
-    The slots pair up and exist (`slot_pairs`), and no slot is a target twice. A copy runs on the calling thread's
-    current stream, after the operations that are enqueued there, and has landed when the method returns.
+    The caller has checked the slots with `slot_pairs`, and each slot is a target at most once. A copy runs on the
+    calling thread's current stream, after the operations already enqueued there, and is complete when the call returns.
     """
 
     def to_host(self, device: Slots, host: Slots) -> None:
@@ -53,7 +54,7 @@ class BlockCopies(Protocol):
 
 
 class LoopCopies:
-    """One asynchronous copy for each run of neighbours. Host memory need not be pinned: CUDA stages it then."""
+    """One asynchronous copy for each run of adjacent slots. Host memory need not be pinned, because CUDA stages it."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -78,11 +79,11 @@ class LoopCopies:
 
 
 class SourceOrder(IntEnum):
-    """When a batch of copies may read its sources: the numbers of CUDA's `cudaMemcpySrcAccessOrder`."""
+    """The time at which a batch of copies may read its sources; values of CUDA's `cudaMemcpySrcAccessOrder`."""
 
-    # For sources on the device: the kernels before the batch in the stream are still writing them.
+    # For sources on the device, which earlier kernels in the stream may still be writing.
     STREAM = 1
-    # For sources on the host: complete before the call, so that the driver may read ahead. The writes stay in order.
+    # For sources on the host, which are complete before the call, so the driver may read ahead. Writes stay in order.
     ANY = 3
 
 
@@ -91,10 +92,14 @@ SubmitBatch = Callable[[Sequence[int], Sequence[int], Sequence[int], SourceOrder
 
 
 class BatchCopies:
-    """Hands all copies to the driver in one call, which gives up the interpreter's lock once and not for each block."""
+    """One driver call for all copies, which releases the GIL once instead of once per block."""
 
     def __init__(self, ends: Ends, submit: SubmitBatch | None = None) -> None:
-        """ImportError, AttributeError or RuntimeError if there is no batched copy here; see `cuda_batch`."""
+        """Use *submit* (default: `cuda_batch`) to enqueue the copies.
+
+        Raises:
+            ImportError, AttributeError: The CUDA bindings lack batched copies; see `cuda_batch`.
+        """
         self._ends = ends
         self._block_bytes = ends.device.shape[1]
         self._submit = cuda_batch(ends.device.device) if submit is None else submit
@@ -117,7 +122,7 @@ class BatchCopies:
         _wait_landed(self._ends.device.device)
 
     def _addresses(self, device: Slots, host: Slots) -> tuple[list[int], list[int], list[int]]:
-        """The address of each copy on the device and in host memory, and its number of bytes."""
+        """Return the device address, the host address and the number of bytes of each copy."""
         runs, block_bytes = self._ends.runs(device, host), self._block_bytes
         above = (self._ends.device.data_ptr() + runs.device * block_bytes).tolist()
         below = (self._ends.host.data_ptr() + runs.host * block_bytes).tolist()
@@ -125,10 +130,12 @@ class BatchCopies:
 
 
 def cuda_batch(device: torch.device) -> SubmitBatch:
-    """A function that submits batches of copies by `cudaMemcpyBatchAsync` on *device*.
+    """Return a function that submits batches of copies on *device* with `cudaMemcpyBatchAsync`.
 
-    ImportError or AttributeError without NVIDIA's cuda-bindings of CUDA 12.8 or later. The function raises RuntimeError
-    if the driver is older or refuses.
+    The returned function raises RuntimeError if the driver is too old or reports an error.
+
+    Raises:
+        ImportError, AttributeError: NVIDIA's cuda-bindings for CUDA 12.8 or later are not installed.
     """
     cuda = import_module("cuda.bindings.runtime")
     call, success = cuda.cudaMemcpyBatchAsync, cuda.cudaError_t.cudaSuccess
@@ -140,10 +147,10 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
     def enqueue(
         targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], order: SourceOrder, stream: int
     ) -> None:
-        # CUDA 12 answers (error, index of the copy that failed), CUDA 13 (error,).
+        # CUDA 12 returns (error, index of the failed copy), CUDA 13 returns (error,).
         error = call(targets, sources, sizes, len(sizes), [attributes[order]], [0], 1, stream)[0]
         if error != success:
-            raise RuntimeError(f"cudaMemcpyBatchAsync of {len(sizes)} copies: {error!r}")
+            raise RuntimeError(f"cudaMemcpyBatchAsync failed for {len(sizes)} copies: {error!r}")
 
     def submit(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], order: SourceOrder) -> None:
         if not sizes:
@@ -153,7 +160,8 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
             enqueue(targets, sources, sizes, order, stream.cuda_stream)
             return
         beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
-        beside.wait_stream(stream)  # the call refuses the legacy default stream: run next to it, in its order
+        # The call rejects the legacy default stream, so use another stream that is ordered with it.
+        beside.wait_stream(stream)
         enqueue(targets, sources, sizes, order, beside.cuda_stream)
         stream.wait_stream(beside)
 
@@ -161,10 +169,10 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
 
 
 class StagedCopies:
-    """Gathers blocks into a staging buffer by one kernel, moves it in one copy, and scatters it on the other side.
+    """Copies through staging buffers: gather the blocks by one kernel, move them in one copy, scatter them again.
 
-    For blocks so small that a copy each costs more than moving them twice (`copy_choice` says where), where there is
-    no CuPy for `KernelCopies`. The host's scatter is the CPU's work, so host memory need not be pinned.
+    Useful without CuPy (which `KernelCopies` needs), for blocks so small that one copy per block costs more than moving
+    all bytes twice. The CPU gathers and scatters on the host side, so host memory need not be pinned.
     """
 
     def __init__(self, ends: Ends) -> None:
@@ -188,21 +196,21 @@ class StagedCopies:
         with self._stagings() as stagings:
             for staging, start in zip(cycle(stagings), range(0, len(device), self._blocks_at_once), strict=False):
                 part = slice(start, start + self._blocks_at_once)
-                staging.wait()  # for what it was used for two parts ago
+                staging.wait()  # for the copy of two parts ago, which used the same buffer
                 slots = host[part]
                 np.take(self._host.numpy(), slots, axis=0, out=staging.host.numpy()[: len(slots)], mode="clip")
                 staging.scatter(self._device, device[part])
 
     @contextmanager
     def _stagings(self) -> "Iterator[tuple[_Staging, _Staging]]":
-        """Two staging buffers for the calling thread, given back when the copies begun with them have landed."""
+        """Lend two staging buffers to the calling thread until all copies that use them are complete."""
         try:
             stagings = self._unused.get_nowait()
         except Empty:
             stagings = (self._new_staging(), self._new_staging())
         try:
             yield stagings
-        finally:  # also after a failure half way, which leaves copies behind that nothing has marked
+        finally:  # also after an error, because copies that no event marks may still be running
             _wait_landed(self._device.device)
             self._unused.put(stagings)
 
@@ -211,7 +219,7 @@ class StagedCopies:
 
 
 class _Staging:
-    """A buffer on the device and one in host memory, [num_blocks, words], and the last copy between them."""
+    """A device buffer and a host buffer, each [num_blocks, words], and an event for the last copy between them."""
 
     def __init__(self, num_blocks: int, like: torch.Tensor) -> None:
         shape, is_cuda = (num_blocks, like.shape[1]), like.device.type == "cuda"
@@ -220,21 +228,21 @@ class _Staging:
         self._used = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
 
     def gather(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of the device's slots to `host`."""
+        """Enqueue a copy of device *slots* to the host buffer."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         torch.index_select(blocks, 0, index, out=part)
         self.host[: len(slots)].copy_(part, non_blocking=True)
         self._mark()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of `host` to the device's slots."""
+        """Enqueue a copy of the host buffer to device *slots*."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         part.copy_(self.host[: len(slots)], non_blocking=True)
         blocks.index_copy_(0, index, part)
         self._mark()
 
     def wait(self) -> None:
-        """Wait until the last copy has landed."""
+        """Wait until the last copy is complete."""
         if self._used is not None:
             self._used.synchronize()
 
@@ -253,7 +261,7 @@ def _unpack(staging: _Staging, slots: Slots, host: torch.Tensor) -> None:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """The same memory in words of 8 bytes, [num_slots, words], where a block is whole words: bytes gather slower."""
+    """Return a view as 8-byte words, [num_slots, words], if sizes allow it, because words gather faster than bytes."""
     fits = blocks.shape[1] % _WORD_BYTES == 0 and blocks.data_ptr() % _WORD_BYTES == 0
     return blocks.view(torch.int64) if fits else blocks
 

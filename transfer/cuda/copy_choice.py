@@ -1,4 +1,4 @@
-"""Chooses the fastest way to copy blocks by a short measurement at the start, on memory of its own."""
+"""The choice of the fastest copy method, by a short measurement on scratch memory at startup."""
 
 import logging
 import statistics
@@ -24,15 +24,16 @@ COPIES: Mapping[str, Way] = {
     "staged": StagedCopies,
 }
 
-TRIAL_BYTES = 16 << 20  # in one copy: long against its start; all rounds of three ways take about 50 ms at 25 GB/s
+# Bytes per copy: enough to outweigh the start of a copy. All rounds of three methods take about 50 ms at 25 GB/s.
+TRIAL_BYTES = 16 << 20
 MAX_TRIAL_BLOCKS = 1024
 NUM_ROUNDS = 5
-CLOSE = 0.9  # of the fastest: no difference that a loaded machine would show
+CLOSE = 0.9  # share of the maximum speed that counts as equal: a loaded machine shows no smaller difference
 
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """The names of the ways that were chosen down to the host and up to the device, and all speeds measured (GB/s)."""
+    """Names of the methods chosen for copies down to the host and up to the device, and all measured speeds in GB/s."""
 
     down: str
     up: str
@@ -47,20 +48,24 @@ class CopyChoice:
 
 
 def num_trial_blocks(block_bytes: int) -> int:
-    """Slots that each side of a trial should have."""
+    """Return the number of slots that a trial needs on each side."""
     return min(max(2, TRIAL_BYTES // block_bytes), MAX_TRIAL_BLOCKS)
 
 
 def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
-    """Try each way on scattered blocks in *scratch*, all of whose slots are free; the first of *ways* is preferred.
+    """Measure each method in *ways* on scattered blocks in *scratch*, and choose the fastest.
 
-    A way that is missing here, fails, or copies wrong bytes has speed 0. RuntimeError if none works.
+    Overwrites all slots of *scratch*. Among methods of about equal speed, the earlier one in *ways* wins. A method that
+    is not available, fails, or copies wrong bytes gets speed 0.
+
+    Raises:
+        RuntimeError: No method works.
     """
     device, num_blocks = scratch.device.device, len(scratch.device)
     rng = np.random.default_rng(0)
     above, below = rng.permutation(num_blocks), rng.permutation(num_blocks)
     apart: AbstractContextManager[object] = nullcontext()
-    if device.type == "cuda":  # not on the default stream: compute is there, and a batched call would need a detour
+    if device.type == "cuda":  # not the default stream: compute runs there, and batched calls would need a second one
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
         stream.wait_stream(torch.cuda.current_stream(device))
         apart = torch.cuda.stream(stream)
@@ -69,21 +74,21 @@ def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
         for name, way in ways.items():
             try:
                 down[name], up[name] = _speeds(way(scratch), scratch, above, below)
-            except Exception as error:  # whatever it is, another way is taken
-                log.info("copies of blocks: no %s here: %s", name, error)
+            except Exception as error:  # whatever the error, another method is used
+                log.info("block copies: method %s is not available: %s", name, error)
     if not any(down.values()):
-        raise RuntimeError(f"no way to copy blocks works on {device}: tried {', '.join(ways)}")
+        raise RuntimeError(f"no method to copy blocks works on {device}; tried {', '.join(ways)}")
     return CopyChoice(fastest(down), fastest(up), down, up)
 
 
 def fastest(gb_per_s: Mapping[str, float]) -> str:
-    """The name of the first way that is about as fast as the fastest."""
+    """Return the first method whose speed is at least `CLOSE` times the maximum."""
     enough = CLOSE * max(gb_per_s.values())
     return next(name for name, speed in gb_per_s.items() if speed >= enough)
 
 
 def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> tuple[float, float]:
-    """The speeds down and up in GB/s, medians after a round that does not count. RuntimeError for a wrong byte."""
+    """Return the median speeds down and up in GB/s, without a warm-up round. Raise RuntimeError for wrong bytes."""
     down = [_seconds(lambda: copies.to_host(above, below)) for _ in range(NUM_ROUNDS + 1)][1:]
     up = [_seconds(lambda: copies.to_device(below, above)) for _ in range(NUM_ROUNDS + 1)][1:]
     num_bytes = len(above) * scratch.device.shape[1]
@@ -92,13 +97,13 @@ def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> t
 
 
 def _prove(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> None:
-    """Copy noise up and back down to other slots; RuntimeError if it comes back changed."""
+    """Copy random bytes up and back down to other slots, and raise RuntimeError if they changed."""
     noise = np.random.default_rng(1).integers(0, 256, scratch.host.shape, dtype=np.uint8)
     scratch.host.numpy()[:] = noise
     copies.to_device(below, above)
     copies.to_host(above, above)
     if not (scratch.host.numpy()[above] == noise[below]).all():
-        raise RuntimeError("it copies wrong bytes")
+        raise RuntimeError("the trial copied wrong bytes")
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -1,4 +1,4 @@
-"""KernelCopies: copies blocks by one kernel on pinned host memory, for blocks too small for a copy each."""
+"""KernelCopies: one kernel that copies blocks from or to pinned host memory, for blocks too small for a copy each."""
 
 from importlib import import_module
 
@@ -8,9 +8,9 @@ import torch
 from kvtier.transfer.block_runs import Slots
 from kvtier.transfer.cuda.copies import Ends
 
-_WORD_BYTES = 16  # one load of a thread
+_WORD_BYTES = 16  # one load instruction of a thread
 _THREADS = 256
-_WORDS_A_THREAD = 4  # so that a block of 16 KiB is one thread block's work
+_WORDS_A_THREAD = 4  # so that one thread block copies a KV block of 16 KiB
 SOURCE = r"""
 extern "C" __global__ void copy_blocks(
     const uint4* const* sources, uint4* const* targets, const unsigned long long num_words
@@ -25,18 +25,23 @@ extern "C" __global__ void copy_blocks(
 
 
 class KernelCopies:
-    """Copies all blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
+    """One kernel launch for all blocks, which uses multiprocessors of the GPU and no copy engine.
 
-    The host slots must be pinned: on a device that is what lets a kernel reach them.
+    The host slots must be pinned, because a kernel can access only pinned host memory.
     """
 
     def __init__(self, ends: Ends) -> None:
-        """ImportError without CuPy, RuntimeError if the kernel cannot be built or a block is not whole words."""
+        """Compile the kernel.
+
+        Raises:
+            ImportError: CuPy is not installed.
+            RuntimeError: There is no CUDA device, the kernel does not compile, or blocks are not multiples of 16 bytes.
+        """
         block_bytes = ends.device.shape[1]
         if ends.device.device.type != "cuda":
-            raise RuntimeError("a copy kernel needs a CUDA device")
+            raise RuntimeError("the copy kernel needs a CUDA device")
         if block_bytes % _WORD_BYTES or ends.device.data_ptr() % _WORD_BYTES or ends.host.data_ptr() % _WORD_BYTES:
-            raise RuntimeError(f"blocks of {block_bytes} bytes are not whole words of {_WORD_BYTES}")
+            raise RuntimeError(f"blocks of {block_bytes} bytes are not aligned to whole words of {_WORD_BYTES} bytes")
         self._cupy = import_module("cupy")
         self._kernel = self._cupy.RawKernel(SOURCE, "copy_blocks")
         self._ends = ends
@@ -49,7 +54,7 @@ class KernelCopies:
         self._copy(self._addresses(self._ends.host, host), self._addresses(self._ends.device, device))
 
     def _addresses(self, blocks: torch.Tensor, slots: Slots) -> Slots:
-        # Registered memory has the same address on the device (unified addressing).
+        # Registered host memory has the same address on the device (unified addressing).
         return blocks.data_ptr() + slots * blocks.shape[1]
 
     def _copy(self, sources: Slots, targets: Slots) -> None:

@@ -1,4 +1,4 @@
-"""CudaLane: runs copies on CUDA streams of its own, ordered against compute in both directions."""
+"""CudaLane: a lane that runs copies on its own CUDA streams, ordered with compute in both directions."""
 
 from queue import SimpleQueue
 
@@ -8,20 +8,21 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 
 
 class CudaLane:
-    """A `ThreadLane` whose threads copy on CUDA streams, each on one of its own.
+    """A `ThreadLane` in which each thread copies on its own CUDA stream.
 
-    Before the copy: the stream waits for everything that compute had enqueued when the transfer was submitted. So a
-    spill reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that
-    still read its former content.
-    After the copy: the transfer counts as finished when its bytes have landed (the thread synchronises the stream, the
-    owner does not wait). Blocks are published and slots handed on by `poll()` after that, so compute enqueued later
-    finds a promoted block complete, and a spilled slot's next writer comes after the spill's read.
+    Before the copy, the stream waits for all compute that was enqueued when the transfer was submitted. So a spill
+    reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that still read
+    its former content.
 
-    With several threads one verifies a batch on the CPU while another one's is on the bus; transfers then finish in
-    any order, which is safe since each leases both of its ends.
+    A transfer is finished when its bytes are in place: the lane's thread synchronises the stream, and the owner does
+    not wait. Only then does `poll()` publish blocks and reuse slots. So compute enqueued later finds a promoted block
+    complete, and overwrites a spilled slot only after the spill has read it.
 
-    The time that a transfer waited for compute does not count as the lane's: behind a long step a small copy would make
-    the bus look a hundred times slower than it is, and a hit not worth loading.
+    With several threads, one verifies a batch on the CPU while another one's batch is on the bus. Transfers may then
+    finish in any order, which is safe because each leases its source and target slots.
+
+    The time that a transfer waited for compute is not part of `Transfer.seconds`. Otherwise a small copy behind a long
+    step would make the bus look a hundred times slower than it is, and hits would not look worth loading.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class CudaLane:
         self._device = device
         self._unused: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
         for _ in range(num_threads):
-            # Lower number, higher priority: copies are short and must not queue behind compute.
+            # A lower number is a higher priority. Copies are short and must not queue behind compute.
             self._unused.put(torch.cuda.Stream(device=device, priority=-1))  # type: ignore[no-untyped-call]  # untyped
         self._threads = ThreadLane(finished, name, num_threads, capacity)
 
@@ -44,7 +45,7 @@ class CudaLane:
         copy = transfer.work
 
         def ordered_copy() -> object:
-            stream = self._unused.get_nowait()  # there are as many as threads
+            stream = self._unused.get_nowait()  # never empty: there is one stream per thread
             try:
                 with torch.cuda.device(self._device), torch.cuda.stream(stream):
                     asked = stream.record_event(_timed_event())
@@ -52,7 +53,7 @@ class CudaLane:
                     released = stream.record_event(_timed_event())
                     try:
                         return copy()
-                    finally:  # also after a failure half way: what was enqueued may still be writing
+                    finally:  # also after an error, because enqueued copies may still be writing
                         stream.synchronize()
                         transfer.waited_s = asked.elapsed_time(released) / 1000
             finally:

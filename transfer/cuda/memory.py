@@ -1,4 +1,4 @@
-"""CudaMemory: device slots on a GPU, host slots in memory that is being pinned in the background."""
+"""CudaMemory: device slots on a GPU, and host slots in memory that a background thread pins."""
 
 import logging
 import threading
@@ -15,18 +15,18 @@ from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, Way, choose_cop
 from kvtier.transfer.host_slab import HostSlab, Pin
 from kvtier.transfer.pages import node_of_device
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
-# A registration holds a lock of the driver's, for which every other CUDA call waits: two slabs that pin at once would
-# make it wait twice as long.
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs of the process
+# A registration holds a driver lock for which every other CUDA call waits. If two slabs pinned at once, those calls
+# would wait twice as long.
 _one_at_a_time = threading.Lock()
 log = logging.getLogger(__name__)
 
-TRIAL_WAIT_S = 2.0  # for pinning the trial's memory; if it takes longer, the trial is of unpinned memory
+TRIAL_WAIT_S = 2.0  # limit on waiting for the trial's memory to be pinned; after it, unpinned memory is measured
 
 
 def cuda_pin(device: torch.device) -> Pin:
-    """A function by which a `HostSlab` pins its pieces for *device*. It raises RuntimeError if CUDA refuses."""
-    # Torch's own binding: CuPy's does the same, and host memory would stay unpinned where CuPy is missing.
+    """Return a function that pins pieces of a `HostSlab` for *device*; it raises RuntimeError on a CUDA error."""
+    # Torch's binding, because CuPy may be missing.
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def unpin(address: int) -> None:
@@ -37,14 +37,16 @@ def cuda_pin(device: torch.device) -> Pin:
         with _one_at_a_time, torch.cuda.device(device):  # a fresh thread would open a context on GPU 0
             error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
         if error:
-            raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes: CUDA error {error}; see `ulimit -l`")
+            raise RuntimeError(
+                f"cudaHostRegister of {num_bytes} bytes: CUDA error {error}; raise the locked-memory limit (ulimit -l)"
+            )
         return lambda: unpin(address)
 
     return pin
 
 
 def node_of_gpu(device: torch.device) -> int | None:
-    """The memory node next to the GPU; None if it is unknown or the machine has only one."""
+    """Return the NUMA node closest to the GPU; None if unknown or if the machine has only one node."""
     properties = torch.cuda.get_device_properties(device)
     domain = properties.pci_domain_id  # type: ignore[attr-defined]  # there, but not in torch's stubs
     bus = properties.pci_bus_id  # type: ignore[attr-defined]
@@ -53,16 +55,17 @@ def node_of_gpu(device: torch.device) -> int | None:
 
 
 class CudaMemory:
-    """A `BlockMemory` on a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the slab there.
+    """A `BlockMemory` on a GPU. *device_blocks*, [num_slots, block_bytes] uint8, is a view of the device slab.
 
-    The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
-    called by the thread that computes, does not wait. `choice` says which ways to copy were chosen and how fast they
-    were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring. *way* may also be
-    what `choose_ways` measured before. The host slots are the beginning of *file* if its descriptor is given, see
-    `HostSlab`.
+    Copies run on the calling thread's current stream (the stream of a `CudaLane`) and synchronise it before they
+    return. Only `copy`, which the computing thread calls, does not wait.
+
+    *way* is the name of a method in `COPIES`, or an earlier result of `choose_ways`; by default the methods are
+    measured. `choice` holds the chosen methods and their speeds; None without host slots or if *way* is a name. If the
+    descriptor *file* is given, the host slots are the beginning of that file; see `HostSlab`.
     """
 
-    num_copiers = 4  # a digest runs at about half of the bus's speed; bench/transfer/gpu_copies.py measures 1 to 8
+    num_copiers = 4  # a digest runs at about half the speed of the bus; bench/transfer/gpu_copies.py measures 1 to 8
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class CudaMemory:
         self.num_host_slots = num_host_slots
         self._device = device_blocks
         gpu = device_blocks.device
-        if num_host_slots and way is None:  # before the live slots are pinned, which would slow the trial down
+        if num_host_slots and way is None:  # before the live slots are pinned, because pinning slows the trial down
             way = choose_ways(self.block_bytes, gpu)
         self.choice = way if isinstance(way, CopyChoice) else None
         down, up = (way.down, way.up) if isinstance(way, CopyChoice) else (way or "loop",) * 2
@@ -87,7 +90,7 @@ class CudaMemory:
             self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
             self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
         except BaseException:
-            self._slab.close()  # else its pinned part stays pinned, and the next mapping there cannot be
+            self._slab.close()  # otherwise its memory stays pinned, and no later mapping there can be pinned
             raise
 
     @property
@@ -132,21 +135,21 @@ class CudaMemory:
         self._slab.close()
 
     def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
-        """Which of the slots are pinned. A slot may become so a moment later, which does no harm."""
+        """Return which slots are pinned. A slot that is pinned a moment later does no harm."""
         self._slab.copied = True
         return host < self._slab.num_pinned_slots
 
 
 def ways_to(is_pinned: bool) -> Mapping[str, Way]:
-    """The ways to try on host memory that is pinned as a whole, or is not.
+    """Return the copy methods to try, depending on whether all host memory is pinned.
 
-    A kernel that reads memory which is not pinned ends the process's CUDA context, and nothing works after that.
+    The kernel is left out for unpinned memory: reading it would destroy the CUDA context of the process.
     """
     return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
 
 
 def choose_ways(block_bytes: int, gpu: torch.device) -> CopyChoice:
-    """Measure the ways to copy blocks of that size, on memory of the same kind as the live slots."""
+    """Measure the copy methods for blocks of *block_bytes*, on memory of the same kind as the live slots."""
     num_blocks = num_trial_blocks(block_bytes)
     slab = HostSlab(num_blocks, block_bytes, cuda_pin(gpu), node_of_gpu(gpu))
     try:
@@ -156,5 +159,5 @@ def choose_ways(block_bytes: int, gpu: torch.device) -> CopyChoice:
         choice = choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
     finally:
         slab.close()
-    log.info("copies of blocks of %d bytes: %s", block_bytes, choice)
+    log.info("block copies of %d bytes: chose %s", block_bytes, choice)
     return choice

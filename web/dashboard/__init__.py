@@ -1,1 +1,1 @@
-"""The dashboard: a page that shows live and over time where tokens came from, and why."""
+"""The dashboard page, which shows live and over time from which tier tokens came and why others were computed."""

@@ -1,4 +1,4 @@
-"""The page's own files: what a browser shows, which has no data in it and needs no key."""
+"""The static files of the page, which contain no data and need no key."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ PAGE = "/dashboard"
 ASSETS = f"{PAGE}/page"
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-# Nothing from elsewhere, nothing written into the page itself, and in no other page's frame.
+# No content from other origins, no inline scripts or styles, and no frames on other pages.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
@@ -26,14 +26,14 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file."""
+    """A static file."""
 
     content: bytes
     kind: str
     tag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or that the browser's copy is still right."""
+        """Return the file, or 304 if the browser's copy is current."""
         headers = {**_HEADERS, "ETag": self.tag}
         if request.headers.get("if-none-match") == self.tag:
             return Response(status_code=304, headers=headers)
@@ -41,7 +41,7 @@ class Asset:
 
 
 def page_routes() -> list[BaseRoute]:
-    """The page and its files."""
+    """Return the routes of the page and its files."""
     assets = _assets()
     index = assets.pop("index.html")
 

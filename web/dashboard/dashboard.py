@@ -1,4 +1,4 @@
-"""Dashboard: once a second a sample, for the history and for those that watch."""
+"""The dashboard's loop, which takes a sample once per second for the history and for viewers."""
 
 import asyncio
 import logging
@@ -20,32 +20,31 @@ log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 10
 OWN_EVERY_S = 5
-MIDDLE_S = (
-    0.5  # samples are taken in the middle of seconds: one that is a bit early or late is of its second all the same
-)
-MAX_MISSED = 60  # seconds without a sample that the next one tells the rates of; more are a gap
-_DIGITS = 6  # that a number of the history has
+# Samples are taken in the middle of seconds, so that a slightly early or late one still belongs to its second.
+MIDDLE_S = 0.5
+MAX_MISSED = 60  # max number of missed seconds that the next sample fills in with rates; more leave a gap
+_DIGITS = 6  # significant digits of numbers that are sent
 
 
 class NoSample(Exception):
-    """There is no sample now; the message says why."""
+    """An error for a server that has no sample now. The message says why."""
 
 
 class Source(Protocol):
-    """Where samples come from."""
+    """A source of samples of a server."""
 
-    columns: tuple[str, ...]  # of the history
-    about: Mapping[str, object]  # what never changes, for the page
+    columns: tuple[str, ...]  # columns of the history
+    about: Mapping[str, object]  # constant facts, for the page
 
     async def sample(self, at: float, monotonic_s: float) -> Sample:
-        """What the server is now. `NoSample`."""
+        """Return the server's current state. Raise `NoSample` if there is none."""
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """What only viewers of this group are shown. `NoSample`."""
+        """Return the facts that only viewers of *group* may see. Raise `NoSample` if there are none now."""
 
 
 class Dashboard:
-    """A history and a stream, fed from a source. `run` it as a task. Owned by the event loop."""
+    """A history and a stream that are fed from a source. `run` it as a task. Owned by the event loop."""
 
     def __init__(
         self,
@@ -69,10 +68,10 @@ class Dashboard:
         self.stream.begin_with(event("hello", about))
 
     async def run(self) -> None:
-        """Sample each second until `end`, and then have the history kept."""
+        """Take a sample each second until `end`, then save the history."""
         reading = asyncio.create_task(self._read())
         try:
-            with suppress(NoSample):  # what comes from now on has a rate
+            with suppress(NoSample):  # the base from which the first rates are computed
                 self._rates.row(await self.source.sample(self.wall(), self._monotonic()))
             while True:
                 with suppress(TimeoutError):
@@ -92,7 +91,7 @@ class Dashboard:
         self.stream.end()
 
     async def tick(self) -> None:
-        """Take one sample in."""
+        """Take one sample, and send it to the history and to viewers."""
         at = self.wall()
         try:
             sample = await self.source.sample(at, self._monotonic())
@@ -111,10 +110,10 @@ class Dashboard:
         self._num_ticks += 1
 
     def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
-        """Give the seconds without a sample the mean rates, which *row* has; their levels stay unknown.
+        """Fill in missed seconds with the mean rates, which are in *row*. Their levels stay unknown.
 
         Returns:
-            What a tick says of these seconds: how many there were, and their row. Empty if there were none.
+            The fields of a tick that describe the missed seconds: their number and their row. Empty if none was missed.
         """
         before, self._sampled_at = self._sampled_at, at
         num_missed = 0 if before is None else int(at) - int(before) - 1
@@ -145,7 +144,7 @@ class Dashboard:
 
 
 def plain(values: npt.NDArray[np.floating]) -> list[float | None]:
-    """The numbers in few digits, None in place of NaN, as JSON has them."""
+    """Return the numbers for JSON: rounded to few digits, and None in place of NaN."""
     exact = np.asarray(values, np.float64)
     is_known = np.isfinite(exact)
     known = exact[is_known]

@@ -1,4 +1,4 @@
-"""Conditions: what is in order and what is not, in a sentence each, with what to do."""
+"""Health conditions of a server, each with a state and a sentence that says what to do."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ LIFE_SHORT_YEARS = 1.0
 
 
 class State(StrEnum):
-    """How it is with one thing."""
+    """The state of one component."""
 
     GOOD = "good"
-    WATCH = "watch"  # it works; somebody should look at it
+    WATCH = "watch"  # it works, but an operator should look at it
     BAD = "bad"
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One thing, and how it is."""
+    """A component and its state."""
 
     thing: str
     state: State
@@ -32,7 +32,7 @@ class Condition:
 
 
 def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) -> Iterator[Condition]:
-    """How the store, its two sides and the drive are; nothing without a disk."""
+    """Yield the conditions of the store, its reads and writes, and the drive, or nothing without a disk."""
     if store is not None:
         yield _store(store)
     if disk is None:
@@ -40,29 +40,27 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
     for side, state in disk.breakers.items():
         yield _side({"read": "reading", "write": "writing"}[side], state, disk.why_failed[side])
     if disk.budget_left_bytes is not None and disk.budget_left_bytes <= 0:
-        text = "the day's budget of writes is used up: only what is used a second time is written"
+        text = "today's write budget is used up: only blocks that are used a second time are written"
         yield Condition("writes", State.WATCH, text)
     if disk.life is not None:
         yield _life(disk.life.used, disk.life.years_left)
 
 
 def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
-    """How the remote tier is; nothing without one."""
+    """Yield the conditions of the remote tier, or nothing without one."""
     if remote is None:
         return
-    doing = {"ask": "asking", "read": "reading", "write": "writing"}
+    doing = {"ask": "lookups", "read": "reading", "write": "writing"}
     for side, state in remote.breakers.items():
         yield _side(f"remote: {doing[side]}", state, remote.why_failed[side])
 
 
 def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]:
-    """Damage and losses in each tier."""
+    """Yield the conditions for damaged and lost blocks in each tier."""
     for tier, found in tiers.items():
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)
-            text = (
-                f"{_blocks(damaged)} gave no valid bytes since the start ({causes}); what they held was computed anew"
-            )
+            text = f"{_blocks(damaged)} had no valid bytes since the start ({causes}); their tokens were recomputed"
             yield Condition(f"{tier} blocks", State.WATCH, text)
         if found.dropped_spills and tier is not Tier.DISK:
             text = f"{_blocks(found.dropped_spills)} evicted before the tier below had a copy"
@@ -70,10 +68,10 @@ def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]
 
 
 def sidecar_condition(sidecar: SidecarStanding) -> Condition:
-    """Whether an engine's sidecar is there."""
+    """Return the condition of an engine's sidecar."""
     if sidecar.is_attached:
         return Condition("sidecar", State.GOOD, f"attached at {sidecar.path}")
-    return Condition("sidecar", State.BAD, f"{sidecar.path} has gone or does not answer; trying again")
+    return Condition("sidecar", State.BAD, f"{sidecar.path} is gone or does not answer; retrying")
 
 
 def _blocks(number: int) -> str:
@@ -86,26 +84,26 @@ def _store(store: StoreStanding) -> Condition:
         if not num_faults:
             return Condition("store", State.GOOD, f"{store.folder} is open")
         why = f": {store.why_ended}" if store.why_ended else ""
-        return Condition("store", State.WATCH, f"open; it was lost {num_faults:,} times since the start{why}")
+        return Condition("store", State.WATCH, f"open, but was lost {num_faults:,} times since the start{why}")
     state = State.WATCH if store.not_open is NotOpen.OPENING else State.BAD
-    return Condition("store", state, f"not open ({store.not_open}): {store.why or 'trying again'}")
+    return Condition("store", state, f"not open ({store.not_open}): {store.why or 'retrying'}")
 
 
 def _side(doing: str, state: BreakerState, why: str) -> Condition:
     if state is BreakerState.CLOSED:
         return Condition(doing, State.GOOD, "works")
     left = {BreakerState.OPEN: State.BAD, BreakerState.HALF_OPEN: State.WATCH}[state]
-    return Condition(doing, left, f"left alone for a while: {why or 'errors, or no answer'}")
+    return Condition(doing, left, f"paused for a while: {why or 'errors, or no answer'}")
 
 
 def _life(used: float, years_left: float) -> Condition:
     state = State.GOOD if used < 1 and years_left >= LIFE_SHORT_YEARS else State.WATCH
     if used >= 1:
-        return Condition("drive", state, f"{used:.0%} of its endurance is written: replace it, or lower the budget")
-    share = f"{used:.1%}" if used >= 0.001 else "less than 0.1%"  # of a new drive
-    return Condition("drive", state, f"{share} of its endurance is written")
+        return Condition("drive", state, f"{used:.0%} of its endurance is used: replace it, or lower the write budget")
+    share = f"{used:.1%}" if used >= 0.001 else "less than 0.1%"  # a new drive
+    return Condition("drive", state, f"{share} of its endurance is used")
 
 
 def as_facts(conditions: Iterable[Condition]) -> list[dict[str, object]]:
-    """The conditions as JSON has them."""
+    """Return the conditions as JSON objects."""
     return [{"thing": each.thing, "state": each.state, "text": each.text} for each in conditions]

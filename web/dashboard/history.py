@@ -1,4 +1,4 @@
-"""History: rows of numbers over time, in several resolutions, of a size that never changes."""
+"""A history of rows of numbers over time, in several resolutions and of constant size."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from kvtier.web.dashboard.sample import Row
 
 
 class Resolution(NamedTuple):
-    """So many rows, each for so many seconds."""
+    """A number of rows and the seconds that each row covers."""
 
     step_s: int
     num_rows: int
 
     @property
     def span_s(self) -> int:
-        """The seconds that all rows are for."""
+        """Seconds that all rows together cover."""
         return self.step_s * self.num_rows
 
 
-# Ten minutes, two hours, a day and a bit, two weeks: finest first.
+# Ten minutes, two hours, 25 hours and two weeks, finest first.
 RESOLUTIONS = (Resolution(1, 600), Resolution(10, 720), Resolution(60, 1500), Resolution(600, 2016))
 NEVER = -1
 
@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.float32]  # [num_rows, num_columns]
 
 
 class Place(NamedTuple):
-    """Where a row is: in which ring, and which of its rows."""
+    """The position of a row: the index of its ring, and its index in the ring."""
 
     ring: int
     line: int
@@ -38,40 +38,40 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The rows of a stretch of time by value, without gaps: what is not known is NaN."""
+    """A copy of the rows of a period, without gaps. Unknown values are NaN."""
 
     step_s: int
-    start: int  # of the first row, in seconds since the Unix epoch
+    start: int  # start of the first row, in seconds since the Unix epoch
     columns: tuple[str, ...]
     rows: Rows
 
     @property
     def times(self) -> range:
-        """When each row begins."""
+        """Start time of each row."""
         return range(self.start, self.start + self.step_s * len(self.rows), self.step_s)
 
 
 class Ring:
-    """The newest rows of one resolution. The row of a time has one place, so that nothing is ever moved."""
+    """The newest rows of one resolution. Each time step has a fixed index, so rows never move."""
 
     def __init__(self, resolution: Resolution, num_columns: int) -> None:
         self.resolution = resolution
-        self.stamps = np.full(resolution.num_rows, NEVER, np.int64)  # which step of time since the epoch a row is of
+        self.stamps = np.full(resolution.num_rows, NEVER, np.int64)  # time step of each row, counted from the epoch
         self.rows = np.full((resolution.num_rows, num_columns), np.nan, np.float32)
 
     def stamp(self, at: float) -> int:
-        """The step of time that *at* is in."""
+        """Return the time step that contains *at*."""
         return int(at // self.resolution.step_s)
 
     def put(self, stamp: int, row: Row) -> int:
-        """Write the row of a step; its index."""
+        """Write the row of a time step, and return the row's index."""
         index = stamp % self.resolution.num_rows
         self.stamps[index] = stamp
         self.rows[index] = row
         return index
 
     def last(self, num_steps: int, until: int) -> Rows:
-        """The rows of the last *num_steps* steps up to *until*, the oldest first."""
+        """Return the rows of the last *num_steps* time steps up to *until*, oldest first."""
         wanted = np.arange(until - num_steps + 1, until + 1)
         places = wanted % self.resolution.num_rows
         found: Rows = self.rows[places].copy()
@@ -80,14 +80,14 @@ class Ring:
 
 
 class _Mean:
-    """The mean of the rows of one step so far."""
+    """The running mean of the rows of one time step."""
 
     def __init__(self, num_columns: int) -> None:
         self.stamp = NEVER
         self._sums, self._counts = np.zeros(num_columns), np.zeros(num_columns)
 
     def with_row(self, stamp: int, row: Row) -> Row:
-        """The mean with one row more; a row of another step begins it anew."""
+        """Add a row and return the mean. A row of another time step starts a new mean."""
         if stamp != self.stamp:
             self.stamp = stamp
             self._sums[:] = self._counts[:] = 0.0
@@ -100,30 +100,29 @@ class _Mean:
 
 
 class History:
-    """A ring for each resolution. Rows that were written since they were last taken for the disk are known. Owned by
-    the event loop."""
+    """A ring for each resolution, with the set of rows that are not yet saved. Owned by the event loop."""
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self.columns = tuple(columns)
         self.rings = tuple(Ring(resolution, len(self.columns)) for resolution in resolutions)
         self._means = tuple(_Mean(len(self.columns)) for _ in self.rings)
-        self.num_changes = 0  # an answer made of a history stands until it changes
+        self.num_changes = 0  # a cached response is valid until this changes
         self._unsaved: set[Place] = set()
 
     def add(self, at: float, row: Row) -> None:
-        """Take in the row of this moment."""
+        """Add the row of time *at* to all rings."""
         self.num_changes += 1
         for number, (ring, mean) in enumerate(zip(self.rings, self._means, strict=True)):
             stamp = ring.stamp(at)
             self._unsaved.add(Place(number, ring.put(stamp, mean.with_row(stamp, row))))
 
     def take_in(self, earlier: "History", now: float) -> int:
-        """Take in the rows of an *earlier* history, by the names of their columns, where this one has none.
+        """Copy the rows of an *earlier* history into empty rows of this one, matching columns by name.
 
-        Rows that are later than *now* are left out: a clock was wrong.
+        Rows later than *now* are left out, because a clock must have been wrong.
 
         Returns:
-            How many seconds the rows that were taken cover, by the finest resolution that is not full of them.
+            Seconds that the copied rows cover, in the finest resolution that they do not fill.
         """
         self.num_changes += 1
         taken_s, is_full = 0, True
@@ -141,24 +140,24 @@ class History:
                 is_full = bool(takes.all())
             ring.stamps[takes] = old.stamps[takes]
             ring.rows[np.ix_(takes, own_places)] = old.rows[np.ix_(takes, their_places)]
-            if earlier.columns != self.columns:  # on disk there is a file of these columns now, without them
+            if earlier.columns != self.columns:  # the file was recreated for the new columns and lacks these rows
                 self._unsaved |= {Place(number, int(line)) for line in np.flatnonzero(takes)}
         return taken_s
 
     def stretch(self, seconds: float, now: float) -> Stretch:
-        """The last *seconds*, in the finest resolution that has them all, or else in the coarsest."""
+        """Return the last *seconds* in the finest resolution that covers them, else in the coarsest."""
         ring = next((each for each in self.rings if each.resolution.span_s >= seconds), self.rings[-1])
         step_s, until = ring.resolution.step_s, ring.stamp(now)
         num_steps = min(ring.resolution.num_rows, max(1, int(seconds // step_s)))
         return Stretch(step_s, (until - num_steps + 1) * step_s, self.columns, ring.last(num_steps, until))
 
     def take_unsaved(self) -> set[Place]:
-        """The places of rows that were written since this was last asked."""
+        """Return and clear the places of rows that were written since the last call."""
         unsaved, self._unsaved = self._unsaved, set()
         return unsaved
 
     def all_places(self) -> Iterator[Place]:
-        """The places of all rows that there are."""
+        """Yield the places of all rows."""
         for number, ring in enumerate(self.rings):
             for index in np.flatnonzero(ring.stamps != NEVER):
                 yield Place(number, int(index))

@@ -1,4 +1,4 @@
-"""HistoryKeeper: keeps a history in a file, by a thread that nobody waits for long. NoKeeper: its double."""
+"""Persistence of a history in a file, in a thread that the server never waits for long."""
 
 import asyncio
 import logging
@@ -16,27 +16,27 @@ from kvtier.web.dashboard.ring_file import BadFile, RingFile, Shape
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # that the end of a server waits for the last rows …
-_LOOK_S = 0.01  # … and how often it looks meanwhile
+CLOSE_S = 2.0  # max time to wait for the last rows when the server stops
+_LOOK_S = 0.01  # polling interval during this time
 
 _T = TypeVar("_T")
 
 
 class Keeper(Protocol):
-    """Keeps a history beyond the process (`HistoryKeeper`), or does not (`NoKeeper`). Owned by the event loop."""
+    """Storage for a history that persists (`HistoryKeeper`) or does not (`NoKeeper`). Owned by the event loop."""
 
     async def read(self) -> History | None:
-        """What was kept before; None if there is nothing that can be read."""
+        """Return the history that was kept, or None if none can be read."""
 
     def save(self, history: History) -> None:
-        """Have what is new in the history kept. Returns at once."""
+        """Start saving the new rows of the history. Return at once."""
 
     async def close(self, history: History) -> None:
-        """Have what is new kept, and end."""
+        """Save the new rows, and close the file."""
 
 
 def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | None:
-    """The file of the history: as configured, else beside the store's folder; None without a [disk]."""
+    """Return the file of the history: the configured path, else one next to the store's folder, None without [disk]."""
     if dashboard.path is not None:
         return Path(dashboard.path)
     if disk is None:
@@ -46,30 +46,32 @@ def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | 
 
 
 def keeper_of(columns: Sequence[str], path: Path | None) -> Keeper:
-    """A keeper of histories of these columns in that file, or one that keeps nothing."""
+    """Return a keeper for histories with these columns in file *path*, or a `NoKeeper` if *path* is None."""
     return NoKeeper() if path is None else HistoryKeeper(path, Shape(columns, RESOLUTIONS))
 
 
 class NoKeeper:
-    """Keeps nothing: the history ends with the process."""
+    """A keeper that saves nothing, so the history ends with the process."""
 
     async def read(self) -> History | None:
-        """Nothing."""
         return None
 
     def save(self, history: History) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     async def close(self, history: History) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 class HistoryKeeper:
-    """Reads and writes a `RingFile`, one call at a time. A disk that hangs, is full or cannot be written costs the
-    history that is kept, one line in the log, and nothing else: a call that has not ended is not waited for."""
+    """A keeper that reads and writes a `RingFile`, one call at a time.
+
+    A disk that hangs, is full or cannot be written costs only the saved history and one log line, because calls in
+    progress are not waited for.
+    """
 
     def __init__(self, path: Path, shape: Shape, open_file: Callable[[Path, Shape], RingFile] = RingFile) -> None:
-        """*open_file* is called in a thread."""
+        """Create a keeper. *open_file* is called in a thread."""
         self._path = path
         self._open_file = open_file
         self._shape = shape
@@ -80,20 +82,20 @@ class HistoryKeeper:
         self._has_failed = False
 
     async def read(self) -> History | None:
-        """What the file has; None for a file that is new, bad, or another process's."""
+        """Return the history in the file, or None if the file is new, unreadable, or in use by another process."""
         self._reading = in_daemon(self._open)
         try:
             return await asyncio.wrap_future(self._reading)
         except BadFile as error:
-            log.warning("dashboard: the history %s is not read: %s; it begins anew", self._path, error)
+            log.warning("dashboard: cannot read the history %s (%s); starting a new one", self._path, error)
         except BlockingIOError:
-            self._fail("another process keeps its own there; give [dashboard] another path")
+            self._fail("another process uses the file; give [dashboard] another path")
         except (OSError, ValueError, MemoryError) as error:
             self._fail(str(error))
         return None
 
     def save(self, history: History) -> None:
-        """Have the rows that are new written. While a call before is not done they wait."""
+        """Start writing the new rows. While an earlier call is in progress, keep them for the next one."""
         if self._has_failed:
             return
         self._unsaved |= history.take_unsaved()
@@ -108,7 +110,7 @@ class HistoryKeeper:
         self._writing = in_daemon(lambda: file.write(rows))
 
     async def close(self, history: History) -> None:
-        """Write what is new and close the file, if that takes no longer than `CLOSE_S`."""
+        """Write the new rows and close the file. Wait at most `CLOSE_S` for each of the two calls in progress."""
         await self._wait()
         self.save(history)
         await self._wait()
@@ -120,7 +122,7 @@ class HistoryKeeper:
         return any(each is not None and not each.done() for each in (self._reading, self._writing))
 
     async def _wait(self) -> None:
-        """Wait for what is being read or written, `CLOSE_S` at most."""
+        """Wait at most `CLOSE_S` for the read or write in progress."""
         give_up_at = time.monotonic() + CLOSE_S
         while self._is_busy and time.monotonic() < give_up_at:
             await asyncio.sleep(_LOOK_S)
@@ -130,24 +132,24 @@ class HistoryKeeper:
         self._file = file
         found, num_damaged = file.read()
         if num_damaged:
-            log.warning("dashboard: %d rows of the history %s are damaged and left out", num_damaged, self._path)
+            log.warning("dashboard: skipped %d damaged rows of the history %s", num_damaged, self._path)
         return found
 
     def _fail(self, why: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            log.warning("dashboard: the history is not kept in %s: %s", self._path, why)
+            log.warning("dashboard: the history is not saved to %s: %s", self._path, why)
 
 
 def in_daemon(work: Callable[[], _T]) -> "Future[_T]":
-    """What *work* comes to in a thread of its own, which the end of the process does not wait for."""
+    """Run *work* in a daemon thread, which does not delay the end of the process, and return its future."""
     result: Future[_T] = Future()
     result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # the thread's top: whoever asked is told
+        except BaseException as error:  # top of the thread, so the future gets all errors
             result.set_exception(as_exception(error))
 
     threading.Thread(target=run, name="kvtier-history", daemon=True).start()

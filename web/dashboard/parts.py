@@ -1,4 +1,4 @@
-"""The parts of a sample that an engine and a sidecar have alike, out of the statistics that `/metrics` shows too."""
+"""The parts of a sample that engines and sidecars share, taken from the same statistics as `/metrics`."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,24 +21,24 @@ Numbers = dict[str, float]
 
 
 def token_columns() -> tuple[str, ...]:
-    """The columns of `token_totals`."""
+    """Return the columns of `token_totals`."""
     return (*(f"tokens.{source}" for source in SOURCES), *(f"reason.{reason}" for reason in Reason))
 
 
 def token_totals(tokens: TokenBalance) -> Numbers:
-    """Where prompts' tokens came from, and why some were computed."""
+    """Return the numbers of prompt tokens from each tier, and of computed tokens by reason."""
     totals: Numbers = {f"tokens.{source}": getattr(tokens, source) for source in SOURCES}
     return totals | {f"reason.{reason}": tokens.reasons.get(reason, 0) for reason in Reason}
 
 
 def tier_columns(tier: Tier) -> tuple[str, ...]:
-    """The columns of `tier_totals` and `tier_levels`."""
+    """Return the columns of `tier_totals` and `tier_levels`."""
     names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "leased", "dirty", "age")
     return tuple(f"tier.{tier}.{name}" for name in names)
 
 
 def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
-    """What has left the tier since the start."""
+    """Return the numbers of blocks evicted, dropped and damaged in the tier since the start."""
     return {
         f"tier.{tier}.evicted": statistics.num_evicted,
         f"tier.{tier}.dropped": statistics.dropped_spills,
@@ -47,9 +47,9 @@ def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 
 def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
-    """What is in the tier now."""
+    """Return the current contents of the tier, in blocks and bytes."""
     levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks}
-    if tier is not Tier.REMOTE:  # whose size is others' affair
+    if tier is not Tier.REMOTE:  # the size of the remote tier is not managed here
         levels |= {f"tier.{tier}.bytes": statistics.num_bytes, f"tier.{tier}.capacity": statistics.capacity_bytes}
     if tier in WITH_SLOTS:
         levels |= {f"tier.{tier}.leased": statistics.num_leased, f"tier.{tier}.dirty": statistics.num_dirty}
@@ -57,13 +57,13 @@ def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 
 class RecentAges:
-    """The median age of what each tier has evicted in ten minutes."""
+    """The median age of the blocks that each tier has evicted in the last ten minutes."""
 
     def __init__(self) -> None:
         self._recent = {tier: RecentValues(AGES_WINDOW_S) for tier in Tier}
 
     def levels(self, monotonic_s: float, tiers: Mapping[Tier, TierStatistics]) -> Numbers:
-        """In seconds, of the tiers that have evicted anything."""
+        """Return the ages in seconds, for tiers that have evicted blocks."""
         ages = {
             tier: quantile(self._recent[tier].since(monotonic_s, found.eviction_ages), 0.5)
             for tier, found in tiers.items()
@@ -72,12 +72,12 @@ class RecentAges:
 
 
 def lane_columns(lane: str) -> tuple[str, ...]:
-    """The columns of `lane_totals` and `lane_levels`."""
+    """Return the columns of `lane_totals` and `lane_levels`."""
     return tuple(f"lane.{lane}.{name}" for name in ("bytes", "seconds", "failed", "pending", "pending_bytes"))
 
 
 def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
-    """What the lane has done since the start."""
+    """Return the work that the lane has done since the start."""
     return {
         f"lane.{lane}.bytes": statistics.num_bytes,
         f"lane.{lane}.seconds": statistics.seconds,
@@ -86,22 +86,22 @@ def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
 
 
 def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
-    """What waits or runs in the lane now."""
+    """Return the work that is queued or in flight in the lane."""
     return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
 
 
 def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
-    """The columns of `what_if_levels`."""
+    """Return the columns of `what_if_levels`."""
     return tuple(f"what_if.{tier}.{size:g}" for tier in tiers for size in SIZES)
 
 
 def what_if_levels(ratios: HitRatios) -> Numbers:
-    """The hit ratio down to each tier, were it smaller or larger."""
+    """Return the estimated hit ratio down to each tier if that tier were smaller or larger."""
     return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
 
 
 def evicted_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
-    """What was evicted, by tier and cause."""
+    """Return the numbers of evicted blocks by tier and cause."""
     return [
         {"tier": tier.value, "cause": cause, "blocks": number}
         for tier, found in tiers.items()
@@ -111,7 +111,7 @@ def evicted_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object
 
 
 def corrupt_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
-    """What was damaged, by tier and cause."""
+    """Return the numbers of damaged blocks by tier and cause."""
     return [
         {"tier": tier.value, "cause": cause, "blocks": number}
         for tier, found in tiers.items()
@@ -128,7 +128,7 @@ def _breaker_facts(store: DiskStatistics | RemoteStatistics) -> list[dict[str, o
 
 
 def disk_facts(disk: DiskStatistics) -> dict[str, object]:
-    """What only a disk has."""
+    """Return the facts that only a disk tier has."""
     life = None
     if disk.life is not None:
         years = disk.life.years_left
@@ -145,7 +145,7 @@ def disk_facts(disk: DiskStatistics) -> dict[str, object]:
 
 
 def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
-    """What only a remote tier has."""
+    """Return the facts that only a remote tier has."""
     return {
         "where": remote.where,
         "known_blocks": remote.known_blocks,
@@ -163,7 +163,7 @@ def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
 
 
 def store_facts(store: StoreStanding) -> dict[str, object]:
-    """Whether the store is open, and what has happened to it."""
+    """Return whether the store is open, and its faults since the start."""
     return {
         "folder": str(store.folder),
         "not_open": store.not_open,
@@ -175,7 +175,7 @@ def store_facts(store: StoreStanding) -> dict[str, object]:
 
 
 def record_facts(record: RequestRecord) -> dict[str, object]:
-    """One request, with where its tokens came from and why some were computed."""
+    """Return one request, with its tokens by tier and its computed tokens by reason."""
     return {
         "id": record.request_id,
         "tenant": record.tenant,

@@ -1,4 +1,4 @@
-"""RecentValues: what a histogram that only grows has counted lately."""
+"""Recent values of a cumulative histogram."""
 
 from collections import deque
 
@@ -8,14 +8,14 @@ EVERY_S = 5.0
 
 
 class RecentValues:
-    """Keeps what a histogram was, every `EVERY_S` seconds over *window_s*, and tells what came since."""
+    """A sliding window over a cumulative histogram, which keeps a snapshot every `EVERY_S` seconds over *window_s*."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._kept: deque[tuple[float, HistogramStatistics]] = deque()
 
     def since(self, now_s: float, histogram: HistogramStatistics) -> HistogramStatistics:
-        """The counts of the last *window_s*; of less, as long as less is known. By a clock that nobody sets."""
+        """Return the counts of the last *window_s*, or since the first call. *now_s* is a monotonic time."""
         kept = self._kept
         if not kept or now_s - kept[-1][0] >= EVERY_S:
             kept.append((now_s, histogram))
@@ -27,8 +27,10 @@ class RecentValues:
 
 
 def quantile(histogram: HistogramStatistics, share: float) -> float | None:
-    """The value that so large a *share* of the values is below, as far as buckets tell; None if there are none. What is
-    above all bounds counts as the last of them."""
+    """Return the quantile *share*, interpolated within its bucket, or None if there are no values.
+
+    Values above all bounds count as the last bound.
+    """
     left = share * histogram.num_values
     if not histogram.num_values:
         return None

@@ -1,4 +1,4 @@
-"""RingFile: a history on disk. Rows are written in place, each with a digest of its own."""
+"""The file format of a history. Rows are written in place, each with a checksum."""
 
 import fcntl
 import json
@@ -17,23 +17,23 @@ from kvtier.web.dashboard.history import NEVER, History, Place, Resolution
 
 MAGIC = b"kvtier history 1"
 _PAGE_BYTES = 4096
-_HEAD = struct.Struct(f"<{len(MAGIC)}sII")  # magic, bytes of the JSON behind it, their CRC-32
+_HEAD = struct.Struct(f"<{len(MAGIC)}sII")  # magic, length of the following JSON in bytes, its CRC-32
 _MAX_HEADER_BYTES = 1 << 20
 
 
 class BadFile(ValueError):
-    """The file is not a history, or its header is damaged."""
+    """An error for a file that is not a history, or whose header is damaged."""
 
 
 class Shape:
-    """Where the rows of a history with these columns and resolutions are in a file."""
+    """The layout of a file for a history with these columns and resolutions."""
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution]) -> None:
         self.columns, self.resolutions = tuple(columns), tuple(resolutions)
         text = json.dumps({"columns": self.columns, "resolutions": self.resolutions}).encode()
         head = _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
         self.header = head + bytes(-len(head) % _PAGE_BYTES)
-        # A row that was never written is zeros, and so is its digest: it is not the digest of zeros.
+        # Rows that were never written are all zeros. They are not valid, because the CRC of zeros is not zero.
         self.record = np.dtype([("stamp", "<i8"), ("row", "<f4", len(self.columns)), ("crc", "<u4")])
         self._starts = [len(self.header)]
         for resolution in self.resolutions:
@@ -41,12 +41,12 @@ class Shape:
 
     @classmethod
     def of(cls, history: History) -> Self:
-        """The shape of a history."""
+        """Return the shape of a history."""
         return cls(history.columns, [ring.resolution for ring in history.rings])
 
     @classmethod
     def read(cls, content: bytes) -> Self:
-        """The shape that a file's header tells. `BadFile`."""
+        """Return the shape that is described in a file's header. Raise `BadFile` if the header is invalid."""
         try:
             magic, num_bytes, crc = _HEAD.unpack_from(content)
             text = content[_HEAD.size : _HEAD.size + num_bytes]
@@ -59,21 +59,21 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file."""
+        """Size of the file."""
         return self._starts[-1]
 
     def offset(self, place: Place) -> int:
-        """Where a row begins."""
+        """Return the offset of a row in the file."""
         return self._starts[place.ring] + place.line * self.record.itemsize
 
     def encoded(self, history: History, place: Place) -> bytes:
-        """A row as the file has it."""
+        """Return the bytes of a row in the file."""
         ring = history.rings[place.ring]
         content: bytes = ring.stamps[place.line].tobytes() + ring.rows[place.line].tobytes()
         return content + struct.pack("<I", zlib.crc32(content))
 
     def decoded(self, content: bytes) -> tuple[History, int]:
-        """The history that a file's *content* is, and how many rows of it are damaged and left out."""
+        """Return the history in a file's *content*, and the number of damaged rows, which are left out."""
         history, num_damaged = History(self.columns, self.resolutions), 0
         content = content.ljust(self.num_bytes, b"\0")
         for number, ring in enumerate(history.rings):
@@ -92,12 +92,13 @@ class Shape:
 
 
 class RingFile:
-    """The file of one process: it is locked while it is open. Owned by the thread that calls it; every call may wait
-    for the disk."""
+    """A history file, locked while it is open. Owned by the thread that calls it. Every call may block on the disk."""
 
     def __init__(self, path: Path, shape: Shape) -> None:
-        """Open the file, or make one. OSError, also for another user's file or one behind a link; BlockingIOError if
-        another process has it open."""
+        """Open the file, or create one. Raise BlockingIOError if another process has it open.
+
+        Raises OSError if it cannot be opened, belongs to another user or is a link.
+        """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._shape = shape
         self._file = open_own(path, os.O_RDWR | os.O_CREAT)
@@ -108,8 +109,10 @@ class RingFile:
             raise
 
     def read(self) -> tuple[History, int]:
-        """The history in the file, and how many rows of it are damaged. A file of another shape is made one of this
-        shape, empty. `BadFile`: it was no history, and is an empty one now."""
+        """Return the history in the file and the number of damaged rows. Raise `BadFile` if it was not a history.
+
+        A file that was not a history or had another shape becomes an empty file of this shape.
+        """
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         is_new = not content
         if content[: len(self._shape.header)] != self._shape.header:
@@ -136,7 +139,7 @@ class RingFile:
         self.close()
 
     def _begin(self) -> None:
-        """Make the file an empty history: a crash in between leaves no history rather than half of one."""
+        """Make the file an empty history. The header is written last, so that a crash leaves no partial history."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, self._shape.num_bytes)
         os.pwrite(self._file, self._shape.header, 0)

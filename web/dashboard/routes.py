@@ -1,4 +1,4 @@
-"""The routes of the page's data: the live stream, the history, and both as files."""
+"""The routes of the page's data: the live stream, the history, and downloads of the history."""
 
 import csv
 import io
@@ -28,16 +28,16 @@ GroupOf = Callable[[Request], str | None]
 
 
 class DashboardRoutes:
-    """Answers out of a dashboard. *group_of* says which group a request's viewer is of. Owned by the event loop."""
+    """The handlers of a dashboard's routes. *group_of* returns a request's viewer group. Owned by the event loop."""
 
     def __init__(self, dashboard: Dashboard, group_of: GroupOf) -> None:
         self._dashboard = dashboard
         self._group_of = group_of
-        # The last answer and what it was made for: many ask for the same at once.
+        # Key and bytes of the last response, because many viewers request the same history at once.
         self._made: tuple[tuple[float, int, int], bytes] = ((0.0, 0, 0), b"")
 
     def routes(self) -> list[BaseRoute]:
-        """The routes; who may ask is decided before them."""
+        """Return the routes. Access is checked before they are reached."""
         answers = (self._stream, self._history, self._csv, self._json)
         return [Route(path, answer) for path, answer in zip((STREAM, HISTORY, *DOWNLOADS), answers, strict=True)]
 
@@ -68,7 +68,7 @@ class DashboardRoutes:
 
 
 class _Watching(Response):
-    """The live stream of one viewer, until it leaves or the server ends."""
+    """The live stream to one viewer, until it disconnects or the server stops."""
 
     def __init__(self, dashboard: Dashboard, group: str | None) -> None:
         super().__init__(headers=_HEADERS | {"X-Accel-Buffering": "no"}, media_type="text/event-stream")
@@ -76,7 +76,7 @@ class _Watching(Response):
         self._group = group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send what comes. ApiError 503 if as many are watching as may."""
+        """Send all events. Raise `ApiError` 503 if there are too many viewers."""
         try:
             with self._dashboard.stream.viewer(self._group) as events:
                 await while_connected(receive, self._send_all(events, in_time(send)))
@@ -84,7 +84,7 @@ class _Watching(Response):
             headers = {"Retry-After": str(_RETRY_S)}
             raise ApiError(503, str(error), code="viewers", headers=headers) from None
         except (ClientDisconnect, TimeoutError):
-            pass  # the viewer has left, or reads nothing: its connection is closed
+            pass  # the viewer has disconnected or does not read, so its connection is closed
 
     async def _send_all(self, events: AsyncIterator[bytes], send: Send) -> None:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -95,7 +95,7 @@ class _Watching(Response):
 
 
 def as_json(stretch: Stretch) -> bytes:
-    """The stretch by column; those of which nothing is known are left out."""
+    """Return the stretch by column as JSON, without columns whose values are all unknown."""
     by_column = zip(stretch.columns, stretch.rows.T, strict=True)
     values = {column: plain(known) for column, known in by_column if np.isfinite(known).any()}
     about = {"step_s": stretch.step_s, "start": stretch.start, "rows": len(stretch.rows)}
@@ -103,7 +103,7 @@ def as_json(stretch: Stretch) -> bytes:
 
 
 def as_csv(stretch: Stretch) -> bytes:
-    """A line for each step of which anything is known, below one with the columns."""
+    """Return the stretch as CSV with a header line, without rows whose values are all unknown."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["time", *stretch.columns])

@@ -1,4 +1,4 @@
-"""Stream: what all viewers of the page are sent, each second."""
+"""The stream of events that is sent to all viewers of the page each second."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -10,19 +10,19 @@ GONE = b": the server ends\n\n"
 
 
 class TooManyViewers(Exception):
-    """As many are watching as may; the message says so."""
+    """An error for a viewer that exceeds the limit on viewers."""
 
 
 def event(name: str, content: object) -> bytes:
-    """A server-sent event; *content* becomes one line of JSON."""
+    """Return a server-sent event with *content* as one line of JSON."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Stream:
-    """Events for any number of viewers, made once for all. A viewer that is slow gets the newest event next, and misses
-    those in between: nothing is queued for anyone. Owned by the event loop.
+    """Events for any number of viewers, encoded once. Owned by the event loop.
 
-    Beside what all see there is what viewers of one group see, such as a tenant's own requests.
+    Nothing is queued, so a slow viewer gets the newest event next and misses those in between. Some events go only to
+    the viewers of one group, such as a tenant's own requests.
     """
 
     def __init__(self, max_viewers: int) -> None:
@@ -30,51 +30,51 @@ class Stream:
         self._first = b""
         self._latest = b""
         self._number = 0
-        self._own: dict[str | None, tuple[int, bytes]] = {}  # by group, with the number it came with
-        self._groups: dict[str | None, int] = {}  # how many watch
+        self._own: dict[str | None, tuple[int, bytes]] = {}  # by group: sequence number and event
+        self._groups: dict[str | None, int] = {}  # number of viewers by group
         self._changed = asyncio.Event()
         self._has_ended = False
 
     @property
     def num_viewers(self) -> int:
-        """How many are watching."""
+        """Number of viewers."""
         return sum(self._groups.values())
 
     @property
     def groups(self) -> tuple[str | None, ...]:
-        """The groups of which someone is watching."""
+        """Groups that have viewers."""
         return tuple(self._groups)
 
     @property
     def untold_groups(self) -> tuple[str | None, ...]:
-        """Those of them that were told nothing of their own yet."""
+        """Groups that have viewers and were sent no event of their own yet."""
         return tuple(group for group in self._groups if group not in self._own)
 
     def begin_with(self, first: bytes) -> None:
-        """Send *first* to each viewer that comes, before all else."""
+        """Send *first* to each new viewer before all other events."""
         self._first = first
 
     def publish(self, latest: bytes) -> None:
-        """Send *latest* to all, in place of what was sent before."""
+        """Send *latest* to all viewers, in place of the previous event."""
         self._latest = latest
         self._tell()
 
     def publish_to(self, group: str | None, latest: bytes) -> None:
-        """Send *latest* to all viewers of a group, unless they have exactly that."""
+        """Send *latest* to all viewers of a group, unless it equals the previous event."""
         if group in self._groups and self._own.get(group, (0, b""))[1] != latest:
             self._own[group] = (self._number + 1, latest)
             self._tell()
 
     def end(self) -> None:
-        """End every viewer's stream, now and from now on."""
+        """End the streams of all current and future viewers."""
         self._has_ended = True
         self._tell()
 
     @contextmanager
     def viewer(self, group: str | None) -> Iterator[AsyncIterator[bytes]]:
-        """The stream of one viewer. `TooManyViewers`."""
+        """Return the events for a new viewer, as a context manager. Raise `TooManyViewers` above the limit."""
         if self.num_viewers >= self._max_viewers:
-            raise TooManyViewers(f"{self._max_viewers} are watching already; close a page, or raise max_viewers")
+            raise TooManyViewers(f"{self._max_viewers} viewers are connected; close a page, or raise max_viewers")
         self._groups[group] = self._groups.get(group, 0) + 1
         try:
             yield self._events(group)
@@ -84,7 +84,7 @@ class Stream:
                 del self._groups[group]
                 self._own.pop(group, None)
             if not self._groups:
-                self._latest = b""  # for nobody it is not made anew, and the next one to come would get an old one
+                self._latest = b""  # not updated without viewers, so the next viewer would get an old event
 
     async def _events(self, group: str | None) -> AsyncIterator[bytes]:
         yield self._first

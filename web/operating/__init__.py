@@ -1,1 +1,1 @@
-"""Operators' verbs: what those who run a server may have it do while it serves, and the log of that."""
+"""Operators' verbs, which act on a running server, with access control and an audit log."""

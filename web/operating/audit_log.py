@@ -1,4 +1,4 @@
-"""AuditLog: a line for everything that an operator has asked for."""
+"""The audit log, which has a line for each request of an operator."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ from kvtier.store.folder import open_own
 from kvtier.web.request_ids import current_ids
 
 LOGGER = "kvtier.audit"
-NUM_KEPT = 5  # files of the size that is configured, beside the one that is written to
+NUM_KEPT = 5  # number of full log files to keep in addition to the current one
 
 log = logging.getLogger(LOGGER)
 
 
 class _OwnFile(RotatingFileHandler):
-    """Files that only their owner may use. Another user's file, and one behind a link, is not written to."""
+    """A rotating log file that only its owner can access. Links and files of other users are never written to."""
 
     def _open(self) -> TextIOWrapper:
         file = open_own(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -27,18 +27,19 @@ class _OwnFile(RotatingFileHandler):
 
 
 class AuditLog:
-    """Who asked for which verb, with what, and what came of it: names and numbers, no prompt and no salt. With the ids
-    of the request that it was asked by.
+    """A log of each verb with its operator, arguments, outcome and request ids, but without prompts or salts.
 
-    The lines go to the logger `kvtier.audit`, whatever level others have, and to a file of their own if there is one.
-    Owned by one event loop.
+    The lines go to the logger `kvtier.audit`, independent of the level of other loggers, and to a file if one is
+    configured. Owned by one event loop.
     """
 
     def __init__(
         self, path: str | None = None, max_bytes: int = 16 << 20, clock: Callable[[], float] = time.time
     ) -> None:
-        """*path*: the file; it is renamed when it has *max_bytes*, and `NUM_KEPT` of them are kept. OSError for one
-        that cannot be written to."""
+        """Open the log. Raise OSError if the file at *path* cannot be written to.
+
+        The file is rotated at *max_bytes*, and `NUM_KEPT` rotated files are kept.
+        """
         self._clock = clock
         self._file: RotatingFileHandler | None = None
         log.setLevel(logging.INFO)
@@ -50,7 +51,7 @@ class AuditLog:
                 raise OSError(why) from error
 
     def write(self, who: str | None, verb: str, arguments: Mapping[str, object], outcome: Mapping[str, object]) -> None:
-        """Write a line. *who* is None for a token that nobody has."""
+        """Write a line. *who* is None if the token is unknown."""
         now = self._clock()
         seconds, milliseconds = divmod(round(now * 1000), 1000)
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z"

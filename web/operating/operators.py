@@ -1,4 +1,4 @@
-"""Operators: who may have verbs carried out, by their tokens."""
+"""The operators, who are authorized by tokens to carry out verbs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,22 +7,24 @@ from pathlib import Path
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.audit_log import AuditLog
 
-TOKEN = "KVTIER_OPERATOR_TOKEN"  # of the environment: a token of an operator who is called …
+TOKEN = "KVTIER_OPERATOR_TOKEN"  # environment variable with the token of the operator that is called NAME
 NAME = "operator"
-REFUSED_S = 60.0  # between two lines
+REFUSED_S = 60.0  # min time between two lines on refused tokens
 
 
 class Operators:
-    """The operators' names by digests of their tokens, which are no API keys."""
+    """The operators' names by digests of their tokens, which must not be API keys."""
 
     def __init__(self, tokens: ApiKeys) -> None:
-        """*tokens* with the name of an operator for each."""
+        """Create the operators. *tokens* has the name of an operator for each token."""
         self._tokens = tokens
 
     @classmethod
     def of(cls, file: str | None, environment: Mapping[str, str]) -> "Operators | None":
-        """Those of the *file*, as of `ApiKeys.from_file`, or the one with the token in the *environment*; None without
-        either: nobody may. ValueError for what cannot be used, and for both."""
+        """Return the operators of *file*, or the one whose token is in *environment*, or None if neither is set.
+
+        Raises ValueError as `ApiKeys.from_file` does, for an invalid token, and if both are set.
+        """
         token = environment.get(TOKEN)
         if file is not None:
             if token:
@@ -36,18 +38,18 @@ class Operators:
             raise ValueError(f"{TOKEN}: {error}") from None
 
     def refuse_keys_of(self, keys: ApiKeys | None) -> None:
-        """ValueError if one of the tokens is an API key too: a client would be an operator."""
+        """Raise ValueError if a token is also an API key, because then a client would be an operator."""
         if keys is not None and self._tokens.digests & keys.digests:
             raise ValueError("an operator's token is an API key too; make another: openssl rand -hex 32")
 
     def name_of(self, authorization: str) -> str | None:
-        """The operator whose token the header *authorization* has; None if it has none. Takes as long in any case."""
+        """Return the operator whose token is in the header *authorization*, or None. Takes the same time for all."""
         scheme, _, token = authorization.partition(" ")
         return self._tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
 
 
 class RefusedTokens:
-    """The wrong tokens that the audit log has not been told of. Owned by the event loop."""
+    """A counter of wrong tokens that are not yet in the audit log. Owned by the event loop."""
 
     def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._audit = audit
@@ -56,7 +58,7 @@ class RefusedTokens:
         self._told_at = float("-inf")
 
     def note(self) -> None:
-        """Note a wrong token. A line for each would let any client push the other lines out of the file."""
+        """Count a wrong token. Lines are rate-limited, so that no client can rotate all others out of the file."""
         self._num_refused += 1
         if self._clock() >= self._told_at + REFUSED_S:
             self._audit.write(None, "", {}, {"status": 401, "times": self._num_refused})

@@ -1,4 +1,4 @@
-"""`POST /v1/kvtier/operate/{verb}` (`paths.OPERATE`): the verbs over HTTP, for those with an operator's token."""
+"""The route `POST /v1/kvtier/operate/{verb}` (`paths.OPERATE`), for clients with an operator's token."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a mil
 
 
 class Operating:
-    """Verbs of one server, each in the audit log with what came of it. Owned by the event loop."""
+    """The handler of verbs for one server, which logs each verb and its outcome. Owned by the event loop."""
 
     def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
@@ -27,15 +27,15 @@ class Operating:
         self._refused = RefusedTokens(audit, clock)
 
     async def answer(self, request: Request, operated: Operated) -> Response:
-        """The answer to a request whose path has a verb."""
+        """Carry out the verb in the request's path and return the response. Raise `ApiError` if it fails."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:
             self._refused.note()
-            message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+            message = "the operator's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
         if verb not in KINDS:
-            raise ApiError(404, f"no such verb; there are {', '.join(sorted(KINDS))}", code="no_verb")
+            raise ApiError(404, f"unknown verb; use one of {', '.join(sorted(KINDS))}", code="no_verb")
         kind, carry_out = KINDS[verb], _deeds(operated)[verb]
         arguments: Mapping[str, object] = {}
         try:
@@ -57,7 +57,7 @@ class Operating:
 
 
 def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
-    """What carries out each of `KINDS`."""
+    """Return the function that carries out each verb of `KINDS`."""
     return {
         "reset": operated.reset,
         "evict": operated.evict,
@@ -72,7 +72,7 @@ def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]
 async def _set_level(asked: LogLevel) -> Answer:
     """Set a logger's level until the process ends."""
     if asked.logger == LOGGER or asked.logger.startswith(f"{LOGGER}."):
-        raise ApiError(400, "the audit log has no level that could be set", code="invalid_value", param="logger")
+        raise ApiError(400, "the level of the audit log cannot be set", code="invalid_value", param="logger")
     logger = logging.getLogger(asked.logger)
     before = logging.getLevelName(logger.getEffectiveLevel()).lower()
     logger.setLevel(asked.level.upper())

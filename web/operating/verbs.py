@@ -1,4 +1,4 @@
-"""The verbs, as requests for them have them, and what a server has to be able to do for them."""
+"""The operators' verbs with their arguments, and the protocol that a server implements to carry them out."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from kvtier.engine.config import parse_bytes
 from kvtier.tiers.lower.purge import Purged
 from kvtier.tiers.naming.tier import Tier
 
-PAUSE_S = 0.002  # between two parts: the tiers' thread has its other deeds
+PAUSE_S = 0.002  # pause between two parts, so that the tiers' thread can do its other work
 MAX_PINNED_S = 7 * 86_400.0
 MAX_WAITED_S = 600.0
 LEVELS = ("debug", "info", "warning", "error")
@@ -26,22 +26,24 @@ Answer = dict[str, object]
 
 
 async def until_done(go_on: Callable[[], Awaitable[bool]]) -> None:
-    """Call *go_on*, which has the tiers' thread take the next parts, until it says that all are done."""
+    """Call *go_on*, which makes the tiers' thread do the next parts, until it returns True."""
     while not await go_on():
         await asyncio.sleep(PAUSE_S)
 
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator asks for."""
+    """A request of an operator."""
 
     def told(self) -> Answer:
-        """Its arguments for the audit log, without those that were left out: names and numbers, no text, no salt."""
+        """Return the given arguments for the audit log: names and numbers, but no prompt and no salt."""
         return {name: value for name, value in msgspec.to_builtins(self).items() if value not in (None, False)}
 
 
 class Reset(Verb, frozen=True, kw_only=True):
-    """Have blocks leave every tier but the remote one: those of a *tenant*, of the *namespace* whose name in hex digits
-    begins so, or *all*."""
+    """A verb that evicts blocks from all tiers but the remote tier.
+
+    The blocks are those of a *tenant*, those of the *namespace* with this hexadecimal prefix, or *all*.
+    """
 
     tenant: _Text | None = None
     namespace: str | None = None
@@ -51,11 +53,11 @@ class Reset(Verb, frozen=True, kw_only=True):
         if (self.tenant is not None) + (self.namespace is not None) + self.all != 1:
             raise ValueError("tenant: give one of tenant, namespace and all")
         if self.namespace is not None and re.fullmatch("[0-9a-f]{2,32}", self.namespace) is None:
-            raise ValueError("namespace: give what its name begins with, 2 to 32 hexadecimal digits")
+            raise ValueError("namespace: give the beginning of its name, 2 to 32 hexadecimal digits")
 
 
 class Evict(Verb, frozen=True, kw_only=True):
-    """Have the oldest blocks leave one *tier*, so many *bytes* or *blocks*."""
+    """A verb that evicts the oldest blocks of one *tier*, up to a number of *bytes* or *blocks*."""
 
     tier: Literal["device", "host", "disk"]
     bytes: int | str | None = None
@@ -65,11 +67,11 @@ class Evict(Verb, frozen=True, kw_only=True):
         if (self.bytes is None) == (self.blocks is None):
             raise ValueError("bytes: give either bytes or blocks")
         if self.bytes is not None and not self.num_bytes:
-            raise ValueError("bytes: none would leave; give more")
+            raise ValueError("bytes: 0 evicts nothing; give more")
 
     @property
     def num_bytes(self) -> int | None:
-        """How many bytes; None if it is blocks that are counted."""
+        """Number of bytes to evict, or None if blocks are counted."""
         if self.bytes is None:
             return None
         try:
@@ -79,14 +81,17 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """Copy down now what has no copy below, and wait for it *seconds* at most."""
+    """A verb that copies down all blocks without a lower copy, and waits at most *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 
 
 class Pin(Verb, frozen=True, kw_only=True):
-    """Keep what is cached of a prompt in host memory for so many *seconds*. *model* is one that is served, or that an
-    engine has attached with; *tenant* and *salt* are those of the requests that the prompt is kept for."""
+    """A verb that keeps the cached blocks of a prompt in host memory for *seconds*.
+
+    *model* is a model or adapter that is served, or the model of an attached engine. *tenant* and *salt* are those of
+    the requests that use the prompt.
+    """
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
     prompt: _Prompt | None = None
@@ -101,7 +106,7 @@ class Pin(Verb, frozen=True, kw_only=True):
 
     @property
     def pin_id(self) -> str:
-        """The pin's name: the same for the same prompt."""
+        """Name of the pin, which is the same each time a prompt is pinned."""
         content = [self.model, self.tenant, self.salt, self.prompt, self.token_ids]
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
@@ -112,19 +117,22 @@ class Pin(Verb, frozen=True, kw_only=True):
 
 
 class Unpin(Verb, frozen=True, kw_only=True):
-    """End the *pin* of that name."""
+    """A verb that ends the *pin* with this name."""
 
     pin: _Text
 
 
 class Check(Verb, frozen=True, kw_only=True):
-    """Verify that all books agree. Requests wait meanwhile, so it is refused while there are any, unless *now*."""
+    """A verb that verifies the bookkeeping of all tiers.
+
+    Requests have to wait for the check, so it is refused while there are any, unless *now* is set.
+    """
 
     now: bool = False
 
 
 class LogLevel(Verb, frozen=True, kw_only=True):
-    """Have the *logger* `kvtier`, or a part of it, write from this *level* on."""
+    """A verb that sets the *level* of the *logger* `kvtier` or of a part of it."""
 
     level: Literal["debug", "info", "warning", "error"]
     logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"
@@ -146,7 +154,7 @@ KINDS: Mapping[str, type[Verb]] = {
 
 
 class Operated(Protocol):
-    """A server that verbs are carried out on. Each method answers with names and numbers, and raises `ApiError`."""
+    """A server that carries out verbs. Each method returns names and numbers for the response, or raises `ApiError`."""
 
     async def reset(self, asked: Reset) -> Answer: ...
 
@@ -162,7 +170,7 @@ class Operated(Protocol):
 
 
 def tiers_answer(outcome: Mapping[Tier, Purged]) -> Answer:
-    """What has left each tier, as an answer has it."""
+    """Return the counts of blocks evicted from each tier, in the format of a response."""
     tiers: Answer = {}
     for tier, purged in outcome.items():
         counts: Answer = {"blocks": purged.num_blocks, "bytes": purged.num_bytes, "leased": purged.num_leased}

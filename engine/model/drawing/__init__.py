@@ -1,1 +1,1 @@
-"""Drawing: the next tokens of all requests of a step, from their logits, in one pass."""
+"""Sampling the next tokens of all requests of a step from their logits, in one pass."""

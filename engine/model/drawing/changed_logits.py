@@ -1,4 +1,4 @@
-"""Changes logits before a draw: bias, penalties, bans, then grammars, each for all rows at once, in vLLM's order."""
+"""Changes to logits before sampling, in vLLM's order: bias, penalties, bans, grammars, each for all rows at once."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,9 +13,10 @@ from kvtier.engine.model.drawing.token_counts import TokenCounts
 
 
 def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
-    """*logits* `[rows, vocab]` as the samplers of the rows want them: in *copies*, or themselves if no sampler does.
+    """Return *logits* `[rows, vocab]` with the changes of each row's sampler.
 
-    What is in *copies* may change if it is *logits*.
+    The result is in *copies*; it is *logits* itself if no sampler changes anything. If *logits* is in *copies*, it is
+    changed in place.
     """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits
@@ -66,7 +67,7 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
-    """Leave the rows with a grammar what it allows. Few tokens are allowed, or few are not: the others are not read."""
+    """Forbid what the rows' grammars do not allow, touching only the smaller of the allowed and forbidden sets."""
     grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
     forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_majority}
     if forbidden:
@@ -82,14 +83,14 @@ def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _exceptions(
     logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of *token_ids*, which are by row."""
+    """Return the rows and columns of *token_ids*, a mapping by row."""
     rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
     columns = np.concatenate(list(token_ids.values()))
     return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the *token_ids* of each row."""
+    """Return the rows and columns of the *token_ids* of each row."""
     rows: npt.NDArray[np.int64] = np.repeat(np.arange(len(token_ids)), [len(ids) for ids in token_ids])
     columns = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.long, device=logits.device)
     return torch.from_numpy(rows).to(logits.device), columns

@@ -1,4 +1,4 @@
-"""Cuts: what temperature, min-p, top-k and top-p leave of the rows of a step, and the draws from it."""
+"""Cuts: temperature, min-p, top-k and top-p of the rows of a step, and the sampling under them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from kvtier.engine.model.drawing.ranking import Ranking
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
 
-_NUM_LIKELIEST = 256  # what a trained model's top-p leaves is nearly always among these
-_FEWEST, _MAX = 32, 2048  # likeliest tokens that are looked at of rows that all have a top-k
-# Beyond what a sum of float32 exponentials may be wrong by: three roundings of an exponent of 40 nats, and the sum's.
+_NUM_LIKELIEST = 256  # a trained model's top-p set is nearly always within these most likely tokens
+_FEWEST, _MAX = 32, 2048  # bounds on the number of most likely tokens to examine, if all rows have a top-k
+# Above the relative error of a sum of float32 exponentials: three roundings of an exponent of 40 nats, and the sum's.
 _FLOAT32_ERROR = 2e-5
 _MIN_TEMPERATURE = 1e-30  # in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The parameters of several rows, each `[rows]`, and the random number between 0 and 1 that draws from each row.
+    """The sampling parameters of several rows, each `[rows]`, and the random number from 0 to 1 for each row.
 
-    min-p and top-k cut first, whatever their order; of what they leave top-p keeps the smallest set of the likeliest
-    that has p of the probability. One token is left at least. Of equally likely ones those with the lowest ids stay.
+    min-p and top-k apply first, and their order does not matter. Of the remaining tokens top-p keeps the smallest set
+    of most likely ones with probability p. At least one token stays. Among equally likely tokens lower ids stay.
     """
 
     temperature: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    top_k: torch.Tensor  # the vocabulary's size where nothing is cut
+    top_k: torch.Tensor  # the vocabulary's size if there is no limit
     number: torch.Tensor
 
     @classmethod
     def of(cls, samplers: Sequence[Sampler], logits: torch.Tensor) -> "Cuts":
-        """The cuts that the samplers ask for of *logits* `[rows, vocab]`, and their next numbers."""
+        """Return the samplers' parameters for *logits* `[rows, vocab]`, with their next random numbers."""
         vocab_size = logits.shape[-1]
         rows = [(s.params.temperature, s.params.top_p, s.params.min_p, s.params.top_k, s.number()) for s in samplers]
         table = torch.tensor(rows, dtype=torch.float64, device=logits.device)
@@ -40,20 +40,20 @@ class Cuts:
         return cls(table[:, 0], table[:, 1], table[:, 2], top_k, table[:, 4])
 
     def num_likeliest(self, vocab_size: int) -> int:
-        """How many of the likeliest tokens of the rows are worth a look before all."""
+        """Return how many of the most likely tokens to examine before the whole rows."""
         limit = int(self.top_k.max())
         num_wanted = _NUM_LIKELIEST if limit == vocab_size else min(max(limit + 1, _FEWEST), _MAX)
         return min(num_wanted, vocab_size)
 
     def __getitem__(self, rows: torch.Tensor) -> "Cuts":
-        """The cuts of some *rows*."""
+        """Return the parameters of some *rows*."""
         return Cuts(self.temperature[rows], self.top_p[rows], self.min_p[rows], self.top_k[rows], self.number[rows])
 
 
 def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """A token id of each row, `[rows]`, from *logits* `[rows, vocab]`.
+    """Sample a token id for each row, `[rows]`, from *logits* `[rows, vocab]`.
 
-    The likeliest few are looked at first. Rows of which more is left are ranked; both give the same.
+    The most likely tokens are examined first. Rows that keep more tokens are ranked; both ways give the same token.
     """
     token_ids, is_drawn = _from_likeliest(logits, cuts, scratch)
     if not is_drawn.any():
@@ -65,19 +65,19 @@ def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
 
 
 def take_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """The likeliest token of each row, and of equally likely ones the lowest id: what a temperature of 0 leaves."""
+    """Return the most likely token of each row, the lowest id among equals, as for temperature 0."""
     return logits.argmax(dim=-1)
 
 
 def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """The same for rows of which nothing is cut off: tokens are counted off in the order of their ids."""
+    """Sample a token id for each row that keeps all tokens, accumulating weights in the order of token ids."""
     cumulated = _weights(logits, logits.amax(dim=-1), cuts.temperature, scratch).cumsum_(dim=-1)
     wanted = cuts.number[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, wanted, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
 
 
 def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws as if the rows had only their likeliest tokens, and whether that is the same as if they had all."""
+    """Sample from the most likely tokens only. Return the tokens, and whether the whole rows would give the same."""
     vocab_size = logits.shape[-1]
     num_there = cuts.num_likeliest(vocab_size)
     values, token_ids = _likeliest(logits, num_there)
@@ -87,7 +87,7 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
     num_above = (weights >= cuts.min_p[:, None]).sum(dim=-1)
     num_kept = cuts.top_k.minimum(torch.where(num_above < num_there, num_above, vocab_size))
     at_edge = num_kept.clamp(1, num_there)[:, None] - 1
-    # Equals of the last one may be outside, with lower ids.
+    # Tokens as likely as the last one may be outside, with lower ids.
     is_whole = values > values[:, -1:] if num_there < vocab_size else torch.ones_like(values, dtype=torch.bool)
     is_known = (num_kept <= num_there) & is_whole.gather(1, at_edge)[:, 0]
     total, error = cumulated.gather(1, at_edge)[:, 0], torch.zeros_like(cuts.top_p)
@@ -102,12 +102,12 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
     is_certain = (fewest == limit) & (limit < num_there) & is_whole.gather(1, at_end)[:, 0]
     wanted = cuts.number[:, None] * cumulated.gather(1, at_end)
     at = (cumulated <= wanted).sum(dim=-1, keepdim=True).minimum(at_end)
-    is_number = values[:, 0].isfinite()  # of a row with another largest logit any token is as good
+    is_number = values[:, 0].isfinite()  # any token will do for a row whose largest logit is not finite
     return token_ids.gather(1, at)[:, 0], is_known | (is_summed & is_certain) | ~is_number
 
 
 def _likeliest(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits of each row and their token ids; equals by their ids, which topk does not promise."""
+    """Return the largest logits of each row and their token ids, equals by id, which topk does not guarantee."""
     token_ids = logits.topk(num_tokens).indices.sort(dim=-1).values
     values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
     return values, token_ids.gather(1, order)
@@ -128,8 +128,8 @@ def _from_ranking(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.T
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Each token's probability over that of the likeliest, in the scratch's float64."""
-    # With 0 for the largest, a tiny temperature overflows nothing; in float64 a large vocabulary sums to 1.
+    """Return each token's probability relative to the most likely one, in the scratch's float64 tensor."""
+    # Subtracting the largest logit avoids overflow at tiny temperatures; in float64 a large vocabulary sums to 1.
     weights = scratch.copy(logits, torch.float64)
     return weights.sub_(largest[:, None]).div_(temperature[:, None]).exp_()
 
@@ -137,6 +137,6 @@ def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Ten
 def _exponents(
     logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Logarithms of the weights, in the scratch's float32: in the order of the weights, and nearly right."""
+    """Return approximate logarithms of the weights, in the same order, in the scratch's float32 tensor."""
     factor = temperature.clamp(min=_MIN_TEMPERATURE).reciprocal().float()
     return scratch.copy(logits, torch.float32).sub_(largest[:, None]).mul_(factor[:, None])

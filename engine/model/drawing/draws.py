@@ -1,4 +1,4 @@
-"""Draws the next tokens of all requests of a step."""
+"""Sampling of the next tokens of all requests of a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
 from kvtier.engine.model.structured.grammar import find_allowed
 
-# Logits that are looked at together: on a CPU in 8 MiB of float64, elsewhere in 256.
+# Logits per batch of rows: on a CPU 8 MiB of float64, elsewhere 256 MiB.
 _MAX_AT_ONCE = {"cpu": 1 << 20}
 _MAX_ELSEWHERE = 1 << 25
 
@@ -19,10 +19,10 @@ _Way = Callable[[torch.Tensor, Cuts, Scratch], torch.Tensor]
 
 @torch.inference_mode()
 def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token id of each request from *logits* `[requests, vocab]`, float32, which stay as they are.
+    """Return the next token id of each request from *logits* `[requests, vocab]`, float32, which are not changed.
 
-    Greedy ones take the lowest of the likeliest ids. Each sampler takes note of its token. A row of logits without a
-    largest finite one gives any token, of those that its grammar allows if it has one.
+    Greedy requests get the lowest of the most likely ids. Each sampler records its token. A row whose largest logit is
+    not finite gives any token, or any token that its grammar allows.
     """
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
@@ -47,7 +47,7 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
-    """The rows that are drawn in the same way, *num_rows* at a time."""
+    """Yield the rows that are sampled in the same way, at most *num_rows* at a time, with the function for it."""
     ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], take_likeliest: []}
     for row, sampler in enumerate(samplers):
         if not sampler.is_greedy:
@@ -60,7 +60,7 @@ def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iter
 
 
 def _rows_of(logits: torch.Tensor, rows: Sequence[int], copies: Scratch) -> torch.Tensor:
-    """Some *rows*: themselves where they follow each other, else a copy in the scratch."""
+    """Return the *rows* of *logits*: a view if they are consecutive, otherwise a copy in the scratch."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return logits[rows[0] : rows[-1] + 1]
     some = copies.tensor(torch.Size((len(rows), logits.shape[-1])), logits.dtype)

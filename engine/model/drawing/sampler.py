@@ -1,4 +1,4 @@
-"""Sampler: what the draws of one request depend on beside its logits."""
+"""Sampler: the state that the sampling of one request depends on in addition to its logits."""
 
 import random
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from kvtier.engine.model.structured.grammar import GrammarState
 
 
 class Sampler:
-    """Random numbers, bans, counts of tokens and the grammar of one request, which owns it.
+    """The random numbers, bans, token counts and grammar of one request, which owns the sampler.
 
-    They follow from its parameters and its tokens, so that other requests do not change what it draws, nor does a
-    prompt that was cached.
+    They depend only on the request's parameters and tokens. So neither other requests nor a cache hit change the
+    tokens that it samples.
     """
 
     def __init__(
@@ -24,10 +24,10 @@ class Sampler:
         bans: TokenBans = NO_BANS,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Takes over the state of its *grammar*, if it has one."""
+        """Create the sampler, which takes ownership of the state of its *grammar*."""
         self.params = params
         self.grammar = grammar
-        # One number per token, drawn on the host: unlike a torch.Generator's, a seed means the same on CPU and GPU.
+        # One number per token, drawn on the host so that, unlike with torch.Generator, seeds agree on CPU and GPU.
         self._random = random.Random(params.seed)
         self._prompt_token_ids = prompt_token_ids
         self._bans = bans
@@ -35,17 +35,17 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is taken."""
         return self.params.temperature == 0
 
     def cuts(self, vocab_size: int) -> bool:
-        """Whether some tokens of so many may be cut off before a draw."""
+        """Return whether top-p, top-k or min-p may remove tokens of a vocabulary of *vocab_size*."""
         params = self.params
         return params.top_p < 1 or 0 < params.top_k < vocab_size or params.min_p > 0
 
     @cached_property
     def counts(self) -> TokenCounts | None:
-        """The tokens that penalties fall on; None without penalties."""
+        """Counts of the tokens that penalties apply to; None without penalties."""
         params = self.params
         if params.repetition_penalty != 1:
             return TokenCounts(self._prompt_token_ids)
@@ -57,15 +57,15 @@ class Sampler:
         return bool(self.params.logit_bias or self._bans or self.counts is not None or self.grammar is not None)
 
     def banned(self) -> list[int]:
-        """The token ids that must not be drawn next."""
+        """Return the token ids that must not be sampled next."""
         return list(self._bans.after(self._output))
 
     def number(self) -> float:
-        """The random number of the next draw, 0 to 1 without 1."""
+        """Return the random number for the next token, from 0 inclusive to 1 exclusive."""
         return self._random.random()
 
     def on_drawn(self, token_id: int) -> None:
-        """Take note of the token that was drawn."""
+        """Record the sampled token."""
         if self.changes_logits:
             self._output.append(token_id)
         if self.counts is not None:

@@ -1,4 +1,4 @@
-"""TokenBans: the tokens that one request must not draw next."""
+"""TokenBans: the tokens that one request must not sample next."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 
 @dataclass(frozen=True, slots=True)
 class TokenBans:
-    """What ends the text, until it has *min_tokens*; the last token of a bad word, where the text has the others."""
+    """The banned tokens: end tokens before *min_tokens*, and the last token of a bad word after its other tokens."""
 
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # the token ids of each, one or more
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the token ids of each word, at least one
 
     @classmethod
     def of(
@@ -25,9 +25,10 @@ class TokenBans:
         end_token_ids: frozenset[int],
         vocab_size: int,
     ) -> Self:
-        """The bans that *params* ask for. *end_token_ids* are the model's.
+        """Return the bans of *params*, given the model's *end_token_ids*.
 
-        `WrongParameter` for bad words that the model has no logits for.
+        Raises:
+            WrongParameter: If a bad word has a token that the model has no logit for.
         """
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_token_ids)
         bad_words = _tokenized(tokenizer, params.bad_words) if params.bad_words else ()
@@ -37,7 +38,7 @@ class TokenBans:
         return cls(params.min_tokens, known if params.min_tokens else (), bad_words)
 
     def after(self, output: Sequence[int]) -> Iterator[int]:
-        """The tokens that must not follow the token ids *output*, some maybe twice."""
+        """Yield the tokens that must not follow the token ids *output*, possibly with duplicates."""
         if len(output) < self.min_tokens:
             yield from self.end_token_ids
         for *beginning, last in self.bad_words:
@@ -45,7 +46,7 @@ class TokenBans:
                 yield last
 
     def __bool__(self) -> bool:
-        """Whether there is anything that may be banned."""
+        """Return whether any token may be banned."""
         return bool(self.end_token_ids or self.bad_words)
 
 
@@ -53,9 +54,9 @@ NO_BANS = TokenBans()
 
 
 def _tokenized(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word as it begins a text, and as it stands within one, where that is as many other tokens.
+    """Return the token ids of each word at the start of a text and, if they differ in equal number, within a text.
 
-    Scheme: vLLM `SamplingParams.update_from_tokenizer`.
+    Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
     stripped = [word.lstrip() for word in words]
     texts = stripped + [f" {word}" for word in stripped]

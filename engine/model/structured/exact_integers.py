@@ -1,8 +1,8 @@
-"""ExactIntegers: a grammar of a JSON schema with integers that llguidance would round.
+"""ExactIntegers: grammar rules for a JSON schema with integers that llguidance would round.
 
-llguidance reads the numbers of a schema as doubles. So what leads to an integer beyond 2**53 is written here as rules
-in Lark's notation, and llguidance compiles the schemas beside it. A text of these rules is valid by the schema; they
-allow no members that the schema does not describe.
+llguidance reads the numbers of a schema as doubles. So the path to an integer beyond 2**53 is written here as rules in
+Lark's notation, and llguidance compiles the remaining subschemas. Every text of these rules is valid by the schema, but
+they do not allow members that the schema does not describe.
 """
 
 import json
@@ -19,9 +19,9 @@ _BLANKS = r"/[ \n\r\t]{1,32}/"
 
 
 def integer_range(low: int | None, high: int | None) -> str:
-    """Return an expression of the integers from *low* to *high*, both included, as JSON writes them.
+    """Return a regular expression for the integers from *low* to *high* inclusive, in JSON's form.
 
-    None is no bound. At least one integer must lie between the bounds.
+    None means no bound. There must be at least one integer within the bounds.
     """
     parts = []
     if low is None or low < 0:
@@ -33,7 +33,7 @@ def integer_range(low: int | None, high: int | None) -> str:
 
 
 def _naturals(low: int, high: int | None) -> Iterator[str]:
-    """Yield expressions of the numbers from *low* on, one or more for each number of digits."""
+    """Yield expressions for the numbers from *low* to *high*, at least one for each number of digits."""
     num_digits = len(str(low))
     last = num_digits if high is None else len(str(high))
     for digits in range(num_digits, last + 1):
@@ -45,7 +45,7 @@ def _naturals(low: int, high: int | None) -> Iterator[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return an expression of the digits from *low* to *high*, which are as many."""
+    """Return an expression for the numbers from *low* to *high*, which have equally many digits."""
     if not low:
         return ""
     if not low.strip("0") and not high.strip("9"):
@@ -61,14 +61,18 @@ def _same_length(low: str, high: str) -> str:
 
 
 class NotExact(ValueError):
-    """The schema has an integer in a place that is not written as a rule."""
+    """An error for a schema with a large integer at a place that these rules do not support."""
 
 
 class ExactIntegers:
-    """Writes the rules of one schema. Their names begin with a prefix, and the rule of that name is the whole."""
+    """The rules of one schema. Their names begin with *prefix*, and the rule *prefix* stands for the whole schema."""
 
     def __init__(self, schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> None:
-        """*options* are what llguidance is told with each schema. `NotExact` if no rules can be written."""
+        """Write the rules. *options* are passed to llguidance with each subschema.
+
+        Raises:
+            NotExact: If the rules cannot express the schema.
+        """
         self._root = schema
         self._options = options
         self._prefix = prefix
@@ -80,7 +84,7 @@ class ExactIntegers:
 
     @property
     def rules(self) -> list[str]:
-        """The rules, a line each."""
+        """Rules, one line each."""
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
     def _rule(self, text: str) -> str:
@@ -89,7 +93,7 @@ class ExactIntegers:
         return name
 
     def _written(self, schema: object) -> str:
-        """Return what stands for a value of the *schema* in a rule."""
+        """Return the expression for a value of the *schema* in a rule."""
         if not isinstance(schema, dict) or not self._is_inexact(schema):
             return f"%json {json.dumps(self._self_contained(schema), ensure_ascii=False)}"
         keys = schema.keys() - REMARKS
@@ -117,7 +121,7 @@ class ExactIntegers:
         return text
 
     def _is_inexact(self, schema: Mapping[str, Any]) -> bool:
-        """Return whether the schema, or one that it refers to, has an integer that would be rounded."""
+        """Return whether the schema, or one that it references, has an integer that would be rounded."""
         seen: set[str] = set()
         left: list[object] = [schema]
         while left:
@@ -146,7 +150,7 @@ class ExactIntegers:
         return self._refs[ref]
 
     def _self_contained(self, schema: object) -> dict[str, Any]:
-        """Return the schema with the definitions that it may refer to, and llguidance's options."""
+        """Return the schema with the definitions that it may reference, and llguidance's options."""
         if not isinstance(schema, dict):
             schema = {} if schema is True else {"not": {}}
         if any(each.get("$ref") == "#" for _, each in schemas_in(schema)):
@@ -158,7 +162,7 @@ class ExactIntegers:
         return self._rule(" | ".join(choices))
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule of the objects with the members that the schema describes, in its order."""
+        """Return a rule for the objects with the members that the schema describes, in its order."""
         members = dict(schema.get("properties", {}))
         required = schema.get("required", [])
         for name in required:
@@ -166,7 +170,7 @@ class ExactIntegers:
         if schema.get("minProperties", 0) > len(required):
             raise NotExact
         blanks = f"{self._prefix}_s"
-        first, rest = f'{blanks} "}}"', f'{blanks} "}}"'  # what may follow an opening bracket, or a member
+        first, rest = f'{blanks} "}}"', f'{blanks} "}}"'  # the continuations after the opening brace and after a member
         for name, value in reversed(members.items()):
             member = f'{blanks} {_literal(name)} {blanks} ":" {blanks} {self._rule(self._written(value))}'
             after = self._rule(rest)
@@ -201,19 +205,19 @@ def _without_definitions(schema: object) -> object:
 
 
 def _literal(value: object) -> str:
-    """Return a string of Lark's notation: the value as JSON, without blanks."""
+    """Return the value as compact JSON, in the form of a string literal of Lark's notation."""
     return json.dumps(json.dumps(value, ensure_ascii=False, separators=(",", ":")), ensure_ascii=False)
 
 
 def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema of several types that is about one of them."""
+    """Return the part of a schema of several types that applies to one of them."""
     about = {"integer": _OF_INTEGERS, "object": _OF_OBJECTS, "array": _OF_ARRAYS}
     others = frozenset().union(*(keys for name, keys in about.items() if name != kind)) - about.get(kind, frozenset())
     return {**{key: value for key, value in schema.items() if key not in others}, "type": kind}
 
 
 def _integers(schema: Mapping[str, Any]) -> str:
-    """Return an expression of the integers within the schema's bounds. `NotExact` if there is none."""
+    """Return an expression for the integers within the schema's bounds. Raise `NotExact` if there are none."""
     lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
     highs = [math.floor(schema["maximum"])] if "maximum" in schema else []

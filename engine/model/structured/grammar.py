@@ -1,4 +1,4 @@
-"""Grammar: what the text of answers has to be, compiled; and how far one answer is in it."""
+"""Grammar: a compiled constraint on the text of completions; GrammarState: one completion's position in it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,52 +14,52 @@ if TYPE_CHECKING:  # an optional package
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens that grammars are about: how many the model has logits for, and which of them end its texts."""
+    """The vocabulary of grammars: the model's number of logits (*size*) and its end tokens (*ends*)."""
 
     size: int
     ends: Sequence[int]
-    num_matched: int  # tokens that matchers know
-    end_mark: int  # one of them, and none of the model: with it they say that the text may end
+    num_matched: int  # number of tokens that matchers know
+    end_mark: int  # a token of the matchers only, which they allow if the text may end
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. Any number of answers may follow it at once, and any thread may begin one."""
+    """A compiled grammar. Any number of completions may use it at once, and any thread may begin one."""
 
-    start: "LLMatcher"  # before the first token; it is copied and stays there
+    start: "LLMatcher"  # the state before the first token; only copies of it advance
     vocabulary: Vocabulary
-    num_bytes: int  # of memory, about
-    left_out: Sequence[str] = ()  # keywords of the schema that it does not enforce
+    num_bytes: int  # approximate size in memory
+    left_out: Sequence[str] = ()  # keywords of the schema that are not enforced
 
     def begin(self, end_token_ids: Iterable[int]) -> "GrammarState":
-        """The state of an answer that has no token yet, and that *end_token_ids* end."""
+        """Return the state of a completion without tokens that ends at one of *end_token_ids*."""
         return GrammarState(self.start.deep_copy(), self.vocabulary, end_token_ids)
 
 
 class GrammarState:
-    """How far one answer is in its grammar. Owned by the sampler of its request.
+    """One completion's position in its grammar. Owned by the sampler of its request.
 
-    It follows from the tokens that were drawn, so a request that is preempted goes on where it was. Tokens that end the
-    text may be drawn where the grammar lets it end, and nowhere else.
+    It depends only on the sampled tokens, so a preempted request continues where it was. End tokens are allowed exactly
+    where the grammar lets the text end.
     """
 
     def __init__(self, matcher: "LLMatcher", vocabulary: Vocabulary, end_token_ids: Iterable[int]) -> None:
-        """Takes over the *matcher*."""
+        """Create the state, which takes ownership of the *matcher*."""
         self.matcher = matcher
         self.vocabulary = vocabulary
         self._ends = [token_id for token_id in end_token_ids if 0 <= token_id < vocabulary.size]
-        self.has_failed = False  # the grammar was too costly, or no token of the model goes on in it
-        self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # which tokens may be drawn next
+        self.has_failed = False  # whether the grammar was too costly, or allowed none of the model's tokens
+        self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # the tokens that may be sampled next
         self.allows_majority = False
         self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole and nothing can follow it."""
+        """Whether the text is complete and no token can follow it."""
         return not self.has_failed and self.matcher.is_stopped()
 
     def take(self, mask: npt.NDArray[np.uint8]) -> None:
-        """Learn from the matcher's *mask* what may be drawn next. Of its bytes the lowest bits are the first tokens."""
+        """Set the allowed next tokens from the matcher's *mask*, a bitmask whose lowest bits come first."""
         vocabulary = self.vocabulary
         matched = np.unpackbits(mask, count=vocabulary.num_matched, bitorder="little").view(np.bool_)
         may_end = matched[vocabulary.end_mark]
@@ -76,17 +76,20 @@ class GrammarState:
             self.has_failed = True
 
     def nearest(self, token_id: int) -> int:
-        """The token if it may be drawn, else the first that may: a row without numbers, or all banned, gives any."""
+        """Return the token if it is allowed, otherwise the first allowed one.
+
+        A disallowed token is sampled if a row of logits has no finite value or every allowed token is banned.
+        """
         return token_id if self._allowed[token_id] else int(self._allowed.argmax())
 
     def on_drawn(self, token_id: int) -> None:
-        """Take note of the token that was drawn."""
+        """Advance by the sampled token."""
         if not self.has_failed and token_id not in self._ends and not self.matcher.consume_token(token_id):
             self.has_failed = True
 
 
 def find_allowed(states: Sequence[GrammarState]) -> None:
-    """Find what may be drawn next in each of the *states*, all of one vocabulary, on several threads."""
+    """Compute the allowed next tokens of all *states*, which share a vocabulary, on several threads."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
     masks = np.zeros((len(states), -(-states[0].vocabulary.num_matched // 32)), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Grammars: compiles what texts have to be, for one tokenizer, and keeps what was compiled lately."""
+"""Grammars: a compiler of structured outputs for one tokenizer, with a cache of recent grammars."""
 
 import threading
 from collections import OrderedDict
@@ -26,30 +26,35 @@ _END_MARK = "<|kvtier: the text may end|>"
 class Grammars:
     """The grammars of one tokenizer. Any thread may compile.
 
-    The 256 that were used last are kept, within 256 MiB.
+    The 256 most recently used grammars are cached, within 256 MiB.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        """The model has *vocab_size* logits, and *end_token_ids* end its texts."""
+        """Create an empty cache for a model with *vocab_size* logits and these end tokens."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._reading = threading.Lock()
         self._read: tuple[LLTokenizer, Vocabulary] | None = None
-        self._lock = threading.Lock()  # guards what is kept
+        self._lock = threading.Lock()  # guards the cache
         self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._kept_bytes = 0
 
     def prepare(self) -> None:
-        """Read the vocabulary now and not with the first grammar: a second for 150,000 tokens, in which no other thread
-        runs. Without llguidance, or with a tokenizer that it cannot read, nothing happens."""
+        """Read the vocabulary now rather than with the first grammar. Do nothing if llguidance cannot read it.
+
+        It takes a second for 150,000 tokens, during which no other thread runs.
+        """
         with suppress(WrongParameter):
             self._vocabulary("")
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
-        """The grammar of what is *asked*, which takes 0.1 s if it is new: do not call it in an engine's thread.
+        """Return the grammar of the constraint *asked*, from the cache or compiled.
 
-        `WrongParameter` for what is no grammar, cannot be enforced, or takes too much time or memory.
+        Compiling takes 0.1 s, so do not call this in the engine's thread.
+
+        Raises:
+            WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
         """
         with self._lock:
             if (kept := self._kept.get(asked)) is not None:
@@ -62,7 +67,7 @@ class Grammars:
         return grammar
 
     def _keep(self, asked: StructuredOutputs, grammar: Grammar) -> None:
-        if asked in self._kept:  # another thread was as fast
+        if asked in self._kept:  # another thread compiled it at the same time
             return
         self._kept[asked] = grammar
         self._kept_bytes += grammar.num_bytes
@@ -92,13 +97,13 @@ class Grammars:
         try:
             tokens = LLTokenizer(tokenizer.to_str(), eos_token=end_mark)
         except ValueError as error:
-            raise WrongParameter(asked_as, f"cannot be had with this model's tokenizer: {error}") from None
+            raise WrongParameter(asked_as, f"cannot be used with this model's tokenizer: {error}") from None
         ends = [token_id for token_id in self._end_token_ids if token_id < self._vocab_size]
         return tokens, Vocabulary(self._vocab_size, ends, tokens.vocab_size, end_mark)
 
 
 def compiled(asked: StructuredOutputs, tried: Tried, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
-    """What has passed its trial, compiled for the *tokens*. `WrongParameter` if that fails."""
+    """Compile a constraint that has passed its trial for the *tokens*. Raise `WrongParameter` if that fails."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())

@@ -1,4 +1,4 @@
-"""What texts have to be, in llguidance's notation, and what its parsers may spend on it."""
+"""Translation of structured outputs into llguidance's notation, and limits on its parsers."""
 
 import json
 import re
@@ -21,16 +21,16 @@ from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLParserLimits
 
-# Between the parts of JSON, enough for a deep indentation. Without a limit a model may write blanks for ever.
+# Whitespace between the parts of JSON, enough for a deep indentation. Without a limit a model may write it for ever.
 WHITESPACE = r"[ \n\r\t]{0,32}"
 _EMBEDDED = re.compile(r"%json\s*\{")  # a schema in a grammar of Lark's notation
 
 
 def limits() -> "LLParserLimits":
-    """What compiling and one step may spend.
+    """Return the limits on compiling and on one step.
 
-    With llguidance's defaults an ambiguous grammar took 2.8 s for a step over 152,000 tokens, with these 0.08 s before
-    it failed. Objects with 400 optional properties stay within them.
+    With llguidance's defaults an ambiguous grammar took 2.8 s for a step over 152,000 tokens; with these limits it
+    fails after 0.08 s. Objects with 400 optional properties stay within the limits.
     """
     from llguidance import LLParserLimits
 
@@ -39,7 +39,7 @@ def limits() -> "LLParserLimits":
         initial_lexer_fuel=500_000,
         step_lexer_fuel=50_000,
         step_max_items=10_000,
-        max_lexer_states=20_000,  # of 1 to 2 KiB each
+        max_lexer_states=20_000,  # 1 to 2 KiB each
         max_grammar_size=100_000,
         verbose_errors=False,
     )
@@ -47,24 +47,24 @@ def limits() -> "LLParserLimits":
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """What is asked for, as llguidance reads it, and the keywords of schemas that it does not enforce."""
+    """A constraint in llguidance's notation, with the keywords of schemas that it does not enforce."""
 
     text: str
     left_out: Sequence[str] = ()
 
 
 def notation(asked: StructuredOutputs) -> Notation:
-    """Return what is *asked* in llguidance's notation.
+    """Translate the constraint *asked* into llguidance's notation.
 
-    A schema that is strict has all of its keywords enforced. Of another one those are left out that cannot be.
+    All keywords of a strict schema are enforced. Keywords of other schemas are dropped if they cannot be enforced.
 
     Raises:
-        WrongParameter: A grammar in GBNF has mistakes, or a strict schema has a keyword that cannot be enforced.
+        WrongParameter: If a grammar in GBNF is invalid, or a strict schema has a keyword that cannot be enforced.
     """
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     match asked.kind:
-        case "regex":  # digits are 0 to 9, and not those of all scripts
+        case "regex":  # \d matches 0 to 9 only, not the digits of all scripts
             return Notation(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(asked.text, 'd')}/"))
         case "choice":
             texts = [json.dumps(text, ensure_ascii=False) for text in asked.choice or ()]
@@ -91,14 +91,14 @@ def _schema_grammar(schema: Mapping[str, Any], options: Mapping[str, Any]) -> st
 
 
 class _Schemas:
-    """Makes the schemas of one request such that llguidance reads them, and notes what it leaves out."""
+    """A rewriter of one request's schemas for llguidance, which records the keywords that it drops."""
 
     def __init__(self, asked: StructuredOutputs) -> None:
         self._asked = asked
         self.left_out: list[str] = []
 
     def rewritten(self, grammar: str) -> str:
-        """Return a grammar in Lark's notation with what each of its schemas is to be."""
+        """Return a grammar in Lark's notation with each of its schemas rewritten."""
         parts: list[str] = []
         rules: list[str] = []
         place = 0
@@ -120,16 +120,16 @@ class _Schemas:
         return "\n".join(["".join([*parts, grammar[place:]]), *rules])
 
     def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
-        """Return the schema as rules if it needs them, else none. Keywords that cannot be enforced are taken out of it.
+        """Return the schema as rules if it needs them, otherwise none. Drop keywords that cannot be enforced from it.
 
-        The first rule has that *name*. *where* the schema is stands before the names of its keywords.
+        The first rule is called *name*. *where* is the path of the schema, for messages about its keywords.
         """
         drop_nulls(schema)
         left_out: list[str] = []
         if any(has_inexact(each) for _, each in schemas_in(schema)):
             try:
                 return ExactIntegers(schema, options, name).rules
-            except (NotExact, AttributeError, TypeError):  # or it has no schema's shape, which llguidance tells of
+            except (NotExact, AttributeError, TypeError):  # the latter two: not a schema, which llguidance reports
                 left_out += drop_inexact(schema)
         is_strict = not options.get("lenient")
         lenient = {**options, "lenient": True, "coerce_one_of": True}
@@ -154,12 +154,12 @@ class _Schemas:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What llguidance says of a schema: an error, or warnings."""
+    """llguidance's verdict on a schema: an error, or warnings."""
 
     is_error: bool
     messages: Sequence[str]
 
     @property
     def is_not_written(self) -> bool:
-        """Whether no grammar can be written; one that no text follows is the client's mistake."""
+        """Whether no grammar can be built. An unsatisfiable grammar does not count; it is the client's mistake."""
         return self.is_error and not any("Unsatisfiable" in text for text in self.messages)

@@ -1,10 +1,10 @@
-"""What of a JSON schema llguidance cannot enforce: found keyword by keyword, and taken out of the schema."""
+"""Detection and removal of JSON schema keywords that llguidance cannot enforce."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-MAX_EXACT = 1 << 53  # llguidance computes with doubles, which have all integers up to this one
+MAX_EXACT = 1 << 53  # llguidance computes with doubles, which represent all integers up to this one
 _IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ALONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
@@ -13,12 +13,12 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 REMARKS = frozenset(
     {"$defs", "definitions", "$schema", "$id", "$comment", "id", "title", "description", "default", "examples"}
     | {"deprecated", "readOnly", "writeOnly", "discriminator", "x-guidance"}
-)  # keywords that say nothing about a value
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")  # in the order in which they are given up
+)  # keywords that do not constrain a value
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")  # in the order in which they are dropped
 
 
 def schemas_in(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schema and all schemas within it, each with its path, which ends in a dot unless it is empty."""
+    """Yield the schema and all its subschemas, each with its path, which ends in a dot unless it is empty."""
     left = [("", schema)]
     while left:
         path, node = left.pop()
@@ -37,19 +37,19 @@ def schemas_in(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def drop_nulls(schema: object) -> None:
-    """Take keywords out that are null: clients write them for keywords that they leave out."""
+    """Remove keywords that are null, which clients write for keywords that they do not set."""
     for _, node in schemas_in(schema):
         for key in [key for key, value in node.items() if value is None and key not in _MAY_BE_NULL]:
             del node[key]
 
 
 def has_inexact(node: dict[str, Any]) -> bool:
-    """Return whether a keyword of this one schema has an integer that doubles do not have."""
+    """Return whether a keyword of this schema, without its subschemas, has an integer that a double cannot hold."""
     return any(_inexact_keywords(node))
 
 
 def drop_inexact(schema: object) -> Iterator[str]:
-    """Take integers out that doubles do not have, which would become other ones; the paths of their keywords."""
+    """Remove keywords with integers that a double cannot hold, because they would be rounded. Yield their paths."""
     for path, node in schemas_in(schema):
         for key in list(_inexact_keywords(node)):
             given = node.pop(key)
@@ -59,12 +59,12 @@ def drop_inexact(schema: object) -> Iterator[str]:
 
 
 def _inexact_keywords(node: dict[str, Any]) -> Iterator[str]:
-    bounds = () if node.get("type") == "number" else _BOUNDS  # each bound of which is a double anyway
+    bounds = () if node.get("type") == "number" else _BOUNDS  # the bounds of a number are doubles anyway
     return (key for key in (*bounds, "const", "enum") if _is_inexact(node.get(key)))
 
 
 def drop_what_fails(schema: object, compiles: Callable[[dict[str, Any]], bool]) -> Iterator[str]:
-    """Take keywords out with which a schema of nothing else does not compile; their paths."""
+    """Remove keywords that do not compile even in a schema of their own. Yield their paths."""
     for path, node in schemas_in(schema):
         for kind, keywords in (("number", _BOUNDS), ("string", _OF_STRINGS)):
             yield from (path + key for key in _failing(kind, node, keywords, compiles) if _drop(node, key))
@@ -75,7 +75,7 @@ def drop_what_fails(schema: object, compiles: Callable[[dict[str, Any]], bool]) 
 
 
 def warned_of(schema: object, warnings: Collection[str]) -> Iterator[str]:
-    """Yield the paths of the keywords that llguidance's warnings are about: it has left them out."""
+    """Yield the paths of the keywords that llguidance ignores according to its *warnings*."""
     unknown = {
         key for text in warnings if text.startswith("Unimplemented keys") for key in re.findall(r'"([^"]*)"', text)
     }
@@ -91,7 +91,7 @@ def warned_of(schema: object, warnings: Collection[str]) -> Iterator[str]:
 def _failing(
     kind: str, node: dict[str, Any], keywords: Collection[str], compiles: Callable[[dict[str, Any]], bool]
 ) -> Iterator[str]:
-    """Yield keywords of those that have to go, until what is left compiles."""
+    """Yield the *keywords* to remove so that the remaining ones compile."""
     given = {key: node[key] for key in keywords if key in node}
     for key in list(given):
         if not given or compiles({"type": kind, **given}):
@@ -99,7 +99,7 @@ def _failing(
         if len(given) == 1 or not compiles({"type": kind, key: given[key]}):
             del given[key]
             yield key
-    if given and not compiles({"type": kind, **given}):  # each alone does, all together do not
+    if given and not compiles({"type": kind, **given}):  # each compiles alone, but not all together
         yield from given
 
 
@@ -113,7 +113,7 @@ def _drop(node: dict[str, Any], key: str) -> bool:
 
 
 def _is_inexact(value: object) -> bool:
-    """Whether a value of JSON has an integer in it that llguidance would change."""
+    """Return whether a JSON value contains an integer that llguidance would change."""
     match value:
         case bool() | str() | None:
             return False

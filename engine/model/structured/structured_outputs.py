@@ -1,4 +1,4 @@
-"""StructuredOutputs: what the text of an answer has to be."""
+"""StructuredOutputs: a constraint on the text of a completion."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,19 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text of an answer has to be, as vLLM's `StructuredOutputsParams`; exactly one of these five:
+    """A constraint on the text of a completion, like vLLM's `StructuredOutputsParams`. Give exactly one of these five.
 
     - *json*: JSON that is valid by this schema, a mapping or its text;
     - *json_object*: any JSON object;
-    - *regex*: what the expression matches as a whole;
+    - *regex*: a text that the expression matches as a whole;
     - *choice*: one of these texts;
-    - *grammar*: what a context-free grammar generates, in Lark's notation (as llguidance has it) or in GBNF.
+    - *grammar*: a text of a context-free grammar in llguidance's dialect of Lark's notation, or in GBNF.
 
-    A schema with keywords that cannot be enforced is refused, unless *strict* is off: then they are left out.
-    *asked_as* is what an error calls it. `WrongParameter` for anything else, or more than 65,536 characters.
+    If *strict*, a schema with keywords that cannot be enforced is refused; otherwise these keywords are ignored.
+    Errors refer to the parameter as *asked_as*.
+
+    Raises:
+        WrongParameter: If the value is invalid, or has more than 65,536 characters.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -44,25 +47,25 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", self._checked_choice(self.choice))
         for kind in ("regex", "grammar"):
             if not isinstance(getattr(self, kind), str | None):
-                raise WrongParameter(self.asked_as, f"{kind} is no text; give one")
+                raise WrongParameter(self.asked_as, f"{kind} is not a string; give one")
         if (length := len(self.text)) > MAX_CHARACTERS:
             raise WrongParameter(self.asked_as, f"has {length:,} characters; send {MAX_CHARACTERS:,} at most")
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """Name of the field that is set."""
         return next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))
 
     @property
     def text(self) -> str:
-        """What was given, as one text: the schema, the expression, the grammar, or the choices as JSON."""
+        """Constraint as one text: the schema, the expression, the grammar, or the choices as JSON."""
         if self.kind == "json_object":
             return '{"type": "object"}'
         given = getattr(self, self.kind)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     def _schema_text(self, schema: object) -> str:
-        """The schema as text, the same for equal ones. The order of properties counts: answers have it too."""
+        """Return the schema as a text that identifies it. The order of properties counts, as completions follow it."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)

@@ -1,7 +1,7 @@
-"""A trial: a grammar is compiled and followed for a while in a process of its own, which may die of it.
+"""Trial of a grammar: it is compiled and followed for a while in a subprocess, which may die of it.
 
-llguidance is fast, and bounds most of what a grammar costs, but not all: a schema of 16 KB compiled for more than a
-minute, another took 2 GB, and a chain of 5,000 rules overflowed the stack, which ends a process.
+llguidance is fast and bounds most costs of a grammar, but not all: a schema of 16 KB compiled for more than a minute,
+another took 2 GB, and a chain of 5,000 rules overflowed the stack, which ends the process.
 """
 
 import json
@@ -26,29 +26,29 @@ if TYPE_CHECKING:  # an optional package
 MAX_CPU_S = 1
 MAX_MEMORY_BYTES = 512 << 20
 MAX_STEP_S = 0.01
-DEADLINE_S = 20.0  # of what takes 0.1 s on an idle machine
-# Half of what the threads have in which grammars are used.
-STACK_BYTES = 1 << 20
+DEADLINE_S = 20.0  # for a trial, which takes 0.1 s on an idle machine
+STACK_BYTES = 1 << 20  # half the stack of the threads that use grammars
 NUM_STEPS = 256
-MAX_TOLD = 300  # characters of an error
-MAX_LEFT_OUT = 100  # keywords that are named
+MAX_TOLD = 300  # characters of an error message
+MAX_LEFT_OUT = 100  # keywords to name
 _END_MARK = 256
-_SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, as grammars name it by its id
+_SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, which grammars name by its id
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A grammar that has passed: in llguidance's notation, the memory that it took, and what it does not enforce."""
+    """A grammar that has passed its trial, in llguidance's notation, with the memory that it took."""
 
     notation: str
     num_bytes: int
-    left_out: tuple[str, ...]  # keywords of schemas that it does not enforce
+    left_out: tuple[str, ...]  # keywords of schemas that are not enforced
 
 
 def try_out(asked: StructuredOutputs) -> Tried:
-    """Compile what is *asked* and follow it for a few hundred tokens in another process. It takes a tenth of a second.
+    """Compile the constraint *asked*, and follow it for a few hundred tokens, in a subprocess. Takes 0.1 s.
 
-    `WrongParameter` for what is no grammar, cannot be enforced, or takes more time or memory than it may.
+    Raises:
+        WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or exceeds the limits on time or memory.
     """
     question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.asked_as])
     try:
@@ -59,7 +59,7 @@ def try_out(asked: StructuredOutputs) -> Tried:
             text=True,
             timeout=DEADLINE_S,
             check=False,
-            start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
+            start_new_session=True,  # so that Ctrl-C in a terminal does not reach the subprocess
             env={**os.environ, "RUST_BACKTRACE": "0"},
         )
     except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def try_out(asked: StructuredOutputs) -> Tried:
 
 
 class _Bytes:
-    """A vocabulary of bytes and so many special tokens, for llguidance."""
+    """A vocabulary for llguidance of all bytes and *num_special* special tokens."""
 
     eos_token_id = _END_MARK
     bos_token_id = None
@@ -88,7 +88,7 @@ class _Bytes:
 
 
 def _outcome(asked: StructuredOutputs) -> dict[str, object]:
-    """What the process answers: what was compiled, or why it cannot be used."""
+    """Return the subprocess's reply: the compiled grammar, or the error."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,7 +107,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
-    """A grammar with ids of this vocabulary for those of the model's special tokens, and how many these are."""
+    """Return the grammar with the model's special tokens replaced by this vocabulary's, and their number."""
     ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
     return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
 
@@ -118,7 +118,7 @@ def _one_line(text: str) -> str:
 
 
 def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
-    """Why texts of the grammar, drawn at random, cost too much; None if they do not."""
+    """Return the error if random texts of the grammar cost too much, otherwise None."""
     rng, matcher = random.Random(0), start.deep_copy()
     is_first = True
     for _ in range(NUM_STEPS):

@@ -1,1 +1,1 @@
-"""Explaining: block by block why a prompt was found or not, without keeping any of its text."""
+"""Explanations, block by block, of why a prompt was a hit or a miss, without keeping any of its text."""

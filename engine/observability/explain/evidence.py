@@ -1,4 +1,4 @@
-"""Evidence: what is known of one request's prompt at one time, from which any thread works out the explanation."""
+"""Evidence: a snapshot of the facts about one request's prompt, from which any thread can derive the explanation."""
 
 import math
 from collections.abc import Sequence
@@ -17,29 +17,29 @@ from kvtier.tiers.device.ghosts import Ghost, Ghosts
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
 
-NUM_DURING = 4  # requests that are named with an eviction
+NUM_DURING = 4  # requests to name with an eviction
 _TIERS = tuple(Tier)
 _LOST = frozenset({Reason.NEVER_SEEN, *(Reason.evicted_from(tier) for tier in Tier)})
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A snapshot that nothing changes any more, so that working out the explanation keeps nobody waiting."""
+    """An immutable snapshot, so that the explanation can be derived without blocking the engine's thread."""
 
     past: Past
-    is_new: bool  # a prompt that is only asked about: no request had it
+    is_new: bool  # whether the prompt belongs to no request and is only asked about
     known: OlderPrompts
     ghosts: Ghosts  # a copy
-    ways: Sequence[tuple[int, tuple[str, ...]]]  # how many first blocks were seen in another way, and what differs
-    is_other_text: bool  # an earlier request with the same messages had another first block
-    tiers: Sequence[Tier | None]  # where each block is now, if the prompt is only asked about
+    ways: Sequence[tuple[int, tuple[str, ...]]]  # (number of first blocks seen in another way, fields that differ)
+    is_other_text: bool  # whether an earlier request with the same messages had another first block
+    tiers: Sequence[Tier | None]  # the current tier of each block, if the prompt is only asked about
     remembered: Sequence[Past]  # all requests that may have run when blocks were evicted
     clock_offset: float  # seconds from the clock of the ghosts to the Unix epoch
     block_steps: Sequence[int]
     notes: tuple[str, ...]
 
     def explanation(self) -> Explanation:
-        """Work out why the prompt was found or not. It takes milliseconds, more for a long prompt."""
+        """Derive why the prompt was a hit or a miss. This takes milliseconds, and longer for a long prompt."""
         record, trail = self.past.record, self.past.trail
         rows = [*_hit_rows(trail), *self._missed_rows()]
         nearest = self.known.nearest(self.past.prompt, len(trail.depths))
@@ -56,7 +56,7 @@ class Evidence:
         return explanation
 
     def _missed_rows(self) -> list[Row]:
-        """Return a row for each block that was not taken from the cache, and for what is no full block."""
+        """Return a row for each block that was not loaded from the cache, and for the tokens after the full blocks."""
         trail, num_tokens, size = self.past.trail, self.past.prompt.num_tokens, self.past.trail.block_size
         ghosts, ways = self._lost(), self._other_ways()
         was_known = self.known.has_all(self.past.prompt).tolist()
@@ -82,7 +82,7 @@ class Evidence:
         return rows
 
     def _reason_at(self, token: int) -> tuple[Reason, int]:
-        """Return why the token was computed, and up to which token that holds."""
+        """Return why the token was computed, and up to which token this reason applies."""
         num_tokens = self.past.prompt.num_tokens
         if Reason.ABORTED in self.past.record.tokens.reasons:
             return Reason.ABORTED, num_tokens
@@ -92,14 +92,16 @@ class Evidence:
         return Reason.LAST_BLOCK, num_tokens
 
     def _evicted_row(self, row: Row, ghost: Ghost) -> Row:
-        """Return how the row's block was evicted, and which of the asker's own requests ran then."""
+        """Return the row with its block's eviction, and the tenant's own requests that ran at that time."""
         at = ghost.at + self.clock_offset
         why = Reason.evicted_from(ghost.tier)
         return replace(row, why=why, cause=ghost.cause, evicted_at=(at, at), during=self._running_at(at))
 
     def _running_at(self, at: float) -> tuple[str, ...]:
-        """Return ids of the asker's requests that had come and not ended by then; without any, of the one that had come
-        last: what it has taken is copied down, and pushes others out, when it has ended."""
+        """Return the ids of the tenant's requests that ran at a time or, if none did, the id of the last one before.
+
+        A finished request counts because its blocks are copied down after its end, and then evict other blocks.
+        """
         ids, arrived_at, ended_at = self._own
         has_come = arrived_at <= at
         places = np.flatnonzero(has_come & (at <= ended_at))
@@ -109,7 +111,7 @@ class Evidence:
 
     @cached_property
     def _own(self) -> tuple[Sequence[str], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Ids of the asker's other requests, when they came and when they ended."""
+        """Ids of the tenant's other requests, with their arrival and end times."""
         me = self.past.record
         own = [
             record
@@ -120,7 +122,7 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block what is said of it if it was never seen under its name."""
+        """Return for each full block the reason to give if it was never seen under its name."""
         names = self.past.trail.names
         if self.is_other_text:
             return [(Why.OTHER_TEMPLATE, ("template",))] * len(names)
@@ -130,7 +132,7 @@ class Evidence:
         return found
 
     def _lost(self) -> list[Ghost | None]:
-        """Return for each full block how it was lost before the request looked for it, in any attention group."""
+        """Return for each full block its last eviction before the request's lookup, in any attention group."""
         names, before = self.past.trail.names, self.past.trail.as_of or math.inf
         found: list[Ghost | None] = [None for _ in names]
         for step in self.block_steps:
@@ -158,7 +160,7 @@ def _hit_rows(trail: Trail) -> list[Row]:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that follow each other and say the same as one; of evictions the first and the last time."""
+    """Merge consecutive rows with the same content, keeping the first and the last eviction time."""
     merged = []
     for _, group in groupby(rows, lambda row: (row.tier, row.why, row.cause, row.differs, row.is_copied)):
         same = list(group)

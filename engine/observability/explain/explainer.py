@@ -1,4 +1,4 @@
-"""Explainer: remembers requests that have ended, and gives evidence of why their prompts were found or not."""
+"""Explainer: remembers finished requests, and provides evidence of why their prompts were hits or misses."""
 
 import hashlib
 import logging
@@ -27,8 +27,11 @@ MAX_FIELD = 64  # characters
 
 
 class Explainer:
-    """Bounded, and names and numbers only: digests, blocks' names, and 16 bits of a hash for each token. Owned by the
-    thread that records are made in."""
+    """A bounded memory of finished requests.
+
+    It holds digests, block names, and 16 bits of a hash per token, but no text. Owned by the thread that creates the
+    records.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,16 @@ class Explainer:
         block_steps: Sequence[int] = (1,),
         notes: Sequence[str] = (),
     ) -> None:
-        """*namespace*: the fields that decide a block's bytes beside its prompt. *path*: a file by which the next
-        process knows what was seen. *block_steps*: of each attention group, how many names a block of it spans. *notes*
-        say what cannot be known here."""
+        """Create the explainer, loading the contents that an earlier process saved at *path*.
+
+        Args:
+            block_size: Tokens per block name.
+            namespace: The fields that determine a block's bytes in addition to its prompt.
+            clock: The clock of the tiers, in seconds.
+            path: The file that passes seen contents on to the next process; None to keep them in memory only.
+            block_steps: For each attention group, the number of names that one of its blocks spans.
+            notes: Limits of the explanations, shown with each.
+        """
         self.block_size = block_size
         self._notes = tuple(notes)
         self._clock = clock
@@ -56,7 +66,7 @@ class Explainer:
         self._namespace = self.namespace_of(namespace)
 
     def namespace_of(self, fields: Mapping[str, str]) -> str:
-        """A name for the namespace with these fields; an engine has one, a sidecar several."""
+        """Return a name for the namespace with these fields. An engine has one namespace, a sidecar several."""
         name = "/".join(f"{key}={fields[key]}" for key in sorted(fields))
         self._seen.add_namespace(name, fields)
         return name
@@ -69,7 +79,7 @@ class Explainer:
         ghosts: Ghosts,
         namespace: str | None = None,
     ) -> None:
-        """Remember a request that has ended. *chain* has its prompt's tokens, *ghosts* what its tiers have lost."""
+        """Remember a finished request. *chain* holds its prompt's tokens, *ghosts* the blocks evicted by its tiers."""
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.print_of(chain, trail.names, record.tokens.num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
@@ -80,15 +90,15 @@ class Explainer:
                 self._seen.add(content, way)
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:
-        """Return the tenant's newest requests of that id, one for each completion; none if it has none."""
+        """Return the tenant's newest requests with this id, one for each completion; possibly none."""
         return self._past.find(request_id, tenant)
 
     def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
-        """Return what is known of why the prompt of a request was found or not. It takes a fraction of a millisecond.
+        """Return the evidence of why the prompt of a request was a hit or a miss, in a fraction of a millisecond.
 
         Args:
-            past: The request, of `find`.
-            same_messages: Ids of requests that began with the same message of a chat.
+            past: The request, from `find`.
+            same_messages: Ids of requests that began with the same chat message.
         """
         return self._evidence(past, same_messages, (), is_new=False)
 
@@ -103,7 +113,7 @@ class Explainer:
         namespace: str | None = None,
         same_messages: Sequence[str] = (),
     ) -> Evidence:
-        """Return what is known of why so much of a prompt would be found now. *tiers*: where each of its blocks is."""
+        """Return the evidence of the hit that a prompt would have now. *tiers* has the tier of each of its blocks."""
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.print_of(chain, trail.names, num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, tenant)
@@ -112,20 +122,20 @@ class Explainer:
         return self._evidence(past, same_messages, tiers, is_new=True)
 
     def is_prompt_of(self, past: Past, chain: BlockChain, num_tokens: int) -> bool:
-        """Return whether the request had this very prompt. Any thread may ask."""
+        """Return whether the request had exactly this prompt. Any thread may call this."""
         if past.prompt.num_tokens != num_tokens:
             return False
         own = self._printer.print_of(chain, chain.names, num_tokens, past.way.namespace)
         return _marked(past.prompt) == _marked(own)
 
     def close(self) -> None:
-        """Write what was seen to the file, if there is one. Where that fails the next process explains less."""
+        """Save the seen contents to the file, if there is one. On failure the next process explains less."""
         if self._path is None:
             return
         try:
             self._seen.save(self._path)
         except OSError as error:
-            log.info("explain: what was seen could not be written (%s)", error)
+            log.info("explain: the history of prompts could not be saved (%s)", error)
 
     def _evidence(
         self, past: Past, same_messages: Sequence[str], tiers: Sequence[Tier | None], *, is_new: bool
@@ -145,7 +155,7 @@ class Explainer:
         )
 
     def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
-        """Whether an earlier request that the asker may learn of, with the same messages, had another first block."""
+        """Return whether an earlier request with the same messages, visible to the tenant, had another first block."""
         pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
         return any(
             past.before < own.before
@@ -155,7 +165,7 @@ class Explainer:
         )
 
     def _other_ways(self, past: Past) -> list[tuple[int, tuple[str, ...]]]:
-        """How many first blocks were seen in another way, from few to many, and what differs in it."""
+        """Return pairs of the number of first blocks that were seen in another way and the fields that differ."""
         found = []
         for num_blocks, content in past.prompt.contents.items():
             differing = self._seen.differing(content, past.way, past.seen_before)
@@ -166,7 +176,7 @@ class Explainer:
 
 
 def namespace_fields(namespace: Namespace) -> dict[str, str]:
-    """The fields of a namespace by which another one is told from it; what may be long or secret as a digest."""
+    """Return the fields that identify a namespace, with long or secret values replaced by digests."""
     fields = {name: str(value) for name, value in asdict(namespace).items()}
     return {
         name: value if len(value) <= MAX_FIELD and name != "hash_seed" else hashlib.sha256(value.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Explanation: block by block why a prompt was found in the cache or not."""
+"""Explanation: the reasons, block by block, why a prompt was a hit or a miss."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,36 +8,36 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 
 class Why(StrEnum):
-    """Why blocks were not taken from the cache, beside the reasons of `Reason`."""
+    """Reasons for misses in addition to those of `Reason`."""
 
     OTHER = "other"  # seen with another salt, adapter or namespace; the row says which field
-    OTHER_TEMPLATE = "other_template"  # the same messages were seen, and the template made other text of them
+    OTHER_TEMPLATE = "other_template"  # the same messages were seen, but the template rendered another text
     SHORT = "shorter_than_block"  # the prompt has no full block
-    BEHIND = "behind_a_missed_block"  # in a tier, but a block before it is not
-    FORGOTTEN = "evicted_long_ago"  # seen before, and evicted so long ago that nobody remembers how
+    BEHIND = "behind_a_missed_block"  # in a tier, but an earlier block is not
+    FORGOTTEN = "evicted_long_ago"  # seen before, but the record of its eviction is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens of blocks in a row for which the same holds: they came from *tier*, or were computed because of *why*."""
+    """Consecutive tokens with the same outcome: they came from *tier*, or were computed for the reason *why*."""
 
-    start: int  # the first token …
-    end: int  # … and the one after the last
+    start: int  # the first token
+    end: int  # the token after the last
     tier: Tier | None
     why: Reason | Why | None = None  # None for tokens that came from a tier
-    cause: EvictionCause | None = None  # for which the tier of *why* evicted them
-    evicted_at: tuple[float, float] | None = None  # the first and the last of them, since the Unix epoch
-    during: tuple[str, ...] = ()  # the asker's own requests that ran when they were evicted, or had run last
-    differs: tuple[str, ...] = ()  # the fields in which the way that these tokens were seen in differs
-    is_copied: bool = False  # out of a block that shares only its first tokens with the prompt
+    cause: EvictionCause | None = None  # of the eviction from the tier of *why*
+    evicted_at: tuple[float, float] | None = None  # first and last eviction, in seconds since the Unix epoch
+    during: tuple[str, ...] = ()  # the tenant's own requests that ran during the eviction, or the last one before
+    differs: tuple[str, ...] = ()  # the naming fields in which an earlier prompt with these tokens differed
+    is_copied: bool = False  # whether they come from a block that shares only its first tokens with the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a prompt departs from the nearest one that is known, which shares its first *num_shared* tokens.
+    """The point at which a prompt departs from the nearest known prompt, which shares its first *num_shared* tokens.
 
-    *departs* is False if one of the two ends there. *text* is that of the first token after them, and *before* what
-    comes before it: of the asker's own prompt, and only if it was given with the question.
+    *departs* is False if one of the two prompts ends there. *text* is the first token of the asker's own prompt after
+    the shared tokens, and *before* the text preceding it. Both are set only if the asker supplied the prompt.
     """
 
     num_shared: int
@@ -48,7 +48,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All tokens of one prompt, in rows without a gap. *request_id* is None for a prompt that was only asked about."""
+    """All tokens of one prompt, in rows without gaps. *request_id* is None for a prompt that was only asked about."""
 
     request_id: str | None
     arrived_at: float | None
@@ -56,12 +56,12 @@ class Explanation:
     block_size: int
     rows: tuple[Row, ...]
     departure: Departure | None  # None if no known prompt shares a token
-    notes: tuple[str, ...] = ()  # what could not be known, in a line each
+    notes: tuple[str, ...] = ()  # limits of the explanation, one line each
 
     def check(self) -> None:
-        """Raise AssertionError if a token is in no row, or in two."""
+        """Raise AssertionError unless each token is in exactly one row with exactly one outcome."""
         ends = [0, *(row.end for row in self.rows)]
         assert [row.start for row in self.rows] == ends[:-1], "a gap between rows, or two rows for a token"
         assert ends[-1] == self.num_tokens, f"rows up to token {ends[-1]} of {self.num_tokens}"
         assert all(row.start < row.end for row in self.rows), "a row without a token"
-        assert all((row.tier is None) != (row.why is None) for row in self.rows), "a token with no answer, or two"
+        assert all((row.tier is None) != (row.why is None) for row in self.rows), "a token with no outcome, or two"

@@ -1,4 +1,4 @@
-"""Explanations as JSON objects."""
+"""Conversion of explanations to JSON objects."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from kvtier.engine.observability.explain.explanation import Departure, Explanati
 
 
 def explanation_object(explanation: Explanation) -> dict[str, object]:
-    """The explanation as what JSON can say."""
+    """Return the explanation as a JSON object."""
     return {
         "object": "kvtier.explanation",
         "id": explanation.request_id,

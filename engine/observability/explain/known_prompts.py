@@ -1,4 +1,4 @@
-"""KnownPrompts: prints of the newest prompts; OlderPrompts finds where another one departs from them."""
+"""KnownPrompts: prints of the newest prompts; OlderPrompts: a search for the point where a prompt departs from them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,14 +10,16 @@ import numpy.typing as npt
 from kvtier.engine.observability.explain.prompt_print import PromptPrint
 
 MAX_PROMPTS = 4096
-MAX_TOKENS = 1 << 20  # of theirs: looked through in some ms
+MAX_TOKENS = 1 << 20  # of all prompts together, which are searched within some milliseconds
 NONE = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The prompt that shares most tokens with another: the first *num_shared*. *departs*: it has others after them; if
-    not, one of the two ends there."""
+    """The known prompt that shares the most first tokens (*num_shared*) with another prompt.
+
+    *departs* is True if the two prompts then differ, False if one of them ends there.
+    """
 
     num_shared: int
     departs: bool
@@ -25,13 +27,15 @@ class Nearest:
 
 @dataclass(frozen=True, slots=True)
 class OlderPrompts:
-    """The prompts that were known at one time, oldest first. Searching them takes milliseconds; any thread may."""
+    """The prompts that were known at one time, oldest first. A search takes milliseconds; any thread may call it."""
 
     prints: Sequence[PromptPrint]
 
     def nearest(self, prompt: PromptPrint, num_found: int) -> Nearest | None:
-        """Return the prompt that shares most with this one; None if none shares a token. Its first *num_found* blocks
-        were in the cache."""
+        """Return the known prompt that shares the most tokens with *prompt*; None if none shares a token.
+
+        *num_found* is the number of the prompt's first blocks that were in the cache.
+        """
         known = self.has_all(prompt)
         shared = max(num_found, int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0)
         num_shared = shared * prompt.block_size
@@ -51,11 +55,11 @@ class OlderPrompts:
         return Nearest(num_shared + best, departs) if num_shared + best else None
 
     def has_all(self, prompt: PromptPrint) -> npt.NDArray[np.bool_]:
-        """Return for each full block of the prompt whether it was known."""
+        """Return for each full block of the prompt whether a known prompt has it."""
         return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
 
     def _siblings(self, parent: np.uint64) -> list[tuple[PromptPrint, int]]:
-        """Return the blocks that continue the same prefix, each by its prompt and its place there."""
+        """Return the blocks that continue the same prefix, each as its prompt and its index there."""
         parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
         ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
         found = []
@@ -66,16 +70,16 @@ class OlderPrompts:
 
 
 class KnownPrompts:
-    """The newest prompts, bounded. Adding one and noting the older ones costs microseconds. Owned by one thread."""
+    """The newest prompts, bounded. `add` and `older` take microseconds. Owned by one thread."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._prompts: deque[PromptPrint] = deque()  # the newest last
         self._num_tokens = 0
-        self.num_added = 0  # prompts so far: a time, for `older`
+        self.num_added = 0  # prompts added so far; serves as a time for `older`
 
     def add(self, prompt: PromptPrint) -> None:
-        """Take in a prompt; the oldest make way."""
+        """Add a prompt, dropping the oldest ones if there are too many."""
         self._prompts.append(prompt)
         self._num_tokens += prompt.num_tokens
         self.num_added += 1
@@ -83,6 +87,6 @@ class KnownPrompts:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:
-        """Return those of the prompts that were added *before* that many were."""
+        """Return the prompts that were added when `num_added` was below *before*."""
         num_newer = max(0, self.num_added - before)
         return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

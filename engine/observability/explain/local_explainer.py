@@ -1,4 +1,4 @@
-"""LocalExplainer: the explainer of an engine, which has one kind of blocks in tiers of its own."""
+"""LocalExplainer: the explainer of an engine, which has its own tiers with one kind of blocks."""
 
 from collections.abc import Sequence
 
@@ -13,22 +13,22 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LocalExplainer:
-    """See `Explainer`. *ghosts* are of the engine's tiers. Owned by the engine's thread."""
+    """An `Explainer` bound to the *ghosts* of the engine's tiers. Owned by the engine's thread."""
 
     def __init__(self, explainer: Explainer, ghosts: Ghosts) -> None:
         self._explainer = explainer
         self._ghosts = ghosts
 
     def on_ended(self, record: RequestRecord, trail: Trail, chain: BlockChain) -> None:
-        """Remember a request that has ended."""
+        """Remember a finished request."""
         self._explainer.on_ended(record, trail, chain, self._ghosts)
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:
-        """Return the requests of that id, see `Explainer.find`."""
+        """Return the requests with this id, see `Explainer.find`."""
         return self._explainer.find(request_id, tenant)
 
     def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
-        """Return what is known of why the prompt of a request was found or not, see `Explainer.evidence`."""
+        """Return the evidence of why the prompt of a request was a hit or a miss, see `Explainer.evidence`."""
         return self._explainer.evidence(past, same_messages)
 
     def evidence_now(
@@ -40,15 +40,15 @@ class LocalExplainer:
         tenant: str | None,
         same_messages: Sequence[str] = (),
     ) -> Evidence:
-        """Return what would be found of a prompt now, see `Explainer.evidence_now`."""
+        """Return the evidence of the hit that a prompt would have now, see `Explainer.evidence_now`."""
         return self._explainer.evidence_now(
             trail, chain, self._ghosts, tiers, num_tokens, tenant, same_messages=same_messages
         )
 
     def is_prompt_of(self, past: Past, chain: BlockChain, num_tokens: int) -> bool:
-        """Return whether the request had this very prompt. Any thread may ask."""
+        """Return whether the request had exactly this prompt. Any thread may call this."""
         return self._explainer.is_prompt_of(past, chain, num_tokens)
 
     def close(self) -> None:
-        """Write what was seen, for the next process to explain more."""
+        """Save the seen contents for the next process."""
         self._explainer.close()

@@ -1,4 +1,4 @@
-"""PastRequests: what is kept of the newest requests, to explain them when somebody asks."""
+"""PastRequests: a bounded memory of the newest finished requests, from which they can be explained."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
 
 MAX_REQUESTS = 4096
-MAX_TOKENS = 4 << 20  # of their prompts: a few bytes each
-MAX_OF_ID = 128  # requests that a question for one id is about: as many as one HTTP request has completions
+MAX_TOKENS = 4 << 20  # of all prompts together; a token takes a few bytes
+MAX_OF_ID = 128  # requests returned for one id; an HTTP request has at most as many completions
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """One request that has ended, in names and numbers."""
+    """A finished request, without its text."""
 
     record: RequestRecord
     trail: Trail
     prompt: PromptPrint
     way: Way
-    ghosts: Ghosts  # of the tiers that it was looked up in
-    before: int  # prompts that had been known by then, see `KnownPrompts.older`
+    ghosts: Ghosts  # of the tiers that were looked up
+    before: int  # number of prompts known when it ended, see `KnownPrompts.older`
     seen_before: int  # see `SeenContents.differing`
 
 
 class PastRequests:
-    """The newest ones, bounded; the completions of one HTTP request have its id in common. Owned by one thread."""
+    """The newest finished requests. The completions of one HTTP request share an id. Owned by one thread."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Past] = OrderedDict()
@@ -39,7 +39,7 @@ class PastRequests:
         self._next = 0
 
     def add(self, past: Past) -> None:
-        """Keep a request that has ended."""
+        """Add a finished request, dropping the oldest ones if there are too many."""
         self._requests[self._next] = past
         self._by_id.setdefault(past.record.request_id, []).append(self._next)
         self._next += 1
@@ -48,14 +48,16 @@ class PastRequests:
             self._drop_oldest()
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:
-        """Return the tenant's newest `MAX_OF_ID` with this id, the first that ended first. Clients choose the ids of
-        their requests, and may give all of them the same one."""
+        """Return the tenant's newest `MAX_OF_ID` requests with this id, in the order in which they ended.
+
+        Clients choose request ids, and may use the same id for all of their requests.
+        """
         found = (self._requests[number] for number in reversed(self._by_id.get(request_id, ())))
         newest = list(islice((past for past in found if past.record.tenant == tenant), MAX_OF_ID))
         return newest[::-1]
 
     def all(self) -> Sequence[Past]:
-        """Return all that are kept, the first that ended first."""
+        """Return all requests in the order in which they ended."""
         return list(self._requests.values())
 
     def _drop_oldest(self) -> None:

@@ -1,4 +1,4 @@
-"""PromptPrint: what is kept of a prompt to compare others with it. No token can be read from it."""
+"""PromptPrint: digests of a prompt for comparison with other prompts, from which no token can be recovered."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,73 +13,76 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 
 DIGEST_BYTES = 8
 KEY_BYTES = 16
-_ROW = 512  # tokens that numpy multiplies in one of its inner loops: 16 take half as long again
+_ROW = 512  # tokens per inner loop of numpy's multiplication; with 16 it takes 1.5 times as long
 
 
 @dataclass(frozen=True)
 class PromptPrint:
-    """A prompt in digests and hashes, which a secret of this process goes into.
+    """A prompt as digests and hashes that depend on a secret of this process.
 
-    A mark is 16 bits of a hash of a token and its place in the block: two tokens that differ have different marks in
-    each place, but for one pair in 32,768 at most. What only a question needs is worked out when the first one comes.
+    A mark is 16 bits of a hash of a token and its position in the block. Two different tokens have different marks at
+    the same position, except for at most one pair in 32,768. Properties that only explanations need are computed on
+    first use.
     """
 
-    contents: Mapping[int, bytes]  # digests of the tokens alone of the first 1, 2, 4, ... and of all full blocks
+    contents: Mapping[int, bytes]  # digests of the tokens of the first 1, 2, 4, ... and of all full blocks
     salt: bytes  # digest of the cache_salt; empty without one
     adapter: str
-    namespace: bytes  # digest of its name
+    namespace: bytes  # digest of the namespace's name
     block_names: Sequence[BlockName]  # of all full blocks
-    first_keys: Sequence[bytes]  # what each of the first blocks continues; the others have no extra keys of their own
+    first_keys: Sequence[bytes]  # parent and extra keys of the first blocks; later blocks have no extra keys
     marks: npt.NDArray[np.uint16]  # [blocks, block_size]
     num_tokens: int
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens per block."""
         return int(self.marks.shape[1])
 
     @cached_property
     def names(self) -> npt.NDArray[np.uint64]:
-        """64 bits of name and namespace of each full block, [full blocks]."""
+        """Hashes of name and namespace of each full block, 64 bits each, [full blocks]."""
         return _words(self.block_names) ^ np.frombuffer(self.namespace, np.uint64)
 
     @cached_property
     def parents(self) -> npt.NDArray[np.uint64]:
-        """64 bits of what each block continues, its extra keys among it, and of the namespace, [blocks]."""
+        """Hashes of each block's parent, extra keys and namespace, 64 bits each, [blocks]."""
         keys = _words(self.first_keys) ^ np.frombuffer(self.namespace, np.uint64)
         return np.concatenate([keys, self.names[len(keys) - 1 : len(self.marks) - 1]])
 
     def length(self, block_id: int) -> int:
-        """Tokens of the prompt in the block: fewer in the last one."""
+        """Return the number of the prompt's tokens in the block; the last block may have fewer."""
         return min(self.block_size, self.num_tokens - block_id * self.block_size)
 
 
 class PromptPrinter:
-    """Makes the prints of prompts in blocks of one size under one secret; prints of two secrets have nothing in common.
+    """A factory of prints for one block size and one secret. Prints of two secrets cannot be compared.
 
-    Each request that ends is printed on the thread that computes, so the tokens go through hashes that take many at
-    once: xxh3 for the contents, as a keyed blake2b takes 0.55 ms of 131,072 tokens, and a multiplication for the marks,
-    as a hash that runs over each block takes 3 (`bench/observability/remembering.py` has what is left of that).
+    Each finished request is printed in the engine's thread, so the hashes must be fast. Contents use xxh3, because a
+    keyed blake2b takes 0.55 ms for 131,072 tokens. Marks use a multiplication, because a running hash over each block
+    takes 3 ms. `bench/observability/remembering.py` measures the remaining cost.
     """
 
     def __init__(self, block_size: int, key: bytes) -> None:
-        """*key*: the secret."""
+        """Create the factory. *key* is the secret."""
         self._block_size = block_size
         self._key = key
         self._seed = int.from_bytes(digest_of(b"contents", key), "little")
-        # Multiply-shift (Dietzfelbinger et al., 1997) with an odd factor for each place in a block.
+        # Multiply-shift (Dietzfelbinger et al., 1997) with an odd factor for each position in a block.
         factors = np.frombuffer(hashlib.shake_128(b"marks" + key).digest(4 * block_size), np.uint32) | np.uint32(1)
         self._factors = np.tile(factors, -(-_ROW // block_size))
 
     def print_of(self, chain: BlockChain, names: Sequence[BlockName], num_tokens: int, namespace: str) -> PromptPrint:
-        """The print of the first *num_tokens* tokens of the chain; *names* are those of their full blocks, and are
-        kept. In another *namespace* the same blocks have other names in it."""
+        """Return the print of the first *num_tokens* tokens of the chain in *namespace*.
+
+        *names* are the names of their full blocks; the print keeps a reference to them.
+        """
         size, extra = self._block_size, chain.extra
         num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
         named = chain.named_ids(0, num_full)
         tail = np.array(chain.token_ids[num_full * size : num_tokens], np.uint32)
         contents = self._contents(named)
-        # An adapter is a key of every block; from the second one on it is in the name of the block before.
+        # An adapter is a key of every block, but after the first block the parent's name already includes it.
         own = extra if extra.lora is None else replace(extra, lora=None)
         num_keyed = min(num_blocks, max(1, -(-own.end // size)))
         return PromptPrint(
@@ -106,8 +109,7 @@ class PromptPrinter:
     def _marks(
         self, named: npt.NDArray[np.uint32], tail: npt.NDArray[np.uint32], num_blocks: int
     ) -> npt.NDArray[np.uint16]:
-        """The marks of all tokens. What is in *named* is lost: another array of its size would not be in the
-        processor's caches."""
+        """Return the marks of all tokens, overwriting *named*, because a new array would not be in the CPU's caches."""
         width = len(self._factors)
         in_rows = len(named) // width * width
         rows, rest = named[:in_rows].reshape(-1, width), named[in_rows:]
@@ -121,10 +123,10 @@ class PromptPrinter:
 
 
 def digest_of(data: bytes, key: bytes) -> bytes:
-    """A keyed digest: who does not have the *key* cannot try what the data was."""
+    """Return a keyed digest, so that the data cannot be guessed without the *key*."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=key).digest()
 
 
 def _words(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """The first 64 bits of each; all have one length."""
+    """Return the first 64 bits of each name. All names have the same length."""
     return np.frombuffer(b"".join(names), np.uint64)[:: len(names[0]) // 8] if names else np.empty(0, np.uint64)

@@ -1,4 +1,4 @@
-"""SeenContents: under which salts, adapters and namespaces the beginnings of prompts were seen, in digests."""
+"""SeenContents: the salts, adapters and namespaces under which beginnings of prompts were seen, as digests."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ from kvtier.engine.observability.explain.prompt_print import KEY_BYTES
 from kvtier.store.folder import open_own
 
 NUM_CONTENTS = 1 << 15
-NUM_WAYS = 8  # in which one of them was seen, the newest
+NUM_WAYS = 8  # ways kept for each content, the newest
 NUM_NAMESPACES = 256
 
 
 class Way(NamedTuple):
-    """Everything beside its tokens that a prompt's first block was named with. Salts are digests."""
+    """The inputs other than tokens to the name of a prompt's first block. Salts are digests."""
 
     salt: bytes
     adapter: str
-    namespace: str  # a name for it; the fields that it stands for are kept once
-    tenant: str | None  # of the API key: what is told to whom
+    namespace: str  # its name; `SeenContents` maps it to its fields
+    tenant: str | None  # of the API key; decides who may learn of this way
 
     def may_learn_of(self, other: "Way") -> bool:
-        """Return whether a request of this way may be told that there was one of the *other* way.
+        """Return whether a request of this way may learn that a request of the *other* way existed.
 
-        A tenant with an API key is told of all its salts. Without keys only salts tell clients apart, so nothing is
-        told of requests with another salt: else a client without that salt could try what their prompts were.
+        A tenant with an API key may learn of all its salts. Without API keys only salts separate clients, so requests
+        with another salt stay hidden. Otherwise a client without that salt could guess their prompts.
         """
         return other.tenant == self.tenant and (self.tenant is not None or other.salt in (b"", self.salt))
 
 
 class _Kept(msgspec.Struct):
-    """What is written to disk."""
+    """The content of the file."""
 
     key: bytes
     namespaces: dict[str, dict[str, str]]
@@ -42,24 +42,24 @@ class _Kept(msgspec.Struct):
 
 
 class SeenContents:
-    """Bounded: the contents that were seen least lately go. Owned by one thread."""
+    """A bounded LRU memory of contents and the ways in which they were seen. Owned by one thread."""
 
     def __init__(self, key: bytes) -> None:
-        """*key*: the secret of all digests, which goes where they go."""
+        """Create an empty memory. *key* is the secret of all digests, and is saved with them."""
         self.key = key
-        self._ways: OrderedDict[bytes, dict[Way, int]] = OrderedDict()  # with when it was seen first
-        self.num_added = 0  # so far: a time, for `differing`
+        self._ways: OrderedDict[bytes, dict[Way, int]] = OrderedDict()  # by content, each way's `num_added` when added
+        self.num_added = 0  # number of calls of `add`; serves as a time for `differing`
         self._namespaces: OrderedDict[str, Mapping[str, str]] = OrderedDict()
 
     def add_namespace(self, name: str, fields: Mapping[str, str]) -> None:
-        """Say which fields a namespace stands for."""
+        """Record the fields of a namespace."""
         self._namespaces[name] = dict(fields)
         self._namespaces.move_to_end(name)
         if len(self._namespaces) > NUM_NAMESPACES:
             self._namespaces.popitem(last=False)
 
     def add(self, content: bytes, way: Way) -> None:
-        """Take in that this content was seen in this way."""
+        """Record that this content was seen in this way."""
         ways = self._ways.setdefault(content, {})
         ways[way] = ways.pop(way, self.num_added)
         self.num_added += 1
@@ -70,10 +70,10 @@ class SeenContents:
             self._ways.popitem(last=False)
 
     def differing(self, content: bytes, way: Way, before: int) -> list[str]:
-        """The fields in which another way differs from *way* in which the content was seen *before* that many were
-        added; of several that of the one most like it: `cache_salt`, `adapter`, and fields of the namespace.
+        """Return the fields in which *way* differs from the most similar other way in which the content was seen.
 
-        Empty if there is none that the asker may learn of, see `Way.may_learn_of`.
+        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways added when `num_added` was below
+        *before* count, and only if *way* may learn of them, see `Way.may_learn_of`. Without any the list is empty.
         """
         ways = [
             other
@@ -84,7 +84,7 @@ class SeenContents:
         return min(reversed(found), key=len, default=[])
 
     def save(self, path: Path) -> None:
-        """Write it to *path*, for this user only. OSError."""
+        """Write the memory to *path*, readable by this user only. Raise OSError if that fails."""
         kept = _Kept(
             self.key,
             {name: dict(fields) for name, fields in self._namespaces.items()},
@@ -99,8 +99,11 @@ class SeenContents:
 
     @classmethod
     def load(cls, path: Path, new_key: bytes) -> "SeenContents":
-        """Return what was saved at *path*; empty, and with the new key, if nothing was, or only what cannot be trusted:
-        another user's file, one behind a link, or no such content."""
+        """Load the memory saved at *path*.
+
+        If there is none, or the file belongs to another user, is a link or is malformed, return an empty memory with
+        *new_key*.
+        """
         try:
             with open(path, "rb", opener=open_own) as file:
                 kept = msgspec.msgpack.decode(file.read(), type=_Kept)

@@ -1,1 +1,1 @@
-"""Metrics: what Prometheus is told, every name in one place."""
+"""Prometheus metrics, with a catalogue of all their names."""

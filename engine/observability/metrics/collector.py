@@ -1,4 +1,4 @@
-"""EngineCollector: an engine's metrics, filled from its statistics when Prometheus asks."""
+"""EngineCollector: an engine's metrics, filled from its statistics on every scrape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -22,22 +22,25 @@ from kvtier.engine.observability.metrics.tiers import (
 )
 
 if TYPE_CHECKING:
-    from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
+    from kvtier.engine.core import EngineStatistics  # imports torch, which a server that already counts has not loaded
 
 
 class EngineCollector(Collector):
-    """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
+    """A collector that reads a snapshot of the statistics on every scrape, so that it costs the engine nothing."""
 
     def __init__(
         self, statistics: "Callable[[], EngineStatistics]", compat: Sequence[str] = (), model_name: str = ""
     ) -> None:
-        """*compat* as in the configuration; *model_name* is what the model is served as, for the names of others."""
+        """Create the collector.
+
+        *compat* is the configuration's `metrics.compat`. *model_name* is a label of the compatible metrics.
+        """
         self._statistics = statistics
         self._compat = compat
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of one snapshot."""
+        """Yield all metrics of one snapshot."""
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)

@@ -1,4 +1,4 @@
-"""Metrics of the disk: an engine's and a sidecar's."""
+"""Metrics of the disk tier, for engines and sidecars."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from kvtier.tiers.lower.statistics import DiskStatistics
 
 
 def disk_metrics(disk: DiskStatistics) -> Iterator[Metric]:
-    """What only a disk has."""
+    """Yield the metrics that only a disk tier has."""
     yield names.DISK_FILE_BYTES.of(disk.file_bytes)
     yield names.DISK_WRITTEN_BYTES.of(disk.written_bytes_total)
     yield names.DISK_INDEX_BLOCKS.of(disk.known_blocks)
@@ -29,12 +29,12 @@ def disk_metrics(disk: DiskStatistics) -> Iterator[Metric]:
 
 
 def admission_metrics(admission: AdmissionStatistics) -> Iterator[Metric]:
-    """What was let in to the disk."""
+    """Yield the metrics of the admission of blocks to the disk."""
     yield names.DISK_ADMISSION_BLOCKS.by({"admitted": admission.num_admitted, "refused": admission.num_refused})
 
 
 def store_metrics(store: StoreStanding) -> Iterator[Metric]:
-    """Whether the disk tier's store is open, and what has happened to it."""
+    """Yield the metrics of the disk tier's store: whether it is open, and its failures."""
     yield names.DISK_OPEN.of(store.not_open is None)
     yield names.DISK_NOT_OPEN.by({reason: reason is store.not_open for reason in NotOpen})
     yield names.DISK_FOLDER_GONE.of(store.num_gone)

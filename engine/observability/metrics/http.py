@@ -1,4 +1,4 @@
-"""What kvtier's HTTP servers count as it happens."""
+"""Metrics that kvtier's HTTP servers update as requests are served."""
 
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +9,7 @@ _TOKEN_GAP_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class RequestMetrics:
-    """What every HTTP server of kvtier counts itself, as it happens."""
+    """The metrics of every HTTP server of kvtier."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = names.HTTP_REQUESTS.counter(registry)
@@ -17,7 +17,7 @@ class RequestMetrics:
 
 
 class HttpMetrics(RequestMetrics):
-    """What a server of completions counts."""
+    """The metrics of a server of completions."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

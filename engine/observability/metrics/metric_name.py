@@ -1,4 +1,4 @@
-"""MetricName: one metric's name, kind, help text and labels, and the ways to fill it."""
+"""MetricName: a metric's name, kind, help text and labels, with methods that fill it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ _FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """What is said of a metric once, for the code that fills it, the documentation and the tests.
+    """The definition of a metric.
 
-    *name* is without the ending that Prometheus adds. No client may be able to add a value to one of the *labels*.
+    *name* does not include the suffix that Prometheus adds. Values of *labels* must not be chosen by clients.
     """
 
     name: str
@@ -40,18 +40,18 @@ class MetricName:
     labels: tuple[str, ...] = ()
 
     def of(self, value: float) -> Metric:
-        """The metric with one sample, for a snapshot; it has no labels."""
+        """Return the metric with one sample without labels."""
         return self.by({(): value})
 
     def by(self, values: Mapping[_Key, float]) -> Metric:
-        """The metric with a sample for each value of its label, or for each tuple of values of its labels."""
+        """Return the metric with a sample for each value of its label, or for each tuple of values of its labels."""
         family: Metric = _FAMILIES[self.kind](self.name, self.help, labels=self.labels)
         for key, value in values.items():
             family.add_metric((key,) if isinstance(key, str) else key, value)  # type: ignore[attr-defined]  # both have it
         return family
 
     def by_histogram(self, values: Mapping[_Key, HistogramStatistics]) -> Metric:
-        """As `by`, of a histogram."""
+        """Return a histogram with samples as for `by`."""
         family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
         for key, value in values.items():
             bounds = [floatToGoString(bound) for bound in (*value.bounds, inf)]  # type: ignore[no-untyped-call]
@@ -60,24 +60,24 @@ class MetricName:
         return family
 
     def counter(self, registry: CollectorRegistry) -> Counter:
-        """A counter that is counted up as things happen."""
+        """Register a counter that is incremented as events happen."""
         return Counter(self.name, self.help, self.labels, registry=registry)
 
     def histogram(self, registry: CollectorRegistry, bounds: Sequence[float]) -> Histogram:
-        """A histogram that is told of things as they happen; *bounds* are the upper ends of its buckets."""
+        """Register a histogram that is updated as events happen. *bounds* are the upper bounds of its buckets."""
         return Histogram(self.name, self.help, self.labels, buckets=bounds, registry=registry)
 
 
 def counter(name: str, help_text: str, *labels: str) -> MetricName:
-    """The name of a counter."""
+    """Define a counter."""
     return MetricName(name, Kind.COUNTER, help_text, labels)
 
 
 def gauge(name: str, help_text: str, *labels: str) -> MetricName:
-    """The name of a gauge."""
+    """Define a gauge."""
     return MetricName(name, Kind.GAUGE, help_text, labels)
 
 
 def histogram(name: str, help_text: str, *labels: str) -> MetricName:
-    """The name of a histogram."""
+    """Define a histogram."""
     return MetricName(name, Kind.HISTOGRAM, help_text, labels)

@@ -1,202 +1,184 @@
-"""The catalogue: every metric of kvtier's, of an engine, a server of completions and a sidecar."""
+"""Catalogue of all kvtier metrics: of engines, servers of completions and sidecars."""
 
 from kvtier.engine.observability.metrics.metric_name import MetricName, counter, gauge, histogram
 
 # Where tokens came from.
-PROMPT_TOKENS = counter("kvtier_prompt_tokens", "Prompt tokens of admitted requests")
-HIT_TOKENS = counter("kvtier_hit_tokens", "Prompt tokens that came from the cache, by tier", "tier")
-RECOMPUTED_TOKENS = counter("kvtier_recomputed_tokens", "Prompt tokens that were computed, by reason", "reason")
-COPIED_TOKENS = counter(
-    "kvtier_copied_tokens", "Hit tokens copied out of blocks that share only their first tokens with the prompt"
-)
+PROMPT_TOKENS = counter("kvtier_prompt_tokens", "Prompt tokens of admitted requests.")
+HIT_TOKENS = counter("kvtier_hit_tokens", "Prompt tokens that came from the cache, by tier.", "tier")
+RECOMPUTED_TOKENS = counter("kvtier_recomputed_tokens", "Prompt tokens that were computed, by reason.", "reason")
+COPIED_TOKENS = counter("kvtier_copied_tokens", "Hit tokens copied from blocks that share only their first tokens.")
 PREEMPTED_TOKENS = counter(
-    "kvtier_preempted_tokens", "Tokens of preempted requests when they were admitted again, hit or missed", "result"
+    "kvtier_preempted_tokens", "Tokens of preempted requests at their readmission, by hit or miss.", "result"
 )
-RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Share of the last 1,000 requests' tokens that were hits")
+RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Hit ratio of the last 1,000 requests' prompt tokens.")
 TTFT_SECONDS = histogram(
     "kvtier_ttft_seconds",
-    "Seconds from a request's arrival to its first token, by the coldest tier that its tokens came from",
+    "Seconds from a request's arrival to its first token, by the coldest tier that its tokens came from.",
     "coldest",
 )
-QUEUE_SECONDS = histogram("kvtier_queue_seconds", "Seconds that a request waited before its prefix began to come")
-LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that looking up a request's prefix took in all")
-LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix had come")
-REQUESTS = gauge("kvtier_requests", "Requests by state", "state")
+QUEUE_SECONDS = histogram("kvtier_queue_seconds", "Seconds that a request waited before its prefix began to load.")
+LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that all lookups of a request's prefix took together.")
+LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix was loaded.")
+REQUESTS = gauge("kvtier_requests", "Requests by state.", "state")
 
 REQUEST_LOG_LINES = counter(
     "kvtier_request_log_lines",
-    "Lines of the log of requests: written, or dropped as the disk was too slow or full",
+    "Lines of the request log that were written, or dropped because the disk was too slow or full.",
     "result",
 )
 
 # Tiers.
-RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier, which look-ups find", "tier")
-RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier", "tier")
-CAPACITY_BYTES = gauge("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold", "tier")
-EVICTED_BLOCKS = counter("kvtier_evicted_blocks", "Blocks that the tier has forgotten, by cause", "tier", "cause")
-DROPPED_SPILLS = counter("kvtier_dropped_spills", "Blocks evicted without a copy in a lower tier", "tier")
-CORRUPT_BLOCKS = counter(
-    "kvtier_corrupt_blocks", "Blocks whose load gave no valid bytes, by tier and cause", "tier", "cause"
-)
-LEASED_SLOTS = gauge("kvtier_leased_slots", "Slots of the tier that are not evicted now, as they are used", "tier")
-DIRTY_BLOCKS = gauge("kvtier_dirty_blocks", "Blocks in the tier that no lower tier has a copy of yet", "tier")
+RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier that lookups can find.", "tier")
+RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier.", "tier")
+CAPACITY_BYTES = gauge("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold.", "tier")
+EVICTED_BLOCKS = counter("kvtier_evicted_blocks", "Blocks evicted from the tier, by cause.", "tier", "cause")
+DROPPED_SPILLS = counter("kvtier_dropped_spills", "Blocks evicted without a copy in a lower tier.", "tier")
+CORRUPT_BLOCKS = counter("kvtier_corrupt_blocks", "Blocks whose load gave no valid bytes, by cause.", "tier", "cause")
+LEASED_SLOTS = gauge("kvtier_leased_slots", "Slots of the tier that are in use and cannot be evicted now.", "tier")
+DIRTY_BLOCKS = gauge("kvtier_dirty_blocks", "Blocks in the tier without a copy in a lower tier.", "tier")
 EVICTION_AGE = histogram(
     "kvtier_eviction_age_seconds",
-    "For how long evicted blocks had not been used (on disk: since they were written), by a sample",
+    "Seconds since the last use of evicted blocks (on disk: since they were written), from a sample.",
     "tier",
 )
-CLEAN_AHEAD_BLOCKS = gauge(
-    "kvtier_clean_ahead_blocks", "Blocks next to be evicted on the device that are kept copied down"
-)
+CLEAN_AHEAD_BLOCKS = gauge("kvtier_clean_ahead_blocks", "Next blocks to be evicted on the device that are kept clean.")
 HOST_PREPARED_BYTES = gauge(
-    "kvtier_host_prepared_bytes", "Bytes of the host tier that have memory behind them, pinned on CUDA"
+    "kvtier_host_prepared_bytes", "Bytes of the host tier that are backed by memory and, with CUDA, page-locked."
 )
-PINNED_BYTES = gauge("kvtier_pinned_bytes", "Bytes that pins keep in host memory, or bring there")
+PINNED_BYTES = gauge("kvtier_pinned_bytes", "Bytes that pins keep in host memory or prefetch there.")
 TENANT_TOKENS = counter(
     "kvtier_tenant_tokens",
-    "Prompt tokens of the largest tenants, from when they are shown, and of all others, by where they came from",
+    "Prompt tokens by source, of the largest tenants since they are shown, and of all other tenants together.",
     "tenant",
     "source",
 )
-TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier", "tier", "tenant")
+TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier.", "tier", "tenant")
 
 WHAT_IF_HIT_RATIO = gauge(
     "kvtier_what_if_hit_ratio",
-    "Share of prompt tokens that would be found in the tier or a warmer one, were it so many times as large, lately",
+    "Fraction of recent prompt tokens that would be hits in this tier or a warmer one if it had this relative size.",
     "tier",
     "size",
 )
 
 # Copies.
-MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by route", "route")
-MOVED_SECONDS = counter("kvtier_moved_seconds", "Seconds for which copies ran, by route", "route")
-FAILED_TRANSFERS = counter("kvtier_failed_transfers", "Copies that failed, by route", "route")
-ROUTE_SPEED = gauge("kvtier_route_bytes_per_second", "Bytes per second of the route's latest copies", "route")
-PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait for the route's lane or run on it", "route")
-PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of these copies", "route")
+MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by route.", "route")
+MOVED_SECONDS = counter("kvtier_moved_seconds", "Seconds for which copies ran, by route.", "route")
+FAILED_TRANSFERS = counter("kvtier_failed_transfers", "Copies that failed, by route.", "route")
+ROUTE_SPEED = gauge("kvtier_route_bytes_per_second", "Bytes per second of the route's latest copies.", "route")
+PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait for the route's lane or run on it.", "route")
+PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of the copies that wait for the lane or run on it.", "route")
 LOAD_PLANS = counter(
     "kvtier_load_plans",
-    "Hits below the device, by how much of them was loaded: all, split, part, nothing",
+    "Hits below the device, by how much of the hit was loaded: all, split, part, nothing.",
     "loaded",
 )
-PREFILL_SPEED = gauge(
-    "kvtier_prefill_tokens_per_second", "Tokens computed per second, for the first 1,000 tokens of a prompt"
-)
+PREFILL_SPEED = gauge("kvtier_prefill_tokens_per_second", "Tokens computed per second in the first 1,000 of a prompt.")
 
 # The disk.
-DISK_OPEN = gauge(
-    "kvtier_disk_open", "1 while the disk tier's store is open; at 0 kvtier serves without it and tries again"
-)
-DISK_NOT_OPEN = gauge("kvtier_disk_not_open", "1 for the reason why the disk tier's store is not open", "reason")
-DISK_FOLDER_GONE = counter(
-    "kvtier_disk_folder_gone", "Times that the store's folder was removed or replaced while it was open"
-)
+DISK_OPEN = gauge("kvtier_disk_open", "1 while the disk tier's store is open; at 0 kvtier serves without it.")
+DISK_NOT_OPEN = gauge("kvtier_disk_not_open", "1 for the reason why the disk tier's store is not open.", "reason")
+DISK_FOLDER_GONE = counter("kvtier_disk_folder_gone", "Times that the open store's folder was removed or replaced.")
 DISK_PROCESS_ENDED = counter(
-    "kvtier_disk_process_ended", "Processes of the store that have ended by themselves, or hung and were ended"
+    "kvtier_disk_process_ended", "Store processes that ended unexpectedly, or hung and were killed."
 )
-DISK_BREAKER = gauge("kvtier_disk_breaker", "1 for the state of the circuit breaker of each side", "side", "state")
-DISK_BREAKER_OPENED = counter(
-    "kvtier_disk_breaker_opened", "Times that the circuit breaker of the side has opened", "side"
-)
-DISK_FILE_BYTES = gauge("kvtier_disk_file_bytes", "Bytes that the store takes on the disk")
-DISK_WRITTEN_BYTES = counter("kvtier_disk_written_bytes", "Bytes written to the store since it was created")
-DISK_INDEX_BLOCKS = gauge("kvtier_disk_index_blocks", "Blocks on disk that the index in memory knows")
-DISK_INDEX_LOADED = gauge(
-    "kvtier_disk_index_loaded", "1 when the index knows all blocks that were on disk at the start, else 0"
-)
+DISK_BREAKER = gauge("kvtier_disk_breaker", "1 for the current state of each side's circuit breaker.", "side", "state")
+DISK_BREAKER_OPENED = counter("kvtier_disk_breaker_opened", "Times that the side's circuit breaker opened.", "side")
+DISK_FILE_BYTES = gauge("kvtier_disk_file_bytes", "Bytes that the store takes on the disk.")
+DISK_WRITTEN_BYTES = counter("kvtier_disk_written_bytes", "Bytes written to the store since it was created.")
+DISK_INDEX_BLOCKS = gauge("kvtier_disk_index_blocks", "Blocks on disk that the index in memory knows.")
+DISK_INDEX_LOADED = gauge("kvtier_disk_index_loaded", "1 once the index knows all blocks on disk at the start, else 0.")
 DISK_ADMISSION_BLOCKS = counter(
-    "kvtier_disk_admission_blocks", "Blocks by whether they were admitted to the disk or refused", "decision"
+    "kvtier_disk_admission_blocks", "Blocks by whether they were admitted to the disk or refused.", "decision"
 )
 DISK_BUDGET_LEFT_BYTES = gauge(
     "kvtier_disk_budget_left_bytes",
-    "Bytes that may be written now under max_written_bytes_per_day; below 0: too much was written",
+    "Bytes that may be written now under max_written_bytes_per_day; negative if too much was written.",
 )
-SSD_LIFE_USED = gauge("kvtier_ssd_life_used_ratio", "Share of the drive's endurance that this store has written")
-SSD_YEARS_LEFT = gauge("kvtier_ssd_years_left", "Years until the endurance is used up, at the rate since the start")
+SSD_LIFE_USED = gauge("kvtier_ssd_life_used_ratio", "Fraction of the drive's endurance that this store has used.")
+SSD_YEARS_LEFT = gauge("kvtier_ssd_years_left", "Years until the endurance is used up, at the rate since the start.")
 
 # The remote tier.
-REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes that the remote tier was asked about")
-REMOTE_LATE = counter("kvtier_remote_late", "Of these, those whose request went on without the answer")
-REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Seconds that a question to the remote tier takes, lately")
+REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes looked up in the remote tier.")
+REMOTE_LATE = counter("kvtier_remote_late", "Remote lookups whose request continued without the answer.")
+REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Recent seconds per lookup in the remote tier.")
 REMOTE_BLOCKS = counter(
-    "kvtier_remote_blocks", "Blocks that were to be put there: stored, there already, refused", "outcome"
+    "kvtier_remote_blocks",
+    "Blocks to be put into the remote tier, by outcome: stored, there already, refused.",
+    "outcome",
 )
-REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks that are to be put in the remote tier")
-REMOTE_KNOWN_BLOCKS = gauge("kvtier_remote_known_blocks", "Blocks that the remote tier has said lately that it has")
-REMOTE_REQUESTS = counter(
-    "kvtier_remote_requests", "Requests that the remote store was sent: what an operator may pay for", "kind"
-)
-REMOTE_BYTES = counter("kvtier_remote_bytes", "Bytes read from the remote store and written to it", "direction")
+REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks still to be put into the remote tier.")
+REMOTE_KNOWN_BLOCKS = gauge("kvtier_remote_known_blocks", "Blocks in the remote tier, known from its recent answers.")
+REMOTE_REQUESTS = counter("kvtier_remote_requests", "Requests to the remote store, which may cost money.", "kind")
+REMOTE_BYTES = counter("kvtier_remote_bytes", "Bytes read from the remote store and written to it.", "direction")
 REMOTE_BREAKER = gauge(
-    "kvtier_remote_breaker", "1 for the state of the circuit breaker of each side: ask, read, write", "side", "state"
+    "kvtier_remote_breaker",
+    "1 for the current state of the circuit breaker of each side: ask, read, write.",
+    "side",
+    "state",
 )
-REMOTE_BREAKER_OPENED = counter(
-    "kvtier_remote_breaker_opened", "Times that the circuit breaker of the side has opened", "side"
-)
+REMOTE_BREAKER_OPENED = counter("kvtier_remote_breaker_opened", "Times that the side's circuit breaker opened.", "side")
 
 # An engine on a sidecar.
 SIDECAR_ATTACHED = gauge(
     "kvtier_sidecar_attached",
-    "1 while the engine is attached to its sidecar; at 0 it serves without it and tries again",
+    "1 while the engine is attached to its sidecar; at 0 it serves without the sidecar and retries.",
 )
 SIDECAR_ATTACHED_SECONDS = gauge(
     "kvtier_sidecar_attached_seconds",
-    "Seconds for which the engine has been attached to its sidecar; 0 while it is not",
+    "Seconds since the engine attached to its sidecar; 0 while it is not attached.",
 )
-SIDECAR_ATTACHMENTS = counter("kvtier_sidecar_attachments", "Times that the engine has attached to a sidecar")
+SIDECAR_ATTACHMENTS = counter("kvtier_sidecar_attachments", "Times that the engine has attached to a sidecar.")
 
 # HTTP and events.
-HTTP_REQUESTS = counter("kvtier_http_requests", "Requests answered, by route and status", "route", "status")
+HTTP_REQUESTS = counter("kvtier_http_requests", "Requests answered, by route and status.", "route", "status")
 HTTP_CONNECTIONS_REFUSED = counter(
     "kvtier_http_connections_refused",
-    "Connections refused or cut before their request was read, by the limit that they exceeded",
+    "Connections refused or closed before their request was read, by the limit that they exceeded.",
     "why",
 )
-HTTP_TTFT_SECONDS = histogram(
-    "kvtier_http_ttft_seconds", "Seconds from a request's tokenized prompt to its first token"
-)
-HTTP_TOKEN_GAP_SECONDS = histogram("kvtier_http_token_gap_seconds", "Seconds between two tokens of a completion")
-DROPPED_EVENT_BATCHES = counter("kvtier_dropped_event_batches", "Batches of KV events that could not be sent")
+HTTP_TTFT_SECONDS = histogram("kvtier_http_ttft_seconds", "Seconds from the tokenized prompt to the first token.")
+HTTP_TOKEN_GAP_SECONDS = histogram("kvtier_http_token_gap_seconds", "Seconds between two tokens of a completion.")
+DROPPED_EVENT_BATCHES = counter("kvtier_dropped_event_batches", "Batches of KV events that could not be sent.")
 
 # The sidecar.
-SIDECAR_READY = gauge("kvtier_sidecar_ready", "1 if engines can attach and store")
-SIDECAR_START_TIME = gauge("kvtier_sidecar_start_time_seconds", "When the sidecar has started, since the Unix epoch")
-SIDECAR_CLIENTS = gauge("kvtier_sidecar_clients", "Clients that are attached")
-SIDECAR_LAYOUTS = gauge("kvtier_sidecar_layouts", "Layouts of KV that engines have registered")
+SIDECAR_READY = gauge("kvtier_sidecar_ready", "1 if engines can attach and store.")
+SIDECAR_START_TIME = gauge("kvtier_sidecar_start_time_seconds", "Start time of the sidecar, since the Unix epoch.")
+SIDECAR_CLIENTS = gauge("kvtier_sidecar_clients", "Clients that are attached.")
+SIDECAR_LAYOUTS = gauge("kvtier_sidecar_layouts", "KV layouts that engines have registered.")
 SIDECAR_UNKNOWN_WEIGHTS = gauge(
-    "kvtier_sidecar_unknown_weights_layouts", "Of them those of models without an entry in [models]"
+    "kvtier_sidecar_unknown_weights_layouts", "KV layouts of models without an entry in [models]."
 )
-SIDECAR_HELD_BYTES = gauge("kvtier_sidecar_held_bytes", "Bytes of the segment that layouts have, full or not")
+SIDECAR_HELD_BYTES = gauge("kvtier_sidecar_held_bytes", "Bytes of the segment assigned to layouts, used or not.")
 SIDECAR_LEASED_CHUNKS = gauge(
-    "kvtier_sidecar_leased_chunks", "Chunks and reserved slots that are not evicted, as clients or copies use them"
+    "kvtier_sidecar_leased_chunks",
+    "Chunks and reserved slots that cannot be evicted because clients or copies use them.",
 )
 SIDECAR_QUARANTINED_CLIENTS = gauge(
-    "kvtier_sidecar_quarantined_clients", "Clients whose session has ended while one of their processes may still copy"
+    "kvtier_sidecar_quarantined_clients", "Clients whose session has ended while one of their processes may still copy."
 )
 SIDECAR_QUARANTINED_CHUNKS = gauge(
-    "kvtier_sidecar_quarantined_chunks", "Slots of these clients, which are given to no block meanwhile"
+    "kvtier_sidecar_quarantined_chunks", "Slots of quarantined clients, which are not reused meanwhile."
 )
-SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators keep in host memory")
-SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment that these keep in their places")
-SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only")
+SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators have pinned in host memory.")
+SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment held by the operators' pins.")
+SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only.")
 SIDECAR_HASHED_BYTES = counter(
     "kvtier_sidecar_hashed_bytes",
-    "Bytes of which digests were taken: of new chunks (digest) or before they are read (verify)",
+    "Bytes hashed, of new chunks (digest) or before they are read (verify).",
     "lane",
 )
-SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Time that this ran", "lane")
-SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks that lookups asked for", "endpoint")
+SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Seconds of hashing chunks, by lane.", "lane")
+SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks requested by lookups.", "endpoint")
 SIDECAR_PROMISED_CHUNKS = counter(
-    "kvtier_sidecar_promised_chunks", "Of them those that were found, verified and promised", "endpoint"
+    "kvtier_sidecar_promised_chunks", "Requested chunks that were found, verified and promised.", "endpoint"
 )
-SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded", "endpoint")
-SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored", "endpoint")
+SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded.", "endpoint")
+SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored.", "endpoint")
 SIDECAR_LOST_CHUNKS = counter(
-    "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by why", "endpoint", "why"
+    "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by reason.", "endpoint", "why"
 )
-SIDECAR_OPERATIONS = counter("kvtier_sidecar_operations", "Requests of engines, by kind", "endpoint", "operation")
-SIDECAR_REFUSED = counter(
-    "kvtier_sidecar_refused", "Requests and connections that were refused, by why", "endpoint", "why"
-)
+SIDECAR_OPERATIONS = counter("kvtier_sidecar_operations", "Requests of engines, by kind.", "endpoint", "operation")
+SIDECAR_REFUSED = counter("kvtier_sidecar_refused", "Requests and connections refused, by reason.", "endpoint", "why")
 
 CATALOGUE: tuple[MetricName, ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricName))

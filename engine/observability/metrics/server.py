@@ -1,4 +1,4 @@
-"""MetricsServer: `/metrics` of an engine without an HTTP server of its own, on `metrics_port`."""
+"""MetricsServer: serves `/metrics` on `metrics_port` for an engine without its own HTTP server."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MetricsServer(Protocol):
-    """The server of `/metrics`, or a stand-in where no port is configured; `close` ends it."""
+    """The server of `/metrics`, or a stand-in if no port is configured."""
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -38,8 +38,7 @@ class _HttpServer:
 
 
 def serve_metrics(statistics: "Callable[[], EngineStatistics]", config: Config, model_name: str) -> MetricsServer:
-    """Serve `/metrics` of the engine of that model on the configured port, if there is one. OSError if the port is
-    taken."""
+    """Serve `/metrics` on the configured port, if there is one. Raise OSError if the port is taken."""
     if config.metrics_port is None:
         return _NoServer()
     try:

@@ -1,4 +1,4 @@
-"""Metrics of the tiers and of the copies between them: an engine's and a sidecar's."""
+"""Metrics of the tiers and of the copies between them, for engines and sidecars."""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +19,7 @@ _FAULTS = tuple(fault for fault in Fault if fault is not Fault.MISSING)
 
 
 def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
-    """What is in each tier, and what has left it."""
+    """Yield the metrics of each tier's content and evictions."""
     yield names.RESIDENT_BLOCKS.by({tier: each.num_blocks for tier, each in tiers.items()})
     yield names.RESIDENT_BYTES.by({tier: each.num_bytes for tier, each in tiers.items()})
     yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
@@ -36,20 +36,20 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
 
 
 def corrupt_by_cause(tier: Tier, statistics: TierStatistics) -> dict[str, int]:
-    """The corrupt blocks by each cause that the tier can have: Prometheus sees no growth of what was not there at 0."""
+    """Return the corrupt blocks by cause, including zeros, because Prometheus needs a 0 to see a first increase."""
     causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS, Tier.REMOTE: _FAULTS}[tier]
     return {**dict.fromkeys((cause.value for cause in causes), 0), **statistics.corrupt}
 
 
 def what_if_metrics(ratios: HitRatios) -> Iterator[Metric]:
-    """What tiers of other sizes would find."""
+    """Yield the estimated hit ratios of tiers of other sizes."""
     yield names.WHAT_IF_HIT_RATIO.by(
         {(tier, f"{size:g}"): ratio for tier, each in ratios.items() for size, ratio in each.items()}
     )
 
 
 def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
-    """Copies between tiers."""
+    """Yield the metrics of the copies between tiers."""
     yield names.MOVED_BYTES.by({route: totals.num_bytes for route, totals in routes.items()})
     yield names.MOVED_SECONDS.by({route: totals.seconds for route, totals in routes.items()})
     yield names.FAILED_TRANSFERS.by({route: totals.num_failed for route, totals in routes.items()})
@@ -60,7 +60,7 @@ def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
 
 
 def remote_metrics(remote: RemoteStatistics) -> Iterator[Metric]:
-    """What only a remote tier has."""
+    """Yield the metrics that only a remote tier has."""
     usage = remote.usage
     yield names.REMOTE_ASKED.of(remote.num_asked)
     yield names.REMOTE_LATE.of(remote.num_late)
@@ -79,17 +79,17 @@ def remote_metrics(remote: RemoteStatistics) -> Iterator[Metric]:
 
 
 def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
-    """Where the tokens came from, and why some were computed."""
+    """Yield the metrics of the tokens' sources, and of the reasons why some were computed."""
     yield names.PROMPT_TOKENS.of(tokens.num_tokens)
     yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
     yield names.RECOMPUTED_TOKENS.by({**dict.fromkeys(Reason, 0), **tokens.reasons})
 
 
 def request_log_metrics(counts: LogCounts) -> Iterator[Metric]:
-    """How the log of requests does."""
+    """Yield the metrics of the request log."""
     yield names.REQUEST_LOG_LINES.by({"written": counts.num_written, "dropped": counts.num_dropped})
 
 
 def sources_of(tokens: TokenBalance) -> dict[str, int]:
-    """The tokens by where they came from: a tier, or "recomputed"."""
+    """Return the number of tokens by source: a tier, or "recomputed"."""
     return {**{tier.value: getattr(tokens, tier) for tier in Tier}, "recomputed": tokens.recomputed}

@@ -1,1 +1,1 @@
-"""Records: what each request has taken, in names and numbers."""
+"""Records of finished requests: their times and token counts, without their text."""

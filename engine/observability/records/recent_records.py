@@ -1,4 +1,4 @@
-"""RecentRecords: the newest records, and the slowest of the last hour."""
+"""RecentRecords: the newest records of requests, and the slowest ones of the last hour."""
 
 from bisect import insort
 from collections import deque
@@ -16,8 +16,11 @@ Listener: TypeAlias = Callable[[RequestRecord], None]
 
 
 class RecentRecords:
-    """Bounded, whatever comes. Owned by the thread that adds; *listeners* are called there and raise nothing, and so
-    are *trail_listeners*, which get the request's trail too: here no trail is kept."""
+    """A bounded memory of the newest and the slowest records. Owned by the thread that adds them.
+
+    `add` calls *listeners* with each record, and *trail_listeners* also with its trail, which is not kept here.
+    Listeners must not raise.
+    """
 
     def __init__(self, listeners: Sequence[Listener] = (), trail_listeners: Sequence[TrailListener] = ()) -> None:
         self._newest: deque[RequestRecord] = deque(maxlen=NUM_NEWEST)
@@ -26,7 +29,7 @@ class RecentRecords:
         self._trail_listeners = tuple(trail_listeners)
 
     def add(self, record: RequestRecord, trail: Trail = NO_TRAIL) -> None:
-        """Take in the record of a request that has ended, and its trail."""
+        """Add the record of a finished request, and pass it with its trail to the listeners."""
         self._newest.append(record)
         since = record.arrived_at - SLOWEST_S
         self._slowest = [each for each in self._slowest if each.arrived_at >= since]
@@ -38,14 +41,14 @@ class RecentRecords:
             trail_listener(record, trail)
 
     def find(self, request_id: str) -> RequestRecord | None:
-        """The newest record of that request; None if there is none, or no more."""
+        """Return the newest record of this request; None if there is none, or if it was dropped."""
         both = (*reversed(self._newest), *self._slowest)
         return next((record for record in both if record.request_id == request_id), None)
 
     def newest(self) -> Sequence[RequestRecord]:
-        """The records that came last, newest first, by value."""
+        """Return the newest records, newest first, by value."""
         return tuple(reversed(self._newest))
 
     def slowest(self) -> Sequence[RequestRecord]:
-        """The slowest requests of the hour before the last record, slowest first, by value."""
+        """Return the slowest requests of the hour before the last record, slowest first, by value."""
         return tuple(self._slowest)

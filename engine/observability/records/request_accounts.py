@@ -1,4 +1,4 @@
-"""RequestAccounts: what all requests together have taken, told of each token and of each request's end."""
+"""RequestAccounts: statistics over all requests, updated with each token and with each request's end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ COLDEST = (NO_TIER, *(tier.value for tier in Tier))
 
 @dataclass(frozen=True, slots=True)
 class TimesStatistics:
-    """Histograms in seconds; of times to the first token by the coldest tier, or NO_TIER."""
+    """Histograms in seconds. The times to the first token are by the lowest tier that a token came from, or NO_TIER."""
 
     ttft: Mapping[str, HistogramStatistics]
     queue: HistogramStatistics
@@ -34,14 +34,14 @@ class TimesStatistics:
 
 
 class RequestTimes:
-    """Listens to records. Owned by the thread that records are made in."""
+    """Histograms of request times, a listener to records. Owned by the thread that creates the records."""
 
     def __init__(self) -> None:
         self._ttft = {coldest: Histogram(SECONDS) for coldest in COLDEST}
         self._queue, self._lookup, self._load = (Histogram(SECONDS) for _ in range(3))
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count a request that has ended, as far as it came."""
+        """Count the stages that a finished request reached."""
         own = self._ttft[NO_TIER if record.coldest is None else record.coldest.value]
         for histogram, seconds in (
             (own, record.ttft_s),
@@ -53,7 +53,7 @@ class RequestTimes:
                 histogram.add(seconds)
 
     def statistics(self) -> TimesStatistics:
-        """The counts now, by value."""
+        """Return the current counts, by value."""
         return TimesStatistics(
             {coldest: each.statistics() for coldest, each in self._ttft.items()},
             self._queue.statistics(),
@@ -64,17 +64,17 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatistics:
-    """Of requests that have ended, but for what says otherwise."""
+    """Statistics of finished requests, except where a field says otherwise."""
 
     times: TimesStatistics
     served: ServedStatistics
-    tenants: Mapping[str, TokenBalance]  # of the largest tenants, and of all others
-    what_if: HitRatios  # were a tier smaller or larger
-    log: LogCounts | None  # None without a log of requests
+    tenants: Mapping[str, TokenBalance]  # of the largest tenants, and of all other tenants together
+    what_if: HitRatios  # for smaller and larger tiers
+    log: LogCounts | None  # None without a request log
 
 
 class RequestAccounts:
-    """Keeps the books of requests, a record of each, and has them logged. Owned by the engine's thread."""
+    """The statistics, records, log and traces of all requests. Owned by the engine's thread."""
 
     def __init__(
         self,
@@ -88,8 +88,11 @@ class RequestAccounts:
         block_bytes: int,
         top_tenants: int,
     ) -> None:
-        """A block of *block_tokens* has *block_bytes* in all groups together; *top_tenants* are told by name. Takes
-        over the log, the traces and the explainer."""
+        """Take ownership of the log, the traces and the explainer.
+
+        A block of *block_tokens* tokens takes *block_bytes* in all groups together. The *top_tenants* largest tenants
+        are counted by name.
+        """
         self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
         self._what_if = what_if
         self._trails = trails
@@ -104,19 +107,19 @@ class RequestAccounts:
         )
 
     def on_added(self, request: Request) -> None:
-        """Take in a request that has just come."""
+        """Begin the trace of a new request."""
         if self._traces is not None:
             self._traces.begin(request, request.timeline.caller, request.chain.names)
 
     def on_token(self, timeline: Timeline) -> None:
-        """Count the token that a request has just got."""
+        """Count a new token of a request."""
         if timeline.token_gap_s is not None:
             self._served.on_token(timeline.token_gap_s)
         elif timeline.ttft_s is not None:
             self._served.on_first_token(timeline.ttft_s)
 
     def on_ended(self, request: Request) -> None:
-        """Count a request that has its last token, or was aborted; its leases have ended."""
+        """Count a request that has finished or was aborted. Its leases must have ended."""
         names = request.chain.names
         num_named = len(request.prompt_token_ids) // self._block_tokens
         trail = self._trails.end(request) or Trail(self._block_tokens, names[:num_named])
@@ -133,12 +136,12 @@ class RequestAccounts:
         self._what_if.on_made(names[num_asked:], self._block_bytes)
 
     def trace_spills(self) -> None:
-        """Send spans of what has been copied down since the last call."""
+        """Send the spans of copies down that ended since the last call."""
         if self._traces is not None:
             self._traces.go_on()
 
     def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
-        """The counts now, by value. *tiers*: as large as they are now."""
+        """Return the current counts, by value. *tiers* provide the current sizes of the tiers."""
         return RequestStatistics(
             self._times.statistics(),
             self._served.statistics(),
@@ -148,11 +151,11 @@ class RequestAccounts:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if the books disagree."""
+        """Raise AssertionError if an invariant is violated."""
         self._what_if.check()
 
     def close(self) -> None:
-        """Write what the log and the explainer still have, send what the traces have, and close all."""
+        """Flush and close the explainer, the log and the traces."""
         self.explainer.close()
         if self._log is not None:
             self._log.close()

@@ -1,4 +1,4 @@
-"""RequestLog: a line of JSON for each request that has ended, in files that take turns."""
+"""RequestLog: a JSON line for each finished request, in rotated files."""
 
 import errno
 import logging
@@ -20,57 +20,61 @@ from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # requests that the disk has not taken yet; more are dropped and counted
-MAX_AT_ONCE = 256  # written together; so what the thread has taken is bounded too, while others add as fast as it takes
-MAX_NAMES = 64  # of one prompt's blocks in a line
-NAME_BYTES = 8  # of each, as in KV events
-CLOSING_S = 10.0  # for which closing waits for a disk that hangs
+MAX_WAITING = 4096  # requests in the queue; further ones are dropped and counted
+MAX_AT_ONCE = 256  # requests per write, so that the thread's batch is bounded even if the queue keeps filling
+MAX_NAMES = 64  # block names of one prompt in a line
+NAME_BYTES = 8  # of each name, as in KV events
+CLOSING_S = 10.0  # how long closing waits for a disk that hangs
 
 
 @dataclass(frozen=True, slots=True)
 class LogCounts:
-    """Lines since the start."""
+    """Numbers of lines since the start."""
 
     num_written: int
     num_dropped: int
 
 
 class RequestLog:
-    """Listens to records with their trails. A thread of its own writes them, and whoever adds never waits: what finds
-    the queue full, or the disk failing, is dropped and counted. Files are this user's only."""
+    """A listener to records with their trails, whose own thread writes them, so that callers never block.
+
+    Lines are dropped and counted if the queue is full or the disk fails. Only this user can read the files.
+    """
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
-        """Opens *path*, to append to it; OSError. A file of *max_bytes* is renamed to `PATH.1`, that to `PATH.2`, and
-        so on: *num_files* are kept."""
+        """Open *path* for appending. Raise OSError if that fails.
+
+        A file of *max_bytes* is renamed to `PATH.1`, `PATH.1` to `PATH.2`, and so on; *num_files* files are kept.
+        """
         self._path = path
         self._max_bytes = max_bytes
         self._num_files = num_files
         self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MAX_WAITING)
-        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # there: by the thread
+        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # the last one: by the thread
         self._is_failing = False
-        self._num_bytes = 0  # of the file that is written now
+        self._num_bytes = 0  # size of the current file
         self._file: BinaryIO | None = None
         self._open()
         self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
         self._thread.start()
 
     def on_record(self, record: RequestRecord, trail: Trail) -> None:
-        """Have a line written of the request."""
+        """Queue a line for the request."""
         try:
             self._waiting.put_nowait((record, trail))
         except queue.Full:
             self._num_dropped_here += 1
 
     def counts(self) -> LogCounts:
-        """Lines written and dropped so far; any thread may ask."""
+        """Return the numbers of lines written and dropped so far. Any thread may call this."""
         return LogCounts(self._num_written, self._num_dropped_here + self._num_dropped_there)
 
     def close(self) -> None:
-        """Write what waits and close the file. Idempotent; waits `CLOSING_S` at most."""
+        """Write the queued lines and close the file, waiting at most `CLOSING_S`. Idempotent."""
         try:
             self._waiting.put(None, timeout=CLOSING_S)
         except queue.Full:
-            return  # the disk hangs: the thread ends with the process
+            return  # the disk hangs; the thread ends with the process
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
@@ -85,7 +89,7 @@ class RequestLog:
             self._file.close()
 
     def _write(self, lines: list[bytes]) -> None:
-        """Append these lines; if that fails all of them count as dropped, also those that are there."""
+        """Append the lines. If that fails, count all of them as dropped, even those that were written."""
         try:
             for line in lines:
                 file = self._file or self._open()
@@ -103,17 +107,17 @@ class RequestLog:
             self._is_failing = False
 
     def _give_up(self, error: OSError) -> None:
-        """Say so once, and open the file anew with the next line."""
+        """Log a warning once, and close the file, so that the next line reopens it."""
         if not self._is_failing:
             log.warning("request log: %s cannot be written (%s); lines are dropped until it can", self._path, error)
         self._is_failing = True
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what it had buffered is lost with it
+            with suppress(OSError):  # its buffered lines are lost
                 file.close()
 
     def _turn(self, file: BinaryIO) -> BinaryIO:
-        """Begin a new file; the oldest goes."""
+        """Rotate the files: begin a new one, and delete the oldest if there are too many."""
         self._file = None
         file.close()
         for number in range(self._num_files - 1, 0, -1):
@@ -131,8 +135,12 @@ class RequestLog:
 
 
 def _opened(path: Path) -> int:
-    """Open the file at *path*, which may be a device, or a pipe that another process reads. PermissionError for another
-    user's file or pipe, OSError for one behind a link."""
+    """Open the file at *path*, which may also be a device, or a pipe that another process reads.
+
+    Raises:
+        PermissionError: If the file or pipe belongs to another user, or the file has several hard links.
+        OSError: If *path* is a symbolic link, or cannot be opened.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     found = os.fstat(file)
     is_anothers = found.st_uid != os.geteuid() and not stat.S_ISCHR(found.st_mode)
@@ -143,7 +151,7 @@ def _opened(path: Path) -> int:
 
 
 def refuse_unusable(config: RequestLogConfig) -> None:
-    """OSError, with what to do, if the log that the configuration asks for cannot be written. Makes nothing."""
+    """Raise OSError, with what to do, if the configured log cannot be written. Create nothing."""
     if config.path is None:
         return
     path, folder = Path(config.path), Path(config.path).absolute().parent
@@ -161,7 +169,7 @@ def refuse_unusable(config: RequestLogConfig) -> None:
 
 
 def open_request_log(config: RequestLogConfig) -> RequestLog | None:
-    """The log that the configuration asks for, if it does. OSError, with what to do, if its file cannot be opened."""
+    """Open the configured log, if any. Raise OSError, with what to do, if its file cannot be opened."""
     if config.path is None:
         return None
     refuse_unusable(config)
@@ -172,14 +180,16 @@ def open_request_log(config: RequestLogConfig) -> RequestLog | None:
 
 
 def line_of(record: RequestRecord, trail: Trail) -> bytes:
-    """The request as a line of JSON, see docs/operations.md."""
+    """Return the request as a JSON line, see docs/operations.md."""
     step, names = coarse_names(trail)
     return msgspec.json.encode(_facts(record) | {"grain": step * trail.block_size, "prefix": names}) + b"\n"
 
 
 def coarse_names(trail: Trail) -> tuple[int, list[str]]:
-    """Names of every so many blocks of a prompt, `MAX_NAMES` at most, and of how many: a power of two, so that two
-    prompts can be compared at the coarser one's grain."""
+    """Return a step and the names of every step-th block of a prompt, at most `MAX_NAMES`.
+
+    The step is a power of two, so that two prompts can be compared at the larger of their steps.
+    """
     step = 1
     while len(trail.names) // step > MAX_NAMES:
         step *= 2

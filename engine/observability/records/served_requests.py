@@ -1,4 +1,4 @@
-"""ServedRequests: how requests and their tokens went, in the buckets that vLLM's boards know."""
+"""ServedRequests: latency and size histograms of requests, in the buckets of vLLM's dashboards."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 
-# Bounds of vLLM's histograms: its boards ask for single buckets by their bound, such as 0.25.
+# Bounds of vLLM's histograms, because its dashboards query single buckets by their bound, such as 0.25.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -25,26 +25,30 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 
 @dataclass(frozen=True, slots=True)
 class ServedStatistics:
-    """Counts and histograms since the start, times in seconds. *ttft*, *token_gap* and *num_generated* are of all
-    tokens so far; everything else of requests that have ended."""
+    """Counts and histograms since the start, with times in seconds.
+
+    *ttft*, *token_gap* and *num_generated* cover all tokens so far. The other fields cover finished requests.
+    """
 
     ttft: HistogramStatistics
     token_gap: HistogramStatistics
     num_generated: int
-    finished: Mapping[str, int]  # requests by why they ended
+    finished: Mapping[str, int]  # requests by finish reason
     total: HistogramStatistics
     queue: HistogramStatistics
-    prefill: HistogramStatistics  # from leaving the queue to the first token, the load of the prefix included
+    prefill: HistogramStatistics  # from leaving the queue to the first token, including the load of the prefix
     decode: HistogramStatistics  # from the first token to the last
-    per_token: HistogramStatistics  # of *decode*, the mean of each request
+    per_token: HistogramStatistics  # mean of *decode* per token of each request
     prompt_tokens: HistogramStatistics
-    computed_tokens: HistogramStatistics  # of the prompt
+    computed_tokens: HistogramStatistics  # computed tokens of the prompt
     generated_tokens: HistogramStatistics
 
 
 class ServedRequests:
-    """Is told of each token as it comes, which takes half a microsecond, and of each request at its end. Owned by the
-    engine's thread."""
+    """Histograms over tokens and finished requests. Owned by the engine's thread.
+
+    Counting a token takes half a microsecond.
+    """
 
     def __init__(self) -> None:
         self._ttft, self._token_gap, self._per_token = (
@@ -61,12 +65,12 @@ class ServedRequests:
         self._ttft.add(ttft_s)
 
     def on_token(self, token_gap_s: float) -> None:
-        """Count a later token of a request, so long after the one before."""
+        """Count a later token of a request, *token_gap_s* seconds after the previous one."""
         self._num_generated += 1
         self._token_gap.add(token_gap_s)
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count a request that has ended, as far as it came."""
+        """Count the stages that a finished request reached."""
         self._finished[str(record.finish_reason)] += 1
         self._prompt.add(record.tokens.num_tokens)
         self._computed.add(record.tokens.recomputed)
@@ -84,7 +88,7 @@ class ServedRequests:
             self._per_token.add(decode_s / max(1, num_generated - 1))
 
     def statistics(self) -> ServedStatistics:
-        """The counts now, by value."""
+        """Return the current counts, by value."""
         return ServedStatistics(
             self._ttft.statistics(),
             self._token_gap.statistics(),

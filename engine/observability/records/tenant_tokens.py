@@ -1,4 +1,4 @@
-"""TenantTokens: where the tokens of each tenant came from, for the largest tenants, and for all others together."""
+"""TenantTokens: sources of the tokens of the largest tenants, and of all other tenants together."""
 
 from collections.abc import Mapping
 
@@ -6,26 +6,27 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.tiers.lower.statistics import TokenBalance
 
 OTHER = "other"
-SKETCHED = 8  # times as many tenants are watched as are shown
-MUCH_LARGER = 2  # so many times the smallest shown tenant's tokens have others before they take its place
+SKETCHED = 8  # ratio of watched tenants to shown tenants
+MUCH_LARGER = 2  # a watched tenant needs this many times the tokens of the smallest shown tenant to replace it
 
 
 class TenantTokens:
-    """At most *num_shown* tenants are shown by name, however many there are. A tenant's count begins when it is shown;
-    what it had before is counted for all others together, so no count ever shrinks.
+    """Token counts of at most *num_shown* tenants by name, and of all other tenants together as OTHER.
 
-    Who is large among those not shown is estimated (Space-Saving: the one with the fewest tokens makes way, and the new
-    one takes its count over). Requests without a tenant count for none. Owned by the thread that records are made in.
+    A tenant's count begins when it is first shown. Its earlier tokens stay in OTHER, so no count ever shrinks. The
+    counts of tenants that are not shown are estimated with the Space-Saving algorithm: a new tenant replaces the one
+    with the fewest tokens and inherits its count. Requests without a tenant are not counted. Owned by the thread that
+    creates the records.
     """
 
     def __init__(self, num_shown: int) -> None:
         self._num_shown = num_shown
         self._shown: dict[str, TokenBalance] = {}
         self._other = TokenBalance()
-        self._watched: dict[str, int] = {}  # tokens of tenants that are not shown, at least
+        self._watched: dict[str, int] = {}  # estimated tokens of tenants that are not shown
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         tenant = record.tenant
         if tenant is None:
             return
@@ -35,12 +36,12 @@ class TenantTokens:
         self._shown[tenant] = self._shown[tenant].plus(record.tokens)
 
     def statistics(self) -> Mapping[str, TokenBalance]:
-        """The shown tenants' tokens by name, and those of all others as OTHER, if there are any."""
+        """Return the shown tenants' tokens by name, and the tokens of all other tenants, if any, as OTHER."""
         other = {OTHER: self._other} if self._other.num_tokens else {}
         return {**self._shown, **other}
 
     def _is_now_shown(self, tenant: str, num_tokens: int) -> bool:
-        """Show a tenant if there is room, or if it is much larger than the smallest that is shown."""
+        """Show a tenant if there is room, or if it is much larger than the smallest shown one. Return whether it is."""
         if tenant == OTHER or not self._num_shown:
             return False
         if len(self._shown) < self._num_shown:
@@ -55,7 +56,7 @@ class TenantTokens:
         return True
 
     def _watch(self, tenant: str, num_tokens: int) -> int:
-        """Add to the tokens of a tenant that is not shown; about how many it has."""
+        """Add to the tokens of a tenant that is not shown, and return its estimated count."""
         if tenant not in self._watched and len(self._watched) >= SKETCHED * self._num_shown:
             fewest = min(self._watched, key=self._watched.__getitem__)
             self._watched[tenant] = self._watched.pop(fewest)

@@ -1,1 +1,1 @@
-"""Tracing: spans of requests for OpenTelemetry, made once a request has ended, or a copy down."""
+"""Tracing: OpenTelemetry spans of requests and of copies down, created when these have ended."""

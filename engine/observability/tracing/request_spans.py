@@ -1,4 +1,4 @@
-"""The spans of a request, from its record."""
+"""Construction of a request's spans from its record."""
 
 from kvtier.engine.observability.tracing.span import Attribute, Span
 from kvtier.engine.observability.tracing.trace_context import TraceContext
@@ -7,12 +7,14 @@ from kvtier.engine.scheduling.timeline import Stage
 from kvtier.tiers.naming.tier import Tier
 
 REQUEST = "kvtier.request"
-LOOKUP = "kvtier.lookup"  # of an engine's prompt at a sidecar, which is told of nothing else
+LOOKUP = "kvtier.lookup"  # the lookup of an engine's prompt at a sidecar, which knows no other stage
 
 
 def spans_of(record: RequestRecord, own: TraceContext, parent_id: str | None) -> list[Span]:
-    """The request's *own* span, a child of *parent_id* if it has a parent, and one for each of its stages in it:
-    `kvtier.lookup`, `kvtier.plan`, `kvtier.promote.disk` and so on."""
+    """Return the request's *own* span, whose parent is *parent_id*, and a child span for each of its stages.
+
+    The stages are `kvtier.lookup`, `kvtier.plan`, `kvtier.promote.disk` and so on.
+    """
     start, seconds = record.arrived_at, record.total_s or record.lookup_s or 0.0
     name = LOOKUP if record.total_s is None else REQUEST
     whole = Span(name, own, parent_id, start, start + seconds, attributes_of(record))
@@ -31,7 +33,7 @@ def spans_of(record: RequestRecord, own: TraceContext, parent_id: str | None) ->
 
 
 def attributes_of(record: RequestRecord) -> dict[str, Attribute]:
-    """The request in names and numbers."""
+    """Return the attributes of a request's span."""
     tokens = record.tokens
     found: dict[str, Attribute | None] = {
         "kvtier.request_id": record.request_id,

@@ -1,4 +1,4 @@
-"""RequestTraces: which of an engine's requests are traced, and what is told of them and of their blocks."""
+"""RequestTraces: the selection of an engine's requests for tracing, and their spans and those of their blocks."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(slots=True)
 class _Running:
-    """A traced request. *names* grow as it goes on; blocks of the first *num_told* are known to be its own."""
+    """A traced request. *names* grow while it runs; the first *num_told* of them are already recorded."""
 
     span: TraceContext
     parent_id: str | None
@@ -25,59 +25,64 @@ class _Running:
 
 
 class RequestTraces:
-    """A request is chosen when it comes, as its blocks may be copied down before it ends. Of those that are not traced
-    nothing is kept. Owned by the engine's thread."""
+    """The traced requests of an engine. Owned by the engine's thread.
+
+    A request is selected when it arrives, because its blocks may be copied down before it ends. Nothing is kept of
+    other requests.
+    """
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
-        """Takes over the *tracer*. *clock* is that of the tiers."""
+        """Take ownership of the *tracer*. *clock* must be the clock of the tiers."""
         self._tracer = tracer
         self._spills = SpillTraces(tracer, clock)
         self._running: dict[Hashable, _Running] = {}
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "RequestTraces | None":
-        """Return the configured ones, None without an endpoint. Raises `MissingExtra` without the extra otel."""
+        """Return the configured traces; None without an endpoint. Raise `MissingExtra` without the extra otel."""
         tracer = Tracer.of(config, service)
         return None if tracer is None else cls(tracer)
 
     @property
     def spills(self) -> SpillLog:
-        """The log of copies down, to be given to the tiers."""
+        """Log of copies down, which the tiers write to."""
         return self._spills.log
 
     def begin(self, request: Hashable, caller: Caller, names: Sequence[BlockName]) -> None:
-        """Decide whether a request is traced that has just come. *names* of its blocks may grow until it ends."""
+        """Decide whether a new request is traced. The *names* of its blocks may grow until it ends."""
         span, parent_id = self._tracer.begin(caller.traceparent, caller.request_id)
         if span.is_sampled:
             self._running[request] = _Running(span, parent_id, names)
 
     def end(self, request: Hashable, record: RequestRecord) -> None:
-        """Send the spans of a request that has ended, if it is traced."""
+        """Send the spans of a finished request, if it is traced."""
         running = self._running.pop(request, None)
         if running is not None:
             self._tell(running)
             self._tracer.end_request(record, running.span, running.parent_id)
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """The spans of the requests that are traced and have some of these blocks, also of those that have ended, and
-        the places of theirs."""
+        """Return the spans of traced requests, running or finished, that have some of these blocks.
+
+        The values are the indices of each request's blocks in *names*.
+        """
         for running in self._running.values():
             self._tell(running)
         return self._spills.find(names)
 
     def go_on(self) -> None:
-        """Send the spans of what has been copied down since the last call."""
+        """Send the spans of copies down that ended since the last call."""
         for running in self._running.values():
             self._tell(running)
         self._spills.go_on()
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Send the remaining spans, and end."""
         self.go_on()
         self._tracer.close()
 
     def _tell(self, running: _Running) -> None:
-        """Take in the blocks that the request has come to have."""
+        """Record the request's new blocks."""
         if running.num_told < len(running.names):
             self._spills.add(running.span, running.names[running.num_told :])
             running.num_told = len(running.names)

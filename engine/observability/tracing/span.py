@@ -1,4 +1,4 @@
-"""Span: one stretch of time in a trace, in names and numbers."""
+"""Span: one period of time in a trace."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,10 @@ Attribute = str | int | float
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """*parent_id* is the span of the same trace that it is a part of; None: the first one. Times are in seconds since
-    the Unix epoch. No attribute has a text of the user's."""
+    """A span of a trace. *parent_id* is None for the root span.
+
+    Times are in seconds since the Unix epoch. No attribute contains text of the user.
+    """
 
     name: str
     context: TraceContext
@@ -19,6 +21,6 @@ class Span:
     start: float
     end: float
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    is_server: bool = False  # it answers a request that came over a network
+    is_server: bool = False  # whether it answers a request from the network
     is_failed: bool = False
-    links: Sequence[TraceContext] = ()  # spans of other traces that had to do with it, all of them sampled
+    links: Sequence[TraceContext] = ()  # related spans of other traces, all of them sampled

@@ -1,4 +1,4 @@
-"""SpanSender: sends spans to a collector of OpenTelemetry's, from a thread of its own."""
+"""SpanSender: sends spans to an OpenTelemetry collector from its own thread."""
 
 import logging
 import queue
@@ -17,22 +17,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # requests and batches whose spans are not sent yet; more are dropped and counted
-MAX_AT_ONCE = 256  # of them in a message
-TIMEOUT_S = 10.0  # of sending one
-CLOSING_S = 5.0  # that closing waits for the collector
+MAX_WAITING = 4096  # requests and batches in the queue; further ones are dropped and counted
+MAX_AT_ONCE = 256  # requests and batches per message
+TIMEOUT_S = 10.0  # of one message
+CLOSING_S = 5.0  # how long closing waits for the collector
 TRACES = "/v1/traces"
 
 MakeSpans = Callable[[], Sequence[Span]]
 
 
 class SpanSender:
-    """Makes and sends spans in a thread; whoever has some never waits. What finds the queue full, or the collector not
-    there, is dropped and counted. Needs the packages of `kvtier[otel]`."""
+    """A sender that creates and sends spans in its own thread, so that callers never block.
+
+    Spans are dropped and counted if the queue is full or the collector is unavailable. Needs the packages of
+    `kvtier[otel]`.
+    """
 
     def __init__(self, endpoint: str, service: str) -> None:
-        """*endpoint* is the collector's, OTLP over HTTP; without a path in it `TRACES` is meant. *service*: what spans
-        say that they are of. `MissingExtra` without the packages."""
+        """Start the thread. Raise `MissingExtra` if a package is missing.
+
+        Args:
+            endpoint: The collector's URL, for OTLP over HTTP. The default path is `TRACES`.
+            service: The value of the spans' `service.name`.
+        """
         with extra("otel", "tracing", "or remove [tracing]"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -45,14 +52,14 @@ class SpanSender:
         self._is_closed = False
         self._resource = Resource.create({"service.name": service})
         self._waiting: queue.Queue[MakeSpans | None] = queue.Queue(MAX_WAITING)
-        self._num_dropped_here = self._num_dropped_there = self._num_sent = 0  # there: by the thread
+        self._num_dropped_here = self._num_dropped_there = self._num_sent = 0  # the last two: by the thread
         self._is_failing = False
-        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # a line for each message
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it logs each failed message
         self._thread = threading.Thread(target=self._run, name="kvtier-spans", daemon=True)
         self._thread.start()
 
     def send(self, make: MakeSpans) -> None:
-        """Have the thread call *make* and send what it makes. Returns at once."""
+        """Queue *make* for the thread, which calls it and sends the spans that it returns. Return at once."""
         try:
             self._waiting.put_nowait(make)
         except queue.Full:
@@ -60,23 +67,23 @@ class SpanSender:
 
     @property
     def num_sent(self) -> int:
-        """Requests and batches whose spans the collector has; any thread may ask."""
+        """Number of requests and batches whose spans the collector has. Any thread may read this."""
         return self._num_sent
 
     @property
     def num_dropped(self) -> int:
-        """Requests and batches whose spans it never gets; any thread may ask."""
+        """Number of requests and batches whose spans were dropped. Any thread may read this."""
         return self._num_dropped_here + self._num_dropped_there
 
     def close(self) -> None:
-        """Send what waits, for `CLOSING_S` at most. Idempotent."""
+        """Send the queued spans, within about `CLOSING_S`, and end. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSING_S)
             self._thread.join(CLOSING_S)
-        self._shut_down()  # which ends its wait for a collector that is not there
+        self._shut_down()  # ends the exporter's wait for an unavailable collector
 
     def _run(self) -> None:
         is_open = True
@@ -99,13 +106,13 @@ class SpanSender:
         else:
             self._num_dropped_there += num_sends
         if is_sent == self._is_failing:
-            told = "takes spans again" if is_sent else "does not take spans; they are dropped until it does"
+            told = "accepts spans again" if is_sent else "does not accept spans; they are dropped until it does"
             log.warning("tracing: %s %s", self._endpoint, told)
         self._is_failing = not is_sent
 
 
 def _readable(span: Span, resource: Any) -> "ReadableSpan":
-    """The span as OpenTelemetry's exporters read it."""
+    """Convert the span to the type that OpenTelemetry's exporters read."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 

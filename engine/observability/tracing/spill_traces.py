@@ -1,4 +1,4 @@
-"""SpillTraces: the spans of blocks that are copied down, or are lost before."""
+"""SpillTraces: spans of batches of blocks that are copied down, or dropped before that."""
 
 import time
 from collections import deque
@@ -11,22 +11,24 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 
-MAX_BLOCKS = 1 << 16  # names, a million tokens in blocks of 16: of requests before them no copy is told of
-MAX_OWNERS = 8  # requests of one block, the newest
-MAX_LINKS = 32  # requests of one batch
+MAX_BLOCKS = 1 << 16  # names to keep: a million tokens in blocks of 16; older requests get no spans of copies
+MAX_OWNERS = 8  # requests per block, the newest
+MAX_LINKS = 32  # requests per batch
 
 
 class TracedBlocks:
-    """Blocks of the newest requests that are traced, by name. A block that several prompts begin with is all of theirs.
-    Owned by one thread."""
+    """The blocks of the newest traced requests, by name. A block may belong to several requests.
+
+    Owned by one thread.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[BlockName, tuple[TraceContext, ...]] = {}  # oldest first
         self._added: deque[tuple[TraceContext, Sequence[BlockName]]] = deque()  # oldest first
-        self._num_added = 0  # names in these
+        self._num_added = 0  # number of names in `_added`
 
     def add(self, request: TraceContext, names: Sequence[BlockName]) -> None:
-        """Take in that the request with this span has these blocks too; *names* must not change."""
+        """Record further blocks of the request with this span. *names* must not change afterwards."""
         new: dict[BlockName, tuple[TraceContext, ...]] = dict.fromkeys(names, (request,))
         for name in new.keys() & self._owners.keys():
             new[name] = (*self._owners[name][1 - MAX_OWNERS :], request)
@@ -37,12 +39,12 @@ class TracedBlocks:
             self._forget_oldest()
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """The spans of the requests that have some of these blocks, `MAX_LINKS` at most, and the places of theirs."""
+        """Return the spans of at most `MAX_LINKS` requests that have some of these blocks, with the blocks' indices."""
         found: dict[TraceContext, list[int]] = {}
-        if self._owners.keys().isdisjoint(names):  # nearly always, where few are sampled: it takes 2 us for 128 names
+        if self._owners.keys().isdisjoint(names):  # usually true if few requests are sampled; 2 us for 128 names
             return found
         for place, name in enumerate(names):
-            for request in dict.fromkeys(self._owners.get(name, ())):  # one that was added twice counts once
+            for request in dict.fromkeys(self._owners.get(name, ())):  # a request may have added the block twice
                 if request in found or len(found) < MAX_LINKS:
                     found.setdefault(request, []).append(place)
         return found
@@ -59,8 +61,11 @@ class TracedBlocks:
 
 
 class SpillTraces:
-    """A batch of copies down is made for no request, and later: its span is the first of a trace of its own, and is
-    linked to the requests whose blocks are in it. It has one if any of these is traced. Owned by the tiers' thread."""
+    """Spans of batches of copies down. Owned by the tiers' thread.
+
+    A batch is not part of a request and happens later. So its span is the root of a separate trace, with links to the
+    traced requests whose blocks it contains. Batches without a traced request have no span.
+    """
 
     def __init__(
         self,
@@ -68,23 +73,23 @@ class SpillTraces:
         clock: Callable[[], float] = time.monotonic,
         attributes: Mapping[str, Attribute] = MappingProxyType({}),
     ) -> None:
-        """*clock* is that of the tiers; *attributes* are those of every span."""
-        self.log = SpillLog(clock)  # to be given to the tiers
+        """Create the log. *clock* must be the clock of the tiers; *attributes* are added to every span."""
+        self.log = SpillLog(clock)  # the tiers write to it
         self._tracer = tracer
         self._clock = clock
         self._attributes = attributes
         self._blocks = TracedBlocks()
 
     def add(self, request: TraceContext, names: Sequence[BlockName]) -> None:
-        """Take in that a request that is traced has these blocks; *names* must not change."""
+        """Record blocks of a traced request. *names* must not change afterwards."""
         self._blocks.add(request, names)
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """The spans of the requests that are traced and have some of these blocks, and the places of theirs."""
+        """Return the spans of traced requests that have some of these blocks, with the blocks' indices."""
         return self._blocks.find(names)
 
     def go_on(self) -> None:
-        """Send the spans of what has been copied down since the last call."""
+        """Send the spans of copies down that ended since the last call."""
         spills = self.log.take()
         if not spills:
             return
@@ -95,8 +100,10 @@ class SpillTraces:
 
 
 def span_of(spill: Spill, epoch: float, requests: Sequence[TraceContext], attributes: Mapping[str, Attribute]) -> Span:
-    """The span of a batch, linked to the spans of these requests. *epoch*: the tiers' clock was 0 then, in seconds
-    since the Unix epoch."""
+    """Return the span of a batch, with links to the spans of *requests*.
+
+    *epoch* is the zero of the tiers' clock, in seconds since the Unix epoch.
+    """
     source, target = spill.route.split("_to_")
     return Span(
         f"kvtier.spill.{target}",

@@ -1,4 +1,4 @@
-"""TraceContext: which trace a request is a part of, as W3C's header `traceparent` has it."""
+"""TraceContext: a span's position in a trace, as in the W3C header `traceparent`."""
 
 import re
 import secrets
@@ -10,15 +10,15 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span, by the ids of its trace and itself, and whether the trace is sampled."""
+    """The ids of a span and its trace, and whether the trace is sampled."""
 
     trace_id: str  # 32 hexadecimal digits, not all 0
-    span_id: str  # 16 of them, not all 0
+    span_id: str  # 16 hexadecimal digits, not all 0
     is_sampled: bool
 
     @classmethod
     def of(cls, header: str | None) -> "TraceContext | None":
-        """What the header says; None without one, or if it is none that W3C's recommendation would take."""
+        """Parse the header; return None if it is missing or invalid according to the W3C recommendation."""
         match = _HEADER.fullmatch(header.strip()) if header else None
         if match is None:
             return None
@@ -28,16 +28,16 @@ class TraceContext:
 
     @classmethod
     def root(cls, is_sampled: bool) -> "TraceContext":
-        """The first span of a new trace."""
+        """Create the root span of a new trace."""
         return cls(_random(16), _random(8), is_sampled)
 
     def child(self) -> "TraceContext":
-        """A new span of the same trace."""
+        """Create a new span of the same trace."""
         return TraceContext(self.trace_id, _random(8), self.is_sampled)
 
     @property
     def header(self) -> str:
-        """The header for what is done on behalf of this span."""
+        """Header `traceparent` for work on behalf of this span."""
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
 
 

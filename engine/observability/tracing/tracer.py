@@ -1,4 +1,4 @@
-"""Tracer: which requests are traced, and the spans of those that are."""
+"""Tracer: the sampling of requests, and the sending of their spans."""
 
 import hashlib
 import random
@@ -15,11 +15,13 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 
 
 class Tracer:
-    """A request that says which trace it is a part of is traced if that says so; of the others a *sample* is, each the
-    first of a trace of its own."""
+    """A tracer of requests. A request with a `traceparent` is traced if that is sampled.
+
+    Of the requests without a `traceparent`, the fraction *sample* is traced, each in a trace of its own.
+    """
 
     def __init__(self, sender: SpanSender, sample: float, dice: Callable[[], float] = random.random) -> None:
-        """Takes over the *sender*."""
+        """Take ownership of the *sender*."""
         self._sender = sender
         self._sample = sample
         self._dice = dice
@@ -27,45 +29,47 @@ class Tracer:
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "Tracer | None":
-        """Return the configured tracer, None without an endpoint. Raises `MissingExtra` without the extra otel."""
+        """Return the configured tracer; None without an endpoint. Raise `MissingExtra` without the extra otel."""
         return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
 
     def begin(self, header: str | None, request_id: str = "") -> tuple[TraceContext, str | None]:
-        """The span of a request that comes with this `traceparent`, and the id of its parent, if it has one. Without
-        one it is the same span again for the same *request_id*, if that is known."""
+        """Return the span of a request with this `traceparent`, and the id of its parent span, if any.
+
+        Without a parent, the same *request_id* gives the same span again.
+        """
         parent = TraceContext.of(header)
         if parent is None:
             return self._of_request(request_id), None
         return parent.child(), parent.span_id
 
     def end(self, span: Span) -> None:
-        """Send a span that has ended, if its trace is sampled."""
+        """Send a finished span, if its trace is sampled."""
         if span.context.is_sampled:
             self._sender.send(lambda: [span])
 
     def on_record(self, record: RequestRecord) -> None:
-        """Listens to records: send the spans of one, if it is traced."""
+        """Send the spans of a record, if its request is traced. This is a listener to records."""
         self.end_request(record, *self.begin(record.traceparent, record.request_id))
 
     def end_request(self, record: RequestRecord, span: TraceContext, parent_id: str | None) -> None:
-        """Send the spans of a request that has ended, if it is traced; *span* is its own, as `begin` gave it."""
+        """Send the spans of a finished request, if it is traced. *span* and *parent_id* come from `begin`."""
         if span.is_sampled:
             self._sender.send(partial(spans_of, record, span, parent_id))
 
     def on_part(
         self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """Send the span of what else is done for a request, whose record came without a trace, if that is traced."""
+        """Send the span of further work for a request that has no `traceparent`, if the request is traced."""
         root = self._of_request(request_id)
         if root.is_sampled:
             self._sender.send(lambda: [Span(name, root.child(), root.span_id, start, end, attributes)])
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Send the remaining spans, and end."""
         self._sender.close()
 
     def _of_request(self, request_id: str) -> TraceContext:
-        """The first span of the request's trace: the same one for the same id, without anything being kept."""
+        """Return the root span of the request's trace, which is derived from its id without keeping any state."""
         if not self._sample or not request_id:
             return TraceContext.root(self._is_chosen())
         digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=32).digest()

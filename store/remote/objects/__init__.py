@@ -1,1 +1,1 @@
-"""What an object store is made of: segments, their names, and the calls that put and find them."""
+"""Parts of the object store client: segments, their names, and the requests that put and find them."""

@@ -1,4 +1,4 @@
-"""`Bucket`: the requests that an object store is asked, by the package obstore; errors in our words, all counted."""
+"""`Bucket`: the requests to an object store, by the package obstore, with kvtier's own errors and a request count."""
 
 import os
 import re
@@ -19,18 +19,16 @@ from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_PAGE = 1000  # names that one LIST gives and one DELETE takes
-_MAX_AT_ONCE_BYTES = 80 << 20  # a longer object, one whose only block is so long, is put in parts
+_PAGE = 1000  # names per LIST response and per DELETE
+_MAX_AT_ONCE_BYTES = 80 << 20  # a longer object, whose only block is that long, is put in parts
 _PART_BYTES = 16 << 20
-_NOT_SO_LONG = re.compile(
-    r"\b416 R|InvalidRange"
-)  # how a server, and a file system, say that a range is beyond the end
+_NOT_SO_LONG = re.compile(r"\b416 R|InvalidRange")  # how servers and file systems report that a range is beyond the end
 _PRIVATE = 0o700
-_SHARED = 0o770  # with the group, if the folder is writable for it: members of the group share the store
+_SHARED = 0o770  # if the folder is writable for its group, whose members then share the store
 
 
 class UsageMeter:
-    """Adds up `RemoteUsage`. Any thread may call everything."""
+    """A sum of `RemoteUsage`. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._usage = RemoteUsage()
@@ -48,11 +46,11 @@ class UsageMeter:
 
 
 class ObjectGone(Exception):
-    """There is no such object, or not any more one of that length."""
+    """Error raised if there is no such object, or if it no longer has the requested bytes."""
 
 
 class Tail(NamedTuple):
-    """The last bytes of an object, how long it is, and its ETag ("" if the store has none)."""
+    """The last bytes of an object, the object's length, and its ETag ("" if the store has none)."""
 
     data: memoryview
     object_bytes: int
@@ -67,10 +65,10 @@ class Range(NamedTuple):
 
 
 class Bucket:
-    """One place in an object store. Any thread may call everything; a call is one request where it does not say more.
+    """One location in an object store. All methods are thread-safe; each is one request unless it says otherwise.
 
-    Each ends within three times the settings' timeout, retries included, and raises `RemoteUnavailable` if nobody has
-    answered by then or what was asked is refused. An object appears at once or not at all, to everybody.
+    Each call ends within three times the settings' timeout, retries included. It raises `RemoteUnavailable` on a
+    timeout or if the request is refused. An object appears atomically, to all clients.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
@@ -78,14 +76,14 @@ class Bucket:
         self.where = settings.url
         self._folder = ObjectFolder.at(settings.url) if settings.scheme == "file" else None
         self._obstore, self._opened = _open(settings)
-        self._has_suffixes = settings.scheme != "az"  # Azure knows no range of an object's last bytes
+        self._has_suffixes = settings.scheme != "az"  # Azure has no range for an object's last bytes
 
     def close(self) -> None:
-        """Let go of the connections, once calls under way have ended; later ones raise `RemoteUnavailable`."""
+        """Release the connections once calls in progress have ended. Later calls raise `RemoteUnavailable`."""
         self._opened = None
 
     def read_tail(self, path: str, num_bytes: int) -> Tail | None:
-        """The object's last *num_bytes* or fewer, None if there is none. Azure is asked twice."""
+        """Return the object's last *num_bytes* or fewer, or None if there is no object. Azure needs two requests."""
         with self._told():
             try:
                 return self._read_tail(path, num_bytes)
@@ -93,7 +91,10 @@ class Bucket:
                 return None
 
     def read_range(self, path: str, start: int, end: int) -> Range:
-        """The object's bytes from *start* to *end*, whatever it is by now. Raises `ObjectGone` if it has none there."""
+        """Return the bytes from *start* to *end* of the object that now has this path.
+
+        Raises `ObjectGone` if the object has no such bytes.
+        """
         self.meter.add(RemoteUsage(num_reads=1))
         with self._told():
             try:
@@ -110,7 +111,7 @@ class Bucket:
         return Range(data, result.meta["e_tag"] or "")
 
     def put(self, path: str, data: memoryview) -> str:
-        """Put the object, whole, and return its ETag. One that is larger than 80 MiB takes a request for each part."""
+        """Put a whole object and return its ETag. An object larger than 80 MiB takes one request per part."""
         in_parts = len(data) > _MAX_AT_ONCE_BYTES
         num_requests = -(-len(data) // _PART_BYTES) + 2 if in_parts else 1
         self.meter.add(RemoteUsage(num_writes=num_requests))
@@ -123,7 +124,7 @@ class Bucket:
         return done["e_tag"] or ""
 
     def delete_all(self, folder: str) -> None:
-        """Delete what is below *folder*: a request for each thousand objects to list them, and one to delete them."""
+        """Delete everything below *folder*, with a LIST and a DELETE request for each thousand objects."""
         with self._told():
             pages = list(self._obstore.list(self._store, folder, chunk_size=_PAGE))
         self.meter.add(RemoteUsage(num_writes=2 * len(pages) or 1))
@@ -145,7 +146,7 @@ class Bucket:
     def _delete(self, paths: Sequence[str]) -> None:
         try:
             self._obstore.delete(self._store, list(paths))
-        except FileNotFoundError:  # somebody deletes beside us, and the call has ended at the first that was gone
+        except FileNotFoundError:  # another client deletes too, and the call stopped at the first missing object
             for path in paths:
                 try:
                     self._obstore.delete(self._store, path)
@@ -161,7 +162,7 @@ class Bucket:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of the package, whose texts may have an address with a signature, as `RemoteUnavailable`."""
+        """Raise the package's errors as `RemoteUnavailable`, without texts that may contain a signed address."""
         try:
             yield
         except RemoteUnavailable:
@@ -171,7 +172,7 @@ class Bucket:
 
 
 def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore | None"]:
-    """The package and its store; `MissingExtra` without the package, ValueError for settings that it cannot use."""
+    """Return the package and its store. Raises `MissingExtra` without the package, ValueError for unusable settings."""
     with extra("object", "an object store"):
         import obstore
 
@@ -207,35 +208,38 @@ def _store_of(settings: ObjectSettings) -> "ObjectStore":
 
 
 def _reason(error: Exception) -> str:
-    """What an operator can act on: the kind of the error, and the status or the first cause if it is told."""
+    """Describe *error* so that an operator can act on it: its kind, and the HTTP status if there is one."""
     text = str(error).partition("\n")[0]
     status = re.search(r"status(?: code)?:? (\d{3}\b[^:,]{0,30})", text)
     known = {
         FileNotFoundError.__name__: "no such bucket",
         "PermissionDeniedError": "permission denied",
         "UnauthenticatedError": "the credentials were not accepted",
-        "NotSupportedError": "the server does not support what is needed",
+        "NotSupportedError": "the server does not support a required feature",
     }
     told = known.get(type(error).__name__, "no answer")
     return f"{told} (status {status[1].strip()})" if status else told
 
 
 class ObjectFolder:
-    """The folder of a `file://` store. Keys and values in it are the prompts, so no other user may read them.
+    """The folder of a `file://` store. Keys and values in it reveal the prompts, so no other user may read them.
 
-    Folders have the mode 0700 and objects 0600. If the operator has made the store's folder writable for its group,
-    they have 0770 and 0660. Any thread may call everything.
+    Folders have the mode 0700 and objects 0600. If the operator has made the store's folder writable for its group, the
+    modes are 0770 and 0660. All methods are thread-safe.
     """
 
     def __init__(self, root: Path) -> None:
-        """Make the folder if there is none. OSError."""
+        """Create the folder if there is none. Raises OSError."""
         root.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         self._root = root
         self._mode = _SHARED if root.stat().st_mode & stat.S_IWGRP else _PRIVATE
 
     @classmethod
     def at(cls, url: str) -> Self:
-        """Return the folder of a URL such as `file:///mnt/kv`. ValueError, with what to do, if it cannot be made."""
+        """Return the folder of a URL such as `file:///mnt/kv`.
+
+        Raises ValueError, with what to do, if the folder cannot be created.
+        """
         path = Path(unquote(urlsplit(url).path))
         try:
             return cls(path)
@@ -243,7 +247,7 @@ class ObjectFolder:
             raise ValueError(f"object store: {url}: {error.strerror}; give a folder that can be written to") from error
 
     def make_parents(self, path: str) -> None:
-        """Make the folders of an object before it is put, so that nobody sees it before its own mode is set."""
+        """Create an object's folders before it is put, so that it is never visible before its own mode is set."""
         folder = self._root
         for name in Path(path).parts[:-1]:
             folder /= name
@@ -257,7 +261,7 @@ class ObjectFolder:
             self._set_mode(self._root / path, self._mode & 0o660)
 
     def _set_mode(self, path: Path, mode: int) -> None:
-        """Set the mode, unless another user has made the file: that one has set it."""
+        """Set the mode, unless another user owns the file and so has set it."""
         found = path.stat(follow_symlinks=False)
         if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o777 != mode:
             path.chmod(mode)

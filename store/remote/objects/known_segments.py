@@ -1,4 +1,4 @@
-"""`KnownSegments`: where the values of keys are, as footers have told, in bounded memory."""
+"""`KnownSegments`: where the values of keys are, as learned from footers, in bounded memory."""
 
 import threading
 from collections import OrderedDict
@@ -14,7 +14,7 @@ _MAX_REFUSED = 1_000
 
 
 class Place(NamedTuple):
-    """Where a value is: an object, which of its versions, and the bytes."""
+    """Location of a value: an object, its version, and the bytes."""
 
     path: str
     tag: str
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownSegment:
-    """An object's footer. *tag* is its ETag, so that what was written over it since shows; "" if the store has none."""
+    """An object's footer. *tag* is its ETag, by which an overwrite shows, or "" if the store has none."""
 
     path: str
     tag: str
@@ -31,9 +31,9 @@ class KnownSegment:
 
 
 class KnownSegments:
-    """Segments of which the footer was read or written here; of what was used least lately the oldest are forgotten.
+    """The segments whose footer this client has read or written. The least recently used ones are forgotten.
 
-    Nothing of it has to be true: what is read by it is verified. Any thread may call everything.
+    Entries may be outdated, because every value that is read through them is verified. All methods are thread-safe.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -45,7 +45,7 @@ class KnownSegments:
         self._lock = threading.Lock()
 
     def add(self, segment: KnownSegment) -> None:
-        """Remember what *segment* holds, but for values that were refused. What is told last holds."""
+        """Remember what *segment* holds, except for values that were refused. For each key the last segment counts."""
         with self._lock:
             self._forget(segment.path)
             self._segments[segment.path] = segment
@@ -57,7 +57,7 @@ class KnownSegments:
                 self._forget(next(iter(self._segments)))
 
     def places(self, keys: Iterable[bytes]) -> dict[bytes, Place]:
-        """The places of those keys that have one."""
+        """Return the places of those *keys* that have one."""
         with self._lock:
             found = {key: place for key in keys if (place := self._places.get(key)) is not None}
             for path in {place.path for place in found.values()}:
@@ -65,7 +65,7 @@ class KnownSegments:
         return found
 
     def refuse(self, place: Place) -> None:
-        """Do not take the value at *place* for that of its key again: it is damaged, and may be elsewhere as well."""
+        """Never use *place* for its key again. The value there is damaged, and another object may hold the key too."""
         with self._lock:
             self._refused[place.path, place.tag, place.entry.key] = None
             while len(self._refused) > _MAX_REFUSED:
@@ -74,7 +74,7 @@ class KnownSegments:
                 del self._places[place.entry.key]
 
     def forget(self, path: str) -> None:
-        """The object is gone, or another one now."""
+        """Forget an object that is gone or was replaced."""
         with self._lock:
             self._forget(path)
 

@@ -1,4 +1,4 @@
-"""`ParallelCalls`: calls that wait for a network, beside each other, with a deadline and an end."""
+"""`ParallelCalls`: parallel calls that wait for a network, with a deadline and a way to end the waiting."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class ParallelCalls:
-    """Runs calls in threads. Who waits for them waits until its deadline, or until `close`, and no longer.
+    """A pool of threads for calls. Its user waits for them until a deadline or until `close`, and no longer.
 
-    A call that has begun cannot be stopped: it must end by a timeout of its own.
+    A call that has begun cannot be stopped, so it must end by its own timeout.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -23,12 +23,12 @@ class ParallelCalls:
         self._lock = threading.Lock()
 
     def check_open(self) -> None:
-        """Raise `RemoteUnavailable` if it is closed."""
+        """Raise `RemoteUnavailable` if the pool is closed."""
         if self._is_closed:
             raise RemoteUnavailable("the store is closed")
 
     def run(self, calls: Sequence[Callable[[], T]], timeout_s: float) -> list[T | RemoteUnavailable]:
-        """For each call what it gives, or why there is nothing. Another error than `RemoteUnavailable` is raised."""
+        """Return for each call its result, or why there is none. Errors other than `RemoteUnavailable` are raised."""
         countdown = _Countdown(len(calls))
         with self._lock:
             self.check_open()
@@ -48,7 +48,7 @@ class ParallelCalls:
         return results
 
     def close(self) -> None:
-        """End the waiting; calls that have begun end by themselves. It may be called again."""
+        """End the waiting; calls that have begun end by themselves. May be called again."""
         with self._lock:
             self._is_closed = True
             for countdown in self._waiting:
@@ -57,7 +57,7 @@ class ParallelCalls:
 
 
 class _Countdown:
-    """Ends when so many futures are done."""
+    """An event that is set once *num_left* futures are done."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
@@ -80,7 +80,7 @@ class _Countdown:
 
 
 def _failure_of(future: Future[T]) -> RemoteUnavailable | None:
-    """Why there is no result; None if there is one, or an error that is to be raised."""
+    """Return why there is no result, or None if there is one or an error that must be raised."""
     if future.cancelled() or not future.done():
         return RemoteUnavailable("no answer in time")
     error = future.exception()

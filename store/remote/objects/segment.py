@@ -1,4 +1,4 @@
-"""A segment: the records of a run, one after the other, and a footer that says where each is. Bytes only, no I/O."""
+"""Segments: the records of a run, one after the other, and a footer that says where each is. Bytes only, no I/O."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ _ENTRY = struct.Struct("<HQ8s")  # bytes of the key after its namespace, bytes o
 _FIELDS = struct.Struct("<4sHIQ")  # magic, version, number of entries, bytes of the entries
 _CHECKSUM_BYTES = 8
 _TRAILER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
-_MAX_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; what claims more is not ours
+_MAX_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; a larger footer is not ours
 
 
 class Entry(NamedTuple):
-    """Where a key's value is in its segment, in bytes from its beginning, and the value's checksum."""
+    """Where a key's value is in its segment, in bytes from the segment's start, and the value's checksum."""
 
     key: bytes
     start: int
@@ -29,14 +29,14 @@ class Entry(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A segment as it is put."""
+    """A segment ready to be put."""
 
     data: memoryview
     entries: list[Entry]
 
 
 def checksum(*parts: bytes | memoryview) -> bytes:
-    """xxh3_64 of the parts one after the other: finds damage, not malice."""
+    """Return xxh3_64 of the concatenated *parts*. It detects damage, not tampering."""
     running = xxhash.xxh3_64()
     for part in parts:
         running.update(part)
@@ -44,11 +44,11 @@ def checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def pack(records: Sequence[RemoteRecord]) -> Packed:
-    """The segment of *records*, which are of one namespace. It has its own copy of the payloads."""
+    """Return the segment of *records*, which are of one namespace. It has its own copy of the payloads."""
     entries = list(_entries_of(records))
     footer = _footer(entries, records[0].key[:NAMESPACE_BYTES])
     value_bytes = sum(entry.num_bytes for entry in entries)
-    data = np.empty(value_bytes + len(footer), dtype=np.uint8)  # numpy copies without the interpreter's lock
+    data = np.empty(value_bytes + len(footer), dtype=np.uint8)  # numpy copies without the GIL
     for record, entry in zip(records, entries, strict=True):
         payload = entry.start + len(record.header)
         data[entry.start : payload] = np.frombuffer(record.header, dtype=np.uint8)
@@ -67,7 +67,7 @@ def _footer(entries: Sequence[Entry], namespace: bytes) -> bytes:
 
 
 def footer_bytes(tail: memoryview) -> int | None:
-    """How many bytes of a segment's end its footer takes, by its last bytes; None if they are no segment's."""
+    """Return the size of a segment's footer, judged by the segment's last bytes, or None if it is not a segment."""
     if len(tail) < _TRAILER_BYTES:
         return None
     magic, version, _, entry_bytes = _FIELDS.unpack_from(tail, len(tail) - _TRAILER_BYTES)
@@ -77,9 +77,10 @@ def footer_bytes(tail: memoryview) -> int | None:
 
 
 def read_footer(tail: memoryview, segment_bytes: int, namespace: bytes) -> list[Entry]:
-    """The entries in the footer at the end of *tail*, which ends where the segment ends; none if it is not right.
+    """Return the entries in the footer at the end of *tail*, or none if the footer is invalid.
 
-    A footer of another *namespace*, or one that does not account for each of the segment's bytes, is not right.
+    *tail* ends where the segment ends. A footer is invalid if it is of another *namespace* or does not account for each
+    of the segment's bytes.
     """
     num_bytes = footer_bytes(tail)
     if num_bytes is None or num_bytes > len(tail):
@@ -105,7 +106,7 @@ def _entries_of(records: Sequence[RemoteRecord]) -> Iterator[Entry]:
 
 
 def _unpack(packed: memoryview, namespace: bytes) -> list[Entry]:
-    """The entries, none if they do not end where *packed* ends. A checksum stands over them, so they are somebody's."""
+    """Return the entries, or none if they do not end where *packed* ends. Their checksum was verified before."""
     entries: list[Entry] = []
     at = start = 0
     while at + _ENTRY.size <= len(packed):

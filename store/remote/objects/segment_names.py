@@ -1,8 +1,9 @@
-"""Names of segments: where a run is cut is told by its keys alone, so who has the keys knows the names.
+"""Names of segments: keys alone determine where a run is cut, so a client that has the keys knows the names.
 
-A key has a *level* by its hash: every second key has level 0, every fourth 1, and so on. Blocks between two keys of a
-level or more are an interval, which ends with the second. A segment is a whole interval: its name, the last key and a
-level, says what is in it, since a key commits to all before it. So equal names mean equal keys, whoever writes them.
+A key has a *level*, given by its hash: every second key has level 0, every fourth 1, and so on. The blocks between two
+keys of at least a given level are an interval, which ends with the second key. A segment is a whole interval. Its name,
+which is its last key and a level, determines its content, because a key commits to all keys before it. So equal names
+mean equal keys, whichever client writes them.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from kvtier.store.record import NAMESPACE_BYTES
 from kvtier.store.remote_store import RemoteRecord
 
 TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of blocks of 128 KiB
-MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; else the interval is cut at a lower level
+MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; a longer interval is cut at a lower level
 
 
 _TIMES_WHAT_FOLLOWS = 4
@@ -23,7 +24,7 @@ _ALWAYS_ALLOWED = 8  # blocks
 
 
 class SegmentName(NamedTuple):
-    """The interval of *level* that ends with the key *last*; level 0: that block alone.
+    """The interval of *level* that ends with the key *last*. Level 0 stands for that block alone.
 
     The level is one more than the highest within the interval, so that an interval has one name.
     """
@@ -37,7 +38,7 @@ class SegmentName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The object's name below the store's prefix: the namespace's folder, then what derives from level and key."""
+        """The object's path below the store's prefix: the namespace's folder, and a name derived from level and key."""
         return f"{folder_of(self.last)}/{self.level}-{hashlib.sha256(self.last).hexdigest()[:40]}"
 
 
@@ -49,23 +50,26 @@ class Segment(NamedTuple):
 
 
 def folder_of(key: bytes) -> str:
-    """The folder of the namespace that *key* begins with, or is."""
+    """Return the folder for the namespace of *key*, which may be the namespace itself."""
     return key[:NAMESPACE_BYTES].hex()
 
 
 def level_of(key: bytes) -> int:
-    """The level of *key*, 0 to `TOP`: zeros at the end of its hash. A block's name need not be one, so it is made."""
+    """Return the level of *key*, 0 to `TOP`, which is the number of zeros at the end of the key's hash.
+
+    The key is hashed here because a block's name need not be a hash.
+    """
     bits = xxhash.xxh3_64_intdigest(key) | 1 << TOP
     return (bits & -bits).bit_length() - 1
 
 
 def cut(records: Sequence[RemoteRecord]) -> list[Segment]:
-    """*records* in as few segments as whole intervals allow. One without a parent begins a chain."""
+    """Cut *records* into as few segments as whole intervals allow. A record without a parent begins a chain."""
     return [segment for run in _runs(records) for segment in _cut_run(run)]
 
 
 def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-    """The runs in *records*, in which each is the parent of the next, in whatever order runs alternate."""
+    """Return the runs in *records*, in each of which every record is the parent of the next. Runs may alternate."""
     runs: list[list[RemoteRecord]] = []
     by_end: dict[bytes, list[RemoteRecord]] = {}
     for record in records:
@@ -79,10 +83,11 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Each time the longest interval that begins there, ends within the run, and has no more than `MAX_BYTES`.
+    """Yield segments, each the longest interval that begins there, ends within *run*, and fits `MAX_BYTES`.
 
-    It has at most four times as many blocks as follow it in the run (or 8): a prompt that shares a document with this
-    one, and goes on otherwise behind it, misses less of it than four times what this one has there.
+    An interval has at most four times as many blocks as follow it in the run (or 8). Consider a prompt that shares a
+    document with this one and continues differently. It misses less of the document than four times what this run has
+    after the document.
     """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
@@ -98,9 +103,9 @@ def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
 
 
 def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
-    """Where the longest interval ends that begins at *start*: just behind its last block."""
+    """Return the end of the longest interval that begins at *start*, which is just behind its last block."""
     end = start + 1
-    highest = levels[start]  # each end found is the first one of its level, so that intervals up to it end there
+    highest = levels[start]  # each end found is the first one of its level, so intervals up to that level end there
     num_bytes = sizes[start]
     for at in range(start + 1, len(levels)):
         num_bytes += sizes[at]

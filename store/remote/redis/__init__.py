@@ -1,1 +1,1 @@
-"""Pieces of `RedisRemote`: the commands and connections of Redis servers. Needs the package redis."""
+"""Commands and connections of Redis servers, for `RedisRemote`. Needs the package redis."""

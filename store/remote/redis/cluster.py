@@ -1,4 +1,4 @@
-"""`RedisCluster`: commands to the nodes of a cluster, side by side."""
+"""`RedisCluster`: commands to the nodes of a cluster, in parallel."""
 
 import random
 import threading
@@ -20,25 +20,28 @@ from kvtier.store.remote.redis_settings import Address, RedisSettings
 _ASKING = Command(b"ASKING")
 _SLOTS = Command(b"CLUSTER", (b"SLOTS",))
 _MAX_REDIRECTIONS = 3  # of one key in one call; each costs a round trip
-_PAUSE_S = 0.1  # between two looks at who has which slot
+_PAUSE_S = 0.1  # between two requests for the slot map
 
 Owners = list[Address | None]  # of each slot
 
 
 @dataclass(frozen=True)
 class _Way:
-    """The node that a command is sent to. *is_asking*: it is about to take the slot over, and is told that we know."""
+    """The node that a command is sent to.
+
+    *is_asking* is set while the node is importing the slot, so that ASKING is sent before the command.
+    """
 
     address: Address
     is_asking: bool = False
 
 
 class RedisCluster:
-    """The primaries of a cluster. Any thread may ask, beside others.
+    """The primaries of a cluster. All methods are thread-safe.
 
-    A node that is away or silent costs its own keys, and a wait to those calls that find it so: it rests from then on
-    (`ClusterMember`), and the cluster is asked in the background who has its slots now. redis-py's own `RedisCluster`
-    asks one node after the other and repeats what failed key by key: one silent node would hold up a batch for many
+    A node that is down or silent costs its own keys, and one wait for the calls that find it silent. From then on calls
+    skip it (`ClusterMember`), and the slot map is requested again in the background. redis-py's own `RedisCluster` asks
+    one node after the other and retries failed commands key by key. There a silent node would delay a batch by many
     times its timeout.
     """
 
@@ -47,7 +50,7 @@ class RedisCluster:
         self._lock = threading.Lock()  # guards all below
         self._members: dict[Address, ClusterMember] = {}
         self._owners: Owners | None = None
-        self._trouble: Exception = NoAnswer("no node answers")  # why the owners are not known
+        self._trouble: Exception = NoAnswer("no node answers")  # why the slot map is not known
         self._looking: Future[None] = Future()
         self._looking.set_result(None)
         self._look_after = 0.0
@@ -55,12 +58,12 @@ class RedisCluster:
         self._looker = ThreadPoolExecutor(1, "redis cluster")
 
     def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """For each command what came, or why nothing did. It does not wait beyond *until* (monotonic)."""
+        """Return the reply to each command, or why there is none. Does not wait beyond *until* (monotonic)."""
         slots = [key_slot(command.key) for command in commands]
         owners = self._known_owners(until)
         if owners is None:
             return [self._trouble] * len(commands)
-        replies: list[Reply] = [ClusterDownError("no node has its slot")] * len(commands)
+        replies: list[Reply] = [ClusterDownError("no node owns its slot")] * len(commands)
         ways = {i: _Way(owner) for i, slot in enumerate(slots) if (owner := owners[slot]) is not None}
         is_outdated = len(ways) < len(commands)
         for _ in range(1 + _MAX_REDIRECTIONS):
@@ -76,14 +79,14 @@ class RedisCluster:
         return replies
 
     def primaries(self) -> list[RedisNode]:
-        """The nodes that have slots, as far as it is known now. Raises what says why that is not known."""
+        """Return the nodes that own slots, as far as is known now. Raises the reason if the slot map is not known."""
         owners = self._known_owners(time.monotonic() + self._settings.timeout_s)
         if owners is None:
             raise self._trouble
         return [self._member(address).node for address in set(owners) if address is not None]
 
     def close(self) -> None:
-        """End all connections and, once they have noticed, threads."""
+        """Close all connections. The threads end once they notice."""
         with self._lock:
             self._is_closed = True
             members = list(self._members.values())
@@ -94,7 +97,7 @@ class RedisCluster:
     def _ask_nodes(
         self, commands: Sequence[Command], ways: Mapping[int, _Way], until: float
     ) -> Iterator[tuple[int, Reply]]:
-        """Send each command its way, those of one way together; gives what came, by the command's place."""
+        """Send each command to its node, one batch per node, and yield each command's index and reply."""
         together: dict[_Way, list[int]] = {}
         for i, way in ways.items():
             together.setdefault(way, []).append(i)
@@ -107,10 +110,10 @@ class RedisCluster:
                 yield from zip(ids, replies[1::2] if way.is_asking else replies, strict=True)
             else:
                 asked[way].rests = True
-                yield from ((i, NoAnswer(f"{way.address} does not answer in time")) for i in ids)
+                yield from ((i, NoAnswer(f"{way.address} did not answer in time")) for i in ids)
 
     def _redirected(self, slot: int, way: _Way, reply: AskError) -> _Way:
-        """Where a command is to go that a node did not take."""
+        """Return where to send a command that a node has redirected."""
         address = Address(reply.host or way.address.host, int(reply.port))
         if not isinstance(reply, MovedError):
             return _Way(address, is_asking=True)
@@ -124,18 +127,18 @@ class RedisCluster:
             member = self._members.get(address)
             if member is None:
                 member = self._members[address] = ClusterMember(address, self._settings)
-                if self._is_closed:  # just now: `close` does not know this one
+                if self._is_closed:  # closed just now, without this member
                     member.close()
             return member
 
     def _known_owners(self, until: float) -> Owners | None:
-        """Who has which slot, None if no node tells that in time."""
+        """Return the owner of each slot, or None if no node provides the slot map in time."""
         if self._owners is None:
             wait([self._look()], max(0.0, until - time.monotonic()))
         return self._owners
 
     def _look(self) -> "Future[None]":
-        """Find out who has which slot, in a thread of its own, unless that is under way or was done just now."""
+        """Request the slot map in a background thread, unless that is in progress or was done just now."""
         with self._lock:
             is_time = self._looking.done() and time.monotonic() >= self._look_after
             if is_time and not self._is_closed:
@@ -154,11 +157,11 @@ class RedisCluster:
                 self._learn(owners)
                 break
         else:
-            self._trouble = trouble if isinstance(trouble, Exception) else InvalidResponse("no map of slots")
+            self._trouble = trouble if isinstance(trouble, Exception) else InvalidResponse("the reply is no slot map")
         self._look_after = time.monotonic() + _PAUSE_S
 
     def _guides(self) -> list[Address]:
-        """Whom to ask: nodes that answer, in any order, then those that the settings name, then the silent ones."""
+        """Return the nodes to ask for the slot map: healthy ones in random order, configured ones, then silent ones."""
         with self._lock:
             members = list(self._members.items())
         random.shuffle(members)
@@ -166,7 +169,7 @@ class RedisCluster:
         return list(dict.fromkeys([*lively, *self._settings.addresses, *(address for address, _ in members)]))
 
     def _learn(self, owners: Owners) -> None:
-        """Go by these owners from now on; who owns nothing is left."""
+        """Use *owners* from now on, and close the members that own nothing."""
         with self._lock:
             self._owners = owners
             gone = [self._members.pop(address) for address in set(self._members).difference(owners)]
@@ -175,7 +178,7 @@ class RedisCluster:
 
 
 def _told(way: _Way, commands: Sequence[Command], ids: Sequence[int]) -> list[Command]:
-    """The commands that are sent; ASKING holds for the one that follows it."""
+    """Return the commands to send. ASKING only applies to the command that follows it."""
     chosen = [commands[i] for i in ids]
     return [told for command in chosen for told in (_ASKING, command)] if way.is_asking else chosen
 
@@ -185,12 +188,15 @@ def _has_come(future: "Future[list[Reply]]") -> bool:
 
 
 def _is_of_an_old_map(reply: Reply) -> bool:
-    """Whether slots may have other owners than we know."""
+    """Return whether *reply* suggests that the slot map is outdated."""
     return is_silence(reply) or isinstance(reply, MovedError | ClusterDownError)
 
 
 def _owners_of(reply: Reply, told_by: Address) -> Owners | None:
-    """What CLUSTER SLOTS says; None if it is something else. A node that knows no address of its own leaves it out."""
+    """Return the owners in the reply to CLUSTER SLOTS, or None if it is something else.
+
+    A node that does not know its own address leaves it out. Then the host of *told_by* is used.
+    """
     if not isinstance(reply, list):
         return None
     owners: Owners = [None] * REDIS_CLUSTER_HASH_SLOTS

@@ -1,4 +1,4 @@
-"""`ClusterMember`: a node of a cluster, asked by threads of its own."""
+"""`ClusterMember`: a node of a cluster, with threads of its own."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +16,10 @@ _PING = Command(b"PING")
 
 
 class ClusterMember:
-    """A node that may be silent without keeping anybody from the others.
+    """A node of a cluster that cannot delay the other nodes when it is silent.
 
-    Once it has answered nothing, it *rests*: calls do not wait for it any more, until it has answered to a ping, for
-    which nobody waits. It has as many threads as connections, so what waits for it takes no thread of another node's.
+    Once a call got no reply at all, the node *rests*: calls do not wait for it until it has answered a ping, which runs
+    in the background. It has as many threads as connections, so calls that wait for it take no thread of another node.
     """
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
@@ -29,19 +29,19 @@ class ClusterMember:
         self._pinging: Future[list[Reply]] | None = None
 
     def ask(self, commands: Sequence[Command], until: float) -> "Future[list[Reply]]":
-        """See `RedisNode.ask`; while it rests nothing is asked but a ping."""
+        """Send *commands* as `RedisNode.ask` does. While the node rests, send only a ping."""
         if self.rests:
             self._ping(until)
             return self._silent(commands)
         try:
             return self._threads.submit(self._ask, commands, until)
-        except RuntimeError:  # it was closed: it is none of the cluster's any more
+        except RuntimeError:  # closed, because the node has left the cluster
             return self._silent(commands)
 
     def close(self) -> None:
-        """End connections and, once they have noticed, threads."""
+        """Close the connections. The threads end once they notice."""
         self.node.close()
-        self._threads.shutdown(wait=False)  # what waits for its turn finds the node closed
+        self._threads.shutdown(wait=False)  # queued calls find the node closed
 
     def _ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
         replies = self.node.ask(commands, until)
@@ -60,5 +60,5 @@ class ClusterMember:
 
 
 def is_silence(reply: Reply) -> bool:
-    """Whether the server said nothing, as it is away or hangs. One that refuses has said something."""
+    """Return whether the server did not reply, because it is down or hangs. A refusal is a reply."""
     return isinstance(reply, NoConnection | NoAnswer) and not isinstance(reply, AuthenticationError)

@@ -1,4 +1,4 @@
-"""What a server is asked, and what it may say."""
+"""Commands to a server, and the replies that it may send."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -7,29 +7,31 @@ T = TypeVar("T")
 
 
 class Command(NamedTuple):
-    """A command. If it is about a key, that is its first argument."""
+    """A command. Its first argument is the key, if the command concerns one."""
 
     name: bytes
     arguments: tuple[bytes | memoryview, ...] = ()
 
     @property
     def key(self) -> bytes:
-        """The key that it is about."""
+        """The key that the command concerns."""
         return bytes(self.arguments[0])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are sent for it, about."""
+        """Approximate number of bytes to send for the command."""
         return sum(map(len, self.arguments))
 
 
 Reply: TypeAlias = "memoryview | bytes | int | list[Reply] | Exception | None"
-"""What came for a command: a value, a status, a number, nothing, a list; or the reason why there is no answer, an error
-of redis-py's: the server's refusal (`ResponseError`), or that of the connection."""
+"""The reply to a command: a value, a status, a number, nothing, or a list.
+
+If there is none, an error of redis-py says why: the server's refusal (`ResponseError`) or an error of the connection.
+"""
 
 
 def batches(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """The *items* in their order, in lists of about *max_bytes*."""
+    """Yield the *items* in their order, in lists of about *max_bytes*."""
     batch: list[T] = []
     num_bytes = 0
     for item in items:

@@ -17,23 +17,23 @@ from kvtier.store.remote.redis.reply_parser import ReplyParser
 from kvtier.store.remote.redis_settings import Address, RedisSettings
 
 _READ_BYTES = 32 << 10  # of small replies, in one call
-# In a pipeline; twice as many are under way. What a server has answered stays in its memory until it was sent: with
-# 16 values of 1 MiB for each of 4 connections it took 2.3 times as long as with 4.
+# In a pipeline; twice as many are in flight. A reply stays in the server's memory until it is sent: with 16 values of
+# 1 MiB for each of 4 connections the server took 2.3 times as long as with 4.
 _BATCH_BYTES = 1 << 20
 
 
 class RedisNode:
-    """A server. Any thread may ask, beside others; as many are answered at a time as there are connections.
+    """A server. All methods are thread-safe; as many calls run concurrently as there are connections.
 
-    Nothing is tried a second time: a server that is silent costs its timeout once.
+    Nothing is retried, so a silent server costs its timeout once.
     """
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
         self.address = address
-        self._lock = threading.Lock()  # guards what is in use
+        self._lock = threading.Lock()  # guards the two below
         self._in_use: set[Connection] = set()
         self._is_closed = False
-        self._value_bytes = 1 << 20  # that the next value has, as far as one knows: as many as the last one
+        self._value_bytes = 1 << 20  # expected for the next value: as many as the last one had
         self._pool = BlockingConnectionPool(
             max_connections=settings.num_connections,
             timeout=settings.timeout_s,
@@ -43,7 +43,7 @@ class RedisNode:
         )
 
     def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """For each command what came, or why nothing did; ends soon after *until* (monotonic)."""
+        """Return the reply to each command, or why there is none. Ends soon after *until* (monotonic)."""
         replies: list[Reply] = []
         try:
             with self._connected(until) as connection:
@@ -54,11 +54,11 @@ class RedisNode:
         return replies
 
     def primaries(self) -> "list[RedisNode]":
-        """The servers that have the records: this one."""
+        """Return the servers that have the records, which is this one."""
         return [self]
 
     def close(self) -> None:
-        """End all connections; who waits for an answer gets an error in its place."""
+        """Close all connections. Calls that wait for a reply get an error instead."""
         with self._lock:
             self._is_closed = True
             for connection in self._in_use:  # its own thread disconnects it
@@ -70,7 +70,7 @@ class RedisNode:
 
     @contextmanager
     def _connected(self, until: float) -> Iterator[Connection]:
-        """A connection for the caller alone. It is ended if what is done with it fails: more answers may come."""
+        """Lend a connection to the block. It is closed if the block fails, because more replies may arrive on it."""
         _check_time(until)
         connection = self._pool.get_connection()
         try:
@@ -84,7 +84,7 @@ class RedisNode:
 
     @contextmanager
     def _within_reach(self, connection: Connection) -> Iterator[None]:
-        """Meanwhile `close` ends the *connection*."""
+        """Let `close` end the *connection* during the block."""
         with self._lock:
             if self._is_closed:
                 raise NoConnection("the connection is closed")
@@ -96,15 +96,15 @@ class RedisNode:
                 self._in_use.discard(connection)
 
     def _greet(self, connection: Connection) -> None:
-        """Log in. A server that wants a password says so here; in the middle of a value it would just hang up."""
+        """Log in. A server that needs a password says so here; in the middle of a value it would only hang up."""
         with self._within_reach(connection):
             connection.on_connect()
             connection.send_command("PING")
-            with suppress(NoPermissionError):  # who may not do that has logged in
+            with suppress(NoPermissionError):  # a user without this permission has logged in
                 connection.read_response()
 
     def _conversation(self, connection: Connection, commands: Sequence[Command], until: float) -> Iterator[Reply]:
-        """The replies as they come, while the next commands are under way."""
+        """Yield the replies as they arrive, while the next commands are in flight."""
         num_under_way = 0
         for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
             _check_time(until)
@@ -127,19 +127,19 @@ class RedisNode:
 
 def _check_time(until: float) -> None:
     if time.monotonic() > until:
-        raise NoAnswer("the call takes too long")
+        raise NoAnswer("the call timed out")
 
 
 def _reply(connection: Connection, until: float) -> Reply:
     try:
         reply: Reply = connection.read_response(timeout=until - time.monotonic())
-    except ResponseError as refusal:  # the connection is as good as before
+    except ResponseError as refusal:  # the connection stays usable
         return refusal
     return reply
 
 
 def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
-    """How redis-py connects; it says nothing but what is needed, so that a user needs no rights for that."""
+    """Return redis-py's connection options. Optional commands are off, so that a user needs no rights for them."""
     options: dict[str, Any] = {
         "host": address.host,
         "port": address.port,

@@ -1,4 +1,4 @@
-"""Large values in parts: a server that takes or gives one of tens of MiB does nothing else meanwhile."""
+"""Large values in parts, because a server does nothing else while it takes or returns a value of tens of MiB."""
 
 import struct
 from typing import NamedTuple
@@ -8,19 +8,19 @@ import xxhash
 from kvtier.store.remote_store import RemoteRecord
 
 PART_BYTES = 4 << 20
-_SLACK_BYTES = 4096  # that a part may have beyond: what encryption adds is worth no part of its own
+_SLACK_BYTES = 4096  # that a part may have in addition, so that what encryption adds needs no part of its own
 _MAGIC = b"KVTP"  # no record begins like this
 _ID_BYTES = 16
-_MAX_PARTS = 1024  # of a value; 2 GiB, the most that a block may have, are 512
-_HEAD = struct.Struct(f"<4s{_ID_BYTES}sH")  # magic, the parts' id, how many there are beside the first
+_MAX_PARTS = 1024  # of a value; the largest block, 2 GiB, has 512
+_HEAD = struct.Struct(f"<4s{_ID_BYTES}sH")  # magic, the parts' id, number of parts after the first
 HEAD_BYTES = _HEAD.size
 
 
 class Parts(NamedTuple):
-    """What the first part of a value says of the others.
+    """Description of a value's other parts, in its first part.
 
-    *parts_id* is a digest of the record, so parts of two writers are never taken for those of one record, unless these
-    have the same bytes.
+    *parts_id* is a digest of the record. So parts of two writers are never taken for parts of one record, unless both
+    records have the same bytes.
     """
 
     parts_id: bytes
@@ -28,21 +28,21 @@ class Parts(NamedTuple):
 
     @classmethod
     def named_in(cls, value: memoryview | bytes) -> "Parts | None":
-        """Those that *value* begins with; None for a value that is whole."""
+        """Return the parts that the start of *value* describes, or None if the value is whole."""
         if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
             return None
         _, parts_id, num_parts = _HEAD.unpack_from(value)
         return cls(parts_id, min(num_parts, _MAX_PARTS))
 
     def names(self, name: bytes) -> list[bytes]:
-        """Where the parts are of the value that is called *name*."""
+        """Return the names of the parts of the value called *name*."""
         return [b"%b:%b:%d" % (name, self.parts_id.hex().encode(), part_id) for part_id in range(self.num_parts)]
 
 
 def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
-    """What is put under the record's own name, and the parts that are put before it: none for a small record.
+    """Split *record* into the value for its own name and the parts that are put before it, none for a small record.
 
-    All have about as many bytes. The parts are views of the record's payload.
+    All have about the same size. The parts are views of the record's payload.
     """
     payload = record.payload.cast("B")
     num_parts = max(1, -(-(payload.nbytes - _SLACK_BYTES) // PART_BYTES))
@@ -57,5 +57,5 @@ def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
 
 
 def joined(first: memoryview, rest: list[memoryview]) -> memoryview:
-    """The record, from what is under its own name and the parts."""
+    """Return the record, joined from the value under its own name and the parts."""
     return memoryview(b"".join((first[HEAD_BYTES:], *rest)))

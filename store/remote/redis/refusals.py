@@ -1,4 +1,4 @@
-"""What it means that a server answers with an error, or not at all, and what can be done about that."""
+"""Meaning of a server's errors and timeouts, and what can be done about them."""
 
 from redis.exceptions import AskError, AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError
 
@@ -10,26 +10,26 @@ _RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots +askin
 
 
 def is_no_value(reply: Reply) -> bool:
-    """Whether something is under the key that was never put there: a list, say, that somebody has made."""
+    """Return whether the key holds something that was never put there, such as a list of another client."""
     return isinstance(reply, RedisError) and str(reply).startswith("WRONGTYPE")
 
 
 def is_answer(reply: Reply) -> bool:
-    """Whether the server did what it can do: a full one that takes nothing more is there all the same."""
+    """Return whether the server handled the command. A full server that rejects a value has handled it too."""
     return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_no_value(reply)
 
 
 def in_a_line(error: Exception, where: str, prefix: str) -> str:
-    """What has happened at *where*, and what to do, in a line without a secret."""
+    """Describe in one line, without secrets, what happened at *where* and what to do."""
     said = " ".join(str(error).split())
     if isinstance(error, AuthenticationError):
-        return f"{where}: refuses the user or the password ({said}); give it those that ACL LIST shows"
+        return f"{where}: refuses the user or the password ({said}); give one that ACL LIST shows"
     if isinstance(error, NoPermissionError):
-        return f"{where}: the user may not do that ({said}); needed: ACL SETUSER name ~{prefix}* {_RIGHTS}"
+        return f"{where}: the user lacks a permission ({said}); run ACL SETUSER name ~{prefix}* {_RIGHTS}"
     if isinstance(error, AskError):
-        return f"{where}: is a node of a cluster; write redis+cluster:// for redis://"
+        return f"{where}: is a node of a cluster; write redis+cluster:// instead of redis://"
     if _NO_CLUSTER in said:
-        return f"{where}: is no cluster; write redis:// for redis+cluster://"
+        return f"{where}: is not a cluster; write redis:// instead of redis+cluster://"
     if _NO_CERTIFICATE in said:
-        return f"{where}: its certificate is not signed by whom we trust, or not for that name; name the CA's file"
+        return f"{where}: its certificate is not signed by a trusted CA, or not for that name; give the CA's file"
     return f"{where}: {said}"

@@ -1,4 +1,4 @@
-"""`ReplyParser`: redis-py's connections with replies that are received where they stay."""
+"""`ReplyParser`: a parser for redis-py's connections that receives values directly into their final memory."""
 
 import socket
 import ssl
@@ -18,27 +18,27 @@ from redis.utils import SENTINEL
 
 from kvtier.store.remote.redis.command import Reply
 
-_KEPT_BYTES = 64 << 20  # of a process
-_MIN_BYTES = 128 << 10  # malloc takes anything from here on from the kernel, and gives it back
+_KEPT_BYTES = 64 << 20  # per process
+_MIN_BYTES = 128 << 10  # from this size on malloc takes memory from the kernel and returns it there
 
 Memory = npt.NDArray[np.uint8]
 _NOTHING_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _MAX_NESTED = 8  # lists in lists
-_MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
+_MAX_VALUE_BYTES = 512 << 20  # the servers' default of proto-max-bulk-len
 
 
 class ValueMemory:
-    """Gives out memory, and keeps some of what has come back: a page that is new to a process costs as much as a copy.
+    """A pool of memory for values, because a page that is new to a process costs as much as a copy.
 
-    Any thread may take; what was taken comes back by itself, in the thread that looked at it last.
+    Any thread may take memory. It returns to the pool by itself, in the thread that used it last.
     """
 
     def __init__(self) -> None:
-        # Its methods are whole. A lock might be held by the very thread in which memory comes back.
+        # A deque's methods are atomic. A lock might already be held by the thread in which memory is returned.
         self._free: deque[Memory] = deque()
 
     def take(self, num_bytes: int) -> memoryview:
-        """Memory of *num_bytes*, with arbitrary bytes."""
+        """Return memory of *num_bytes*, with arbitrary bytes."""
         if num_bytes < _MIN_BYTES:
             return np.empty(num_bytes, dtype=np.uint8).data
         memory = self._kept(num_bytes)
@@ -58,23 +58,23 @@ class ValueMemory:
             self._free.append(memory)
 
 
-_MEMORY = ValueMemory()  # of all connections: what one has received is of use to the next
+_MEMORY = ValueMemory()  # shared by all connections, so that each can reuse the others' memory
 
 
 class ReplyParser(BaseParser):
-    """RESP 2, of which each value is a memoryview over memory of its own.
+    """A parser of RESP 2 that returns each value as a memoryview over memory of its own.
 
-    redis-py's own parsers, hiredis too, receive 32 KiB at a time, append them to a buffer and copy the value out of it;
-    this one receives a value of 1 MiB in a few calls, at its place. They bear so much silence in each call, this one
-    has a deadline for the whole reply, however it drips. Belongs to one connection.
+    redis-py's own parsers, including hiredis, receive 32 KiB at a time, append them to a buffer and copy the value out
+    of it. This parser receives a value of 1 MiB in a few calls, directly into place. The timeout of redis-py's parsers
+    is for each call; here a deadline limits the whole reply, however slowly it arrives. Belongs to one connection.
     """
 
     def __init__(self, socket_read_size: int) -> None:
         self._socket: socket.socket | None = None
-        self._silence_s: float | None = None  # that the socket bears in one call
+        self._silence_s: float | None = None  # timeout of one call on the socket
         self._buffer = bytearray(socket_read_size)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of what has come and was not parsed
+        self._start = self._end = 0  # of the bytes received but not parsed
 
     def on_connect(self, connection: Connection) -> None:
         self._socket = connection._get_socket()
@@ -85,7 +85,7 @@ class ReplyParser(BaseParser):
         self._socket = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether something has come that nobody has asked for. With TLS something may have come for TLS alone."""
+        """Return whether unrequested bytes have arrived. With TLS they may belong to TLS itself."""
         if self._start == self._end:
             open_socket = self._open_socket()
             open_socket.settimeout(timeout)
@@ -98,7 +98,10 @@ class ReplyParser(BaseParser):
         return True
 
     def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
-        """The next reply; errors of the server's are returned. *timeout*: seconds for all of it, not for each call."""
+        """Return the next reply, also if it is an error of the server's.
+
+        *timeout* is in seconds for the whole reply, not for each call.
+        """
         allowed_s = self._silence_s if timeout is SENTINEL else timeout
         return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MAX_NESTED)
 
@@ -114,14 +117,14 @@ class ReplyParser(BaseParser):
         if kind == b"+":
             return rest
         if kind != b"-":
-            raise InvalidResponse(f"not an answer of Redis: {line[:40]!r}")
+            raise InvalidResponse(f"not a reply of Redis: {line[:40]!r}")
         return self._refusal(rest.decode(errors="replace"))
 
     def _refusal(self, text: str) -> Exception:
-        """The error that the server says; raised if the connection is of no use any more."""
+        """Return the server's error. Raise it if the connection is no longer usable."""
         try:
             error: Exception = self.parse_error(text)
-        except ValueError:  # MOVED, and not where to
+        except ValueError:  # MOVED without an address
             raise InvalidResponse(f"not an error of Redis: {text[:80]!r}") from None
         if isinstance(error, NoConnection):
             raise error
@@ -136,7 +139,7 @@ class ReplyParser(BaseParser):
 
     def _value(self, num_bytes: int, until: float | None) -> memoryview:
         if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
-            raise InvalidResponse(f"a value of {num_bytes} bytes")
+            raise InvalidResponse(f"the length of a value is {num_bytes} bytes")
         value = _MEMORY.take(num_bytes)
         num_there = min(num_bytes, self._end - self._start)
         value[:num_there] = self._view[self._start : self._start + num_there]
@@ -144,22 +147,22 @@ class ReplyParser(BaseParser):
         while num_there < num_bytes:
             num_there += self._receive(value[num_there:], until)
         if self._line(until):
-            raise InvalidResponse("a value that does not end where it should")
+            raise InvalidResponse("a value does not end where its length says")
         return value
 
     def _fill(self, until: float | None) -> None:
-        """Receive more behind what has come."""
+        """Receive more bytes behind those not parsed yet."""
         if self._start:
             rest = self._view[self._start : self._end].tobytes()
             self._view[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         if self._end == len(self._buffer):
-            raise InvalidResponse("a line without an end")
+            raise InvalidResponse("a line does not end within the buffer")
         self._end += self._receive(self._view[self._end :], until)
 
     def _receive(self, memory: memoryview, until: float | None) -> int:
         if until is not None and time.monotonic() > until:
-            raise NoAnswer("the answer takes too long")
+            raise NoAnswer("the reply timed out")
         num_bytes = self._open_socket().recv_into(memory)
         if not num_bytes:
             raise NoConnection("the server closed the connection")

@@ -102,7 +102,7 @@ def test_adapters_that_are_mixed_up_are_found(tells_cached: bool) -> None:
     assert proof.judgement.verdict is Verdict.WRONG
     assert families(proof) == {"legal after the model", "sql after legal", "the model after sql"}
     assert any(what.startswith("the answer is off by") for what in whats(proof))
-    assert any(what.endswith("192 more than were asked before") for what in whats(proof)) == tells_cached
+    assert any(what.endswith("192 more than earlier prompts share") for what in whats(proof)) == tells_cached
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_salt_that_counts_for_nothing_in_a_colder_tier_is_found_though_answers
 
     assert near.judgement.verdict is Verdict.PROVEN
     assert "another salt" in families(below)
-    assert all("more than were asked before" in finding.what for finding in below.judgement.findings)
+    assert all("more than earlier prompts share" in finding.what for finding in below.judgement.findings)
 
 
 def test_two_models_of_one_name_on_one_cache_are_found() -> None:
@@ -192,9 +192,9 @@ def test_what_is_computed_otherwise_beside_others_is_found_and_no_noise() -> Non
         proof = proof_of(server)
 
     assert proof.judgement.verdict is Verdict.WRONG
-    assert any(what.startswith("computed as a whole more than once") for what in whats(proof))
+    assert any(what.startswith("answers to full prefills of this prompt differ") for what in whats(proof))
     assert proof.measures.noise < 0.05
-    assert [doubt for doubt in proof.doubts if "the fault is not, or not alone, the cache's" in doubt]
+    assert [doubt for doubt in proof.doubts if "the fault is not, or not only, in the cache" in doubt]
 
 
 def test_noise_that_comes_now_and_then_is_noise() -> None:
@@ -234,10 +234,10 @@ def test_prompts_of_as_many_tokens_as_are_wanted_push_others_out() -> None:
 @pytest.mark.parametrize(
     ("options", "doubt"),
     [
-        ({"tells_logprobs": False}, "tells no log probabilities"),
-        ({"tells_cached": False}, "tells no cached tokens"),
-        ({"takes_ids": False}, "takes no token ids"),
-        ({"heeds": ()}, "No way is known to have this server compute what it has cached"),
+        ({"tells_logprobs": False}, "returns no log probabilities"),
+        ({"tells_cached": False}, "reports no cached tokens"),
+        ({"takes_ids": False}, "accepts no token ids"),
+        ({"heeds": ()}, "No known way makes this server recompute a cached prompt"),
     ],
 )
 def test_a_server_that_tells_less_is_proven_with_a_sentence_about_it(options: dict, doubt: str) -> None:
@@ -262,9 +262,9 @@ def test_a_server_that_is_told_to_look_nothing_up_is_asked_cold_so() -> None:
     [
         ({"caches": False}, "Nothing seems to have come from a cache."),
         ({"caches": False, "tells_cached": False}, "Nothing seems to have come from a cache."),
-        ({"hangs_on_prompt": False}, "answers hang on how a prompt begins hardly more than"),
-        ({"noise": 6.0}, "answers hang on how a prompt begins hardly more than"),
-        ({"noise": 6.0, "tells_logprobs": False}, "answers hang on how a prompt begins hardly more than"),
+        ({"hangs_on_prompt": False}, "answers vary with the beginning of the prompt hardly more than"),
+        ({"noise": 6.0}, "answers vary with the beginning of the prompt hardly more than"),
+        ({"noise": 6.0, "tells_logprobs": False}, "answers vary with the beginning of the prompt hardly more than"),
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_proven(options: dict, doubt: str) -> None:
@@ -283,7 +283,7 @@ def test_cached_tokens_that_save_no_time_are_doubted() -> None:
         no_sooner = proof_of(server, endpoint=Endpoint(server.url, None, lambda: float(next(ticks))), seed=2)
 
     assert not [doubt for doubt in sooner.doubts if "came no sooner" in doubt]
-    assert [doubt for doubt in no_sooner.doubts if "192 were cached, as the server tells, but" in doubt]
+    assert [doubt for doubt in no_sooner.doubts if "the server reports 192 cached tokens, but" in doubt]
 
 
 def test_an_answers_distance_to_itself_computed_in_another_shape_is_noise() -> None:

@@ -114,7 +114,7 @@ def test_adapters_are_mixed_up_by_lmcaches_client_as_its_key_leaves_them_out(
 
     found = {finding.question.family: finding.what for finding in proof.judgement.findings if finding.question}
     assert set(found) == {"legal after the model", "sql after legal", "the model after sql"}
-    assert all("512 more than were asked before" in what for what in found.values())
+    assert all("512 more than earlier prompts share" in what for what in found.values())
     assert any("off by" in finding.what for finding in proof.judgement.findings)
 
 

@@ -230,7 +230,7 @@ def test_an_engine_that_the_sidecar_refuses_does_not_start(
 ) -> None:
     device = {"capacity": "8MiB", "block_size": 1000}
 
-    with pytest.raises(ValueError, match=r"sidecar .*: .*a block has 1024000 bytes, and an extent") as refused:
+    with pytest.raises(ValueError, match=r"sidecar .*: .*a block has 1024000 bytes, but an extent") as refused:
         engine(model, socket, device=device)
 
     assert "\n" not in str(refused.value)

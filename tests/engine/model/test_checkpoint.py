@@ -104,7 +104,7 @@ def test_a_gguf_file_loads_in_the_dtype_that_is_asked_for(gguf_file: Path) -> No
     ("content", "what"),
     [
         (None, "there is no such file"),
-        (b"{}", "is a file, and no GGUF file"),
+        (b"{}", "is not a GGUF file"),
     ],
 )
 def test_a_file_that_is_no_model_is_one_line_with_its_name_before_anything_is_loaded(

@@ -522,7 +522,7 @@ def test_a_folder_that_is_missing_empty_or_broken_is_refused(
 
 def test_an_adapter_that_is_not_there_is_the_callers_mistake(saved: Mapping[str, Mapping[str, Path]]) -> None:
     with LLM(build("llama"), tables(saved["llama"]), byte_tokenizer()) as llm:
-        with pytest.raises(ValueError, match="lora legal: no such adapter; there is all, ranked, mlp"):
+        with pytest.raises(ValueError, match="lora legal: no such adapter; loaded: all, ranked, mlp"):
             llm.generate("text", lora="legal")
         with pytest.raises(ValueError, match="no such adapter is loaded"):
             llm.generate("text", extra=ExtraKeys(lora=Lora("all", "sha256:of another")))

@@ -189,7 +189,7 @@ def test_a_tenant_keeps_within_its_share(server: ServerInThread) -> None:
     ("controls", "told"),
     [
         ([FIVE_MINUTES] * 5, "5 breakpoints; give 4 at most"),
-        ([FIVE_MINUTES, HOUR], "the longer ones have to come first"),
+        ([FIVE_MINUTES, HOUR], "the longer ones must come first"),
         ([{"type": "permanent"}], "cache_control.type"),
         ([{"type": "ephemeral", "ttl": "2h"}], "cache_control.ttl"),
     ],

@@ -92,7 +92,7 @@ def test_what_a_template_refuses_is_a_mistake_in_the_request() -> None:
 
 def test_a_template_that_writes_no_tools_is_told_to_the_client() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ApiError, match="the model's chat template writes no tools") as caught:
+    with pytest.raises(ApiError, match="the model's chat template does not support tools") as caught:
         prompt_of(template, [ASKED])
     assert (caught.value.status, caught.value.param) == (400, "tools")
 

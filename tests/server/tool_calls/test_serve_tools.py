@@ -347,7 +347,7 @@ def test_an_operator_may_say_how_the_model_writes_calls() -> None:
 
 
 def test_a_chat_whose_template_knows_no_tools_is_refused(server: ServerInThread) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template writes no tools") as caught:
+    with pytest.raises(openai.BadRequestError, match="chat template does not support tools") as caught:
         ask(server, tools=[SEARCH])
     assert caught.value.body["param"] == "tools"
 

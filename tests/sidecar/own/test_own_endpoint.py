@@ -68,8 +68,8 @@ def test_two_starts_of_a_sidecar_are_told_apart(tmp_path: Path) -> None:
         ({"namespace": b"short"}, "a namespace has 16 bytes, not 5"),
         ({"groups": []}, "0 groups of blocks; 1 to 64 are served"),
         ({"groups": [GroupShape(16, False, 4096)] * 65}, "65 groups of blocks"),
-        ({"groups": [GroupShape(0, False, 4096)]}, "blocks of 0 tokens and 4096 bytes are none"),
-        ({"groups": [GroupShape(16, False, -1)]}, "blocks of 16 tokens and -1 bytes are none"),
+        ({"groups": [GroupShape(0, False, 4096)]}, "blocks of 0 tokens and 4096 bytes are invalid"),
+        ({"groups": [GroupShape(16, False, -1)]}, "blocks of 16 tokens and -1 bytes are invalid"),
         ({"groups": [GroupShape(16, False, EXTENT_BYTES - 1)]}, "start the sidecar with extents of 131070 bytes or"),
         ({"groups": [GroupShape(16, False, 1)] * 64}, "slots for these blocks, at most 4194304 are served"),
         ({"model": "m" * 257}, "a model's name has at most 256 characters"),
@@ -104,7 +104,7 @@ def test_another_user_is_told_that_it_is_not_let_in(tmp_path: Path) -> None:
 
         (refused,) = plain.read()
         assert isinstance(refused, wire.Refused)
-        assert f"the user {os.geteuid()}, who is not allowed in" in refused.why
+        assert f"user {os.geteuid()} is not allowed to connect" in refused.why
         assert plain.is_ended
 
 

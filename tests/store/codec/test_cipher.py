@@ -195,7 +195,7 @@ def runs(argument: str) -> bool:
 def test_a_command_that_does_not_end_is_ended_with_its_children() -> None:
     seconds = f"3600.{random.randrange(1 << 40)}"
 
-    with pytest.raises(ValueError, match=r"sh: no end after 1 s") as error:
+    with pytest.raises(ValueError, match=r"sh: not finished after 1 s") as error:
         Cipher.from_command(f"sh -c 'sleep {seconds} & wait; echo {KEY.hex()}'", timeout_s=1)
 
     one_line_of(error)

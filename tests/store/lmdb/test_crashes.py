@@ -90,7 +90,7 @@ def test_an_index_on_which_two_processes_in_a_row_crash_is_left(
         assert store.num_starts == 3
     said = [entry.getMessage() for entry in caplog.records if "in a row" in entry.getMessage()]
     assert len(said) == 2
-    assert f"its process ended with {how.name}, 2 in a row; after 2 it starts empty" in said[1]
+    assert f"its process ended with {how.name}, 2 crashes in a row; after 2 the store starts empty" in said[1]
     assert capfd.readouterr().err.count("starts empty: 2 processes in a row crashed on it") == 1
     assert num_crashes(folder) == 0
 

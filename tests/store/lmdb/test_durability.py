@@ -95,7 +95,7 @@ def test_interval_goes_back_to_its_last_checkpoint(
         store.check()
         churn(store, rng, 10)
         store.check()
-    assert sum("goes back to its last checkpoint" in entry.getMessage() for entry in caplog.records) == 1
+    assert sum("is restored to its last checkpoint" in entry.getMessage() for entry in caplog.records) == 1
 
 
 def test_checkpoints_are_taken_by_the_clock(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_lowered_capacity_gives_its_space_back(tmp_path: Path) -> None:
 
 
 def test_the_capacity_is_remembered(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is none"):
+    with pytest.raises(FileNotFoundError, match="no store in"):
         LmdbStore(tmp_path)
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1)])

@@ -149,9 +149,9 @@ def test_an_empty_store_has_no_namespaces(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_store_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is none"):
+    with pytest.raises(FileNotFoundError, match="no store in"):
         inspect(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is none"):
+    with pytest.raises(FileNotFoundError, match="no store in"):
         inspect(tmp_path / "missing")
 
     assert list(tmp_path.iterdir()) == []

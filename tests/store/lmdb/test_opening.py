@@ -440,7 +440,7 @@ def test_room_that_cannot_be_given_back_is_given_back_at_the_next_opening(
         store.close()
         assert state_in(folder) is FileState.COMMIT  # whole after a crash, but not as it should be
         LmdbStore(folder, CAPACITY_BYTES).close()
-        assert "takes more room than it should" in caplog.text
+        assert "takes too much disk space" in caplog.text
 
     with LmdbStore(folder, CAPACITY_BYTES) as store:
         assert excess_bytes(store) <= 0
@@ -578,4 +578,4 @@ def test_the_mark_of_an_earlier_version_is_read_and_overwritten(folder: Path, ca
     with LmdbStore(folder, CAPACITY_BYTES) as store:
         assert oldest_first(store) == []
         assert state_in(folder) is FileState.PROCESS
-    assert "starts empty: its layout is kvtier-store-5, another than this program's" in caplog.text
+    assert "starts empty: its layout is kvtier-store-5, which this version cannot read" in caplog.text

@@ -387,7 +387,7 @@ def pid_of_next(store: StoreProcess) -> int:
 
 def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(NotADirectoryError, match="is no folder"):
+    with pytest.raises(NotADirectoryError, match="is not a folder"):
         StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)).open()
 
 

@@ -22,13 +22,13 @@ def test_check_finds_a_book_that_was_cooked() -> None:
         "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
         "the lent slots were miscounted": lambda pool: setattr(pool.order, "num_lent", 1),
         "the slots in the order were miscounted": lambda pool: setattr(pool.order, "num_slots", 1),
-        "a slot is not where its place says": lambda pool: pool.order._rows.items.__setitem__(0, 3),
+        "a slot is not at its place": lambda pool: pool.order._rows.items.__setitem__(0, 3),
         "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
         "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
         "a blank slot has a name": lambda pool: pool._spots.__setitem__(4, ALONE),
         "a cached slot has no name": lambda pool: pool._spots.__setitem__(0, NO_SPOT),
-        "names and slots disagree": lambda pool: pool._slots.remove_all([A]),
-        "a name points to another's slot": exchange_names,
+        "names and slots are inconsistent": lambda pool: pool._slots.remove_all([A]),
+        "a name points to the wrong slot": exchange_names,
     }
     for message, damage in damages.items():
         pool = BlockPool(5)

@@ -47,5 +47,5 @@ def test_a_drive_that_is_used_up_has_no_years_left(clock: FakeClock) -> None:
 
 
 def test_an_endurance_of_nothing_is_refused(clock: FakeClock) -> None:
-    with pytest.raises(ValueError, match="need more than 0"):
+    with pytest.raises(ValueError, match="give a value above 0"):
         SsdLife(0, clock, written_bytes=0)

@@ -755,7 +755,7 @@ HALF = "a\ud800"
     ids=["salt", "adapter", "path", "image"],
 )
 def test_text_that_is_no_unicode_is_refused_where_it_comes_from(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="no valid Unicode") as refusal:
+    with pytest.raises(ValueError, match="not valid Unicode") as refusal:
         make()
 
     assert "\n" not in str(refusal.value)

@@ -325,7 +325,7 @@ def test_no_blocks_keep_nothing() -> None:
 
 @pytest.mark.parametrize("interval_tokens", [-32, 16, 48])
 def test_an_interval_is_a_multiple_of_where_blocks_of_all_groups_end(interval_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"{interval_tokens} tokens is no multiple of 32"):
+    with pytest.raises(ValueError, match=f"{interval_tokens} tokens is not a multiple of 32"):
         Retention(FULL_32_AND_WINDOW_16, interval_tokens)
 
 

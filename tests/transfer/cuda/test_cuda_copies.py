@@ -298,7 +298,7 @@ def test_a_way_that_fails_is_left_out_and_logged(caplog: pytest.LogCaptureFixtur
 
     assert (choice.down, choice.up) == ("loop", "loop")
     assert choice.down_gb_per_s["batch"] == 0
-    assert "no batch here: No module named 'cuda'" in caplog.text
+    assert "method batch is not available: No module named 'cuda'" in caplog.text
 
 
 def test_no_way_that_works_raises() -> None:

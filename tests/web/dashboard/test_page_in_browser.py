@@ -227,8 +227,8 @@ def test_with_keys_the_page_asks_for_one(browser: Browser) -> None:
 
 def test_a_page_without_any_prompt_says_so(browser: Browser) -> None:
     with serving(build("llama"), tables()) as server, browser.open(f"{server.url}/dashboard") as seen:
-        nothing = ("No prompt came in this time", "No token was computed yet", "Nothing was evicted in this time")
-        for said in (*nothing, "No request has ended yet"):
+        nothing = ("No prompts in this time range", "No tokens computed yet", "No evictions in this time range")
+        for said in (*nothing, "No request has finished yet"):
             seen.wait("(text) => document.body.innerText.includes(text)", said)
         text = seen.page.locator("main").inner_text()
 

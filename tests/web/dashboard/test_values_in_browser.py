@@ -207,7 +207,7 @@ def moment_differences(seen: Seen, server: ServerInThread) -> list[str]:
     of_tiles = {
         "Prompt tokens": (tiles["Prompt tokens"][0], rate),
         "First token": (tiles["First token"][0], expected["ttft.p50"]),
-        "nine of ten": (tiles["First token"][1].removeprefix("nine of ten within "), expected["ttft.p90"]),
+        "p90": (tiles["First token"][1].removeprefix("p90 "), expected["ttft.p90"]),
     }
     return wrong(said, expected) + [
         f"{title}: {text} for {value}" for title, (text, value) in of_tiles.items() if not is_shown(text, value)
@@ -227,15 +227,15 @@ def differences(seen: Seen, stats: Mapping[str, Any], tiers: Sequence[str]) -> l
     tokens = stats["tokens"]
     faults = hits_tile(tiles, tokens)
     expected_tiles = {
-        "Requests": ("0", "running; 0 wait, 0 load"),
+        "Requests": ("0", "running, 0 waiting, 0 loading"),
         "Prompt tokens": ("0/s", f"{sum(tokens[source] for source in SOURCES):,} since the start"),
     }
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     faults += [f"{title}: {tiles[title]}" for title, text in expected_tiles.items() if tiles[title] != text]
     states = seen.page.eval_on_selector_all("#health [data-state]", "(all) => all.map((each) => each.dataset.state)")
     counted = {state: states.count(state) for state in ("bad", "watch")}
-    health = "In order"
-    for state, text in (("watch", "to look at"), ("bad", "bad")):
+    health = "OK"
+    for state, text in (("watch", "warning" if counted["watch"] == 1 else "warnings"), ("bad", "bad")):
         health = f"{counted[state]} {text}" if counted[state] else health
     faults += [] if tiles["Health"][0] == health else [f"Health: {tiles['Health']}"]
     what_if = {f"what-if.{tier}": sizes["1"] for tier, sizes in stats["what_if"].items()}
@@ -247,11 +247,11 @@ def hits_tile(tiles: Mapping[str, tuple[str, str]], tokens: Mapping[str, Any]) -
     """What the first tile says that is not what is found of all tokens. All of them came in the time that is shown."""
     total = sum(tokens[source] for source in SOURCES)
     found = total - tokens["recomputed"]
-    value, about = tiles["Found in the cache"]
-    parts = re.fullmatch(r"(\S+) of (\S+) tokens in this time", about)
+    value, about = tiles["Cache hit ratio"]
+    parts = re.fullmatch(r"(\S+) of (\S+) tokens in this time range", about)
     is_right = parts is not None and is_shown(value, found / total)
     is_right = is_right and parts is not None and is_shown(parts[1], found) and is_shown(parts[2], total)
-    return [] if is_right else [f"Found in the cache: {value}, {about}, for {found} of {total}"]
+    return [] if is_right else [f"Cache hit ratio: {value}, {about}, for {found} of {total}"]
 
 
 def table_differences(
@@ -327,6 +327,6 @@ def sidecar_differences(seen: Seen, running: RunningSidecar, tokens: TokenBalanc
     faults += [] if tiles["Prompt tokens"] == ("0/s", f"{sum_of(tokens):,} since the start") else ["Prompt tokens"]
     faults += [] if tiles["Engines"] == ("1", "0 B pinned") else [f"Engines: {tiles['Engines']}"]
     found, about = tiles["Chunks found"]
-    is_right = is_shown(found, endpoint["num_promised"] / endpoint["num_asked"]) and about == "of 8 asked for; 0 lost"
+    is_right = is_shown(found, endpoint["num_promised"] / endpoint["num_asked"]) and about == "of 8 looked up, 0 lost"
     faults += [] if is_right else [f"Chunks found: {found}, {about}"]
     return faults + table_differences(seen, stats["tiers"], stats["lanes"], tokens.reasons, tiers)

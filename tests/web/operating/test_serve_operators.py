@@ -312,11 +312,11 @@ def test_the_command_says_what_left_which_tier(server: ServerInThread, capsys: p
     assert main(["operate", "spill", "--url", server.url]) == 0
     assert main(["operate", "reset", "--tenant", "ann", "--url", server.url]) == 0
     out = capsys.readouterr().out
-    assert f"{NUM_BLOCKS} blocks left" in out
+    assert f"{NUM_BLOCKS} blocks evicted" in out
     assert main(["operate", "evict", "disk", "--blocks", "5", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out)["tiers"] == {"disk": {"blocks": 0, "bytes": 0, "leased": 0}}
     assert main(["operate", "check", "--url", server.url]) == 0
-    assert "in order: device, group 0" in capsys.readouterr().out
+    assert "verified: device, group 0" in capsys.readouterr().out
     assert main(["operate", "log-level", "info", "--logger", "kvtier.nothing", "--url", server.url]) == 0
 
 

@@ -1,1 +1,1 @@
-"""The tier that machines share: what is known of it, what is asked of it, and what goes there."""
+"""The remote tier, which machines share: hints of its content, queries, reads and writes."""

@@ -1,4 +1,4 @@
-"""Inquiries: what is asked of a remote tier before it is known where a prompt's blocks are."""
+"""Lookups in a remote tier, which precede the lookup of a prompt's blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-ANSWER_S = 0.1  # for which a request waits for an answer
-FIRST_NAMES = 64  # asked about at first: of a prompt that was never seen it is one question of a few kilobytes
-MAX_NAMES = 4096  # in one question
-GROWTH = 8  # of each further one
-NOTHING = bytes(32)  # a block that nobody has: whether the store answers is asked with it
+ANSWER_S = 0.1  # how long a request waits for an answer
+FIRST_NAMES = 64  # names in the first question: for an unknown prompt, the only one, of a few kilobytes
+MAX_NAMES = 4096  # names in one question
+GROWTH = 8  # factor by which each further question is longer
+NOTHING = bytes(32)  # name of no block, used to test whether the store answers
 
 
 class RemoteInquiry:
-    """What one request asks of a remote tier. It is done when the answer is known, or comes too late."""
+    """One request's lookup in a remote tier. It is done when the answer is known, or has become too late."""
 
     def __init__(self, is_done: bool = False) -> None:
         self.is_done = is_done
@@ -26,30 +26,30 @@ class RemoteInquiry:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """Names of one prefix that are being asked about."""
+    """A question about consecutive names of one prefix that is in flight."""
 
     group_id: int
-    names: Sequence[BlockName]  # all that have to be asked about, the first of them in this question
+    names: Sequence[BlockName]  # all names still to be asked about; this question is about the first *num_asked*
     num_asked: int
     attempt: Attempt
     asked_at: float
-    began_at: float  # the first question about the prefix
+    began_at: float  # when the first question about the prefix was asked
     waiting: list[RemoteInquiry]
     is_late: bool = False
 
 
 class Inquiries:
-    """Asks where prefixes go on that nothing nearer has, a part at a time, until a block is not there.
+    """Questions to the remote store about the rest of prefixes that no nearer tier has.
 
-    Nothing waits here: an inquiry is done at once where the answers are known already, or the store is left alone, and
-    at the latest when `ANSWER_S` have gone by. An answer that comes later is taken in all the same, for those that ask
-    next. Owned by the tiers' thread.
+    A prefix is asked about in parts, until a block is absent. Nothing blocks here. An inquiry is done at once if the
+    answers are already known or the store is not to be used, and after `ANSWER_S` at the latest. An answer that comes
+    later still serves the next requests. Owned by the tiers' thread.
     """
 
     def __init__(
         self, remote: RemoteTier, forgets: Sequence[bool], transfers: TransferEngine, clock: Callable[[], float]
     ) -> None:
-        """*forgets*: by group, whether its prefixes have holes: it needs its last blocks only."""
+        """Create an empty set; *forgets*, by group: whether prefixes have holes because only the last blocks matter."""
         self._remote = remote
         self._forgets = forgets
         self._transfers = transfers
@@ -58,7 +58,7 @@ class Inquiries:
         self._try_out()
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> RemoteInquiry:
-        """Ask about *names*, a prefix's blocks from the first on that nothing nearer has."""
+        """Ask about *names*, a prefix's blocks from the first one that no nearer tier has."""
         presence = self._remote.presence
         names = names[presence.num_held(group_id, names) :]
         inquiry = RemoteInquiry(not names or presence.is_absent(group_id, names[0]))
@@ -73,8 +73,8 @@ class Inquiries:
         return inquiry
 
     def go_on(self) -> None:
-        """Let those go on without an answer that have waited long enough, and try a store that failed."""
-        if self._under_way and not self._transfers.has_finished:  # else its owner was away, and the answer is there
+        """End inquiries that have waited long enough, and probe a store that has failed."""
+        if self._under_way and not self._transfers.has_finished:  # otherwise the owner was late, and answers are there
             now = self._clock()
             for question in self._under_way.values():
                 if now - question.began_at >= ANSWER_S:
@@ -87,18 +87,18 @@ class Inquiries:
 
     @property
     def num_under_way(self) -> int:
-        """Questions that have not been answered."""
+        """Number of unanswered questions."""
         return len(self._under_way)
 
     def _try_out(self) -> None:
-        """Ask about a block that nobody has: whether the store answers."""
+        """Ask about a block that does not exist, to find out whether the store answers."""
         if (0, NOTHING) not in self._under_way:
             self._ask(0, [BlockName(NOTHING)], 1, self._clock(), [])
 
     def _ask(
         self, group_id: int, names: Sequence[BlockName], limit: int, began_at: float, waiting: list[RemoteInquiry]
     ) -> bool:
-        """Ask about the first of *names*; False if the store is to be left alone, or the lane is full."""
+        """Ask about the first of *names*; return False if the store is not to be used or the lane is full."""
         attempt = self._remote.asking.begin()
         if attempt is None:
             return False
@@ -130,9 +130,9 @@ class Inquiries:
         _end(question)
 
     def _take_in(self, question: Question, are_there: list[bool | None]) -> bool:
-        """Take an answer in; whether the rest of the names are asked about now.
+        """Record an answer, and return whether the rest of the names are being asked about now.
 
-        What could not be asked is not taken for absent: a node of a cluster may be away for a moment.
+        A block that could not be looked up does not count as absent, because a cluster's node may be away for a moment.
         """
         presence, group_id, names = self._remote.presence, question.group_id, question.names
         presence.add(group_id, list(compress(names, are_there)))
@@ -145,7 +145,7 @@ class Inquiries:
         return bool(rest) and self._ask(group_id, rest, limit, question.began_at, question.waiting)
 
     def _let_go_on(self, question: Question) -> None:
-        """Let those go on that wait for this answer."""
+        """End the inquiries that wait for this answer."""
         self._remote.counts["late"] += sum(not inquiry.is_done for inquiry in question.waiting)
         _end(question)
 

@@ -1,4 +1,4 @@
-"""Presence: which blocks a remote store has said that it has, lately."""
+"""Hints of which blocks a remote store has, from its recent answers."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Sequence
@@ -9,19 +9,19 @@ import numpy.typing as npt
 from kvtier.tiers.lower.name_set import NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 
-LASTS_S = 60.0  # for which an answer is believed, up to twice as long
-MAX_NAMES = 1 << 18  # of answers believed in one period; some 18 MiB
-ABSENT_LASTS_S = 10.0  # for which it is believed that nothing is there
+LASTS_S = 60.0  # lifetime of an answer; at most twice that
+MAX_NAMES = 1 << 18  # names in one period; about 18 MiB
+ABSENT_LASTS_S = 10.0  # lifetime of an answer that a block is absent
 MAX_ABSENT = 1 << 14
 
 
 class Presence:
-    """Answers of a store that others write and empty too. A hint: what is here may be gone, and what is not here may
-    be there.
+    """Recent answers of a store that other machines write to and evict from too.
 
-    Names that are there are kept in two periods, of which the older is dropped as a whole. Of a prefix that is not
-    there only its first block is noted as absent: what continues it is not asked for either. Owned by the tiers'
-    thread.
+    The answers are hints: a block that is listed here may be gone, and one that is not listed may exist.
+
+    Names of present blocks are kept in two periods, the older of which is dropped as a whole. If a prefix is absent,
+    only its first block is recorded, because its continuations are not asked for either. Owned by the tiers' thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -29,15 +29,15 @@ class Presence:
         self._present: defaultdict[int, NameSet] = defaultdict(NameSet)
         self._earlier: defaultdict[int, NameSet] = defaultdict(NameSet)
         self._began_at = clock()
-        self._absent: OrderedDict[tuple[int, BlockName], float] = OrderedDict()  # and until when
+        self._absent: OrderedDict[tuple[int, BlockName], float] = OrderedDict()  # with the time when each expires
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are believed to be there."""
+        """Number of blocks believed to be in the store."""
         return sum(map(len, [*self._present.values(), *self._earlier.values()]))
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of *names* whether it is believed to be there."""
+        """Return for each of *names* whether the block is believed to be in the store."""
         held = np.zeros(len(names), np.bool_)
         if not names or not (group_id in self._present or group_id in self._earlier):
             return held
@@ -48,20 +48,20 @@ class Presence:
         return held
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before one that is not believed to be there."""
-        if not self.are_held(group_id, names[:1]).any():  # the usual case: a prompt that was never seen
+        """Return how many of *names* come before the first that is not believed to be in the store."""
+        if not self.are_held(group_id, names[:1]).any():  # the usual case: a prompt that was never stored
             return 0
         held = self.are_held(group_id, names)
         return len(names) if held.all() else int(held.argmin())
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Group and name of some block that is believed to be there, none of *besides*; None if it found none."""
+        """Return group and name of a block believed to be in the store and not in *besides*; None if none is found."""
         periods = [*self._present.items(), *self._earlier.items()]
         blocks = ((group_id, name) for group_id, names in periods for name in names.find())
         return next((block for block in blocks if block not in besides), None)
 
     def add(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Note that these blocks are there."""
+        """Record that these blocks are in the store."""
         self._turn()
         if names:
             self._present[group_id].add(rows_of(names))
@@ -69,13 +69,13 @@ class Presence:
                 self._absent.pop((group_id, name), None)
 
     def remove(self, group_id: int, name: BlockName) -> None:
-        """Note that this block is not there, or not to be had."""
+        """Record that this block is not in the store, or cannot be read."""
         for period in (self._present, self._earlier):
             if group_id in period:
                 period[group_id].discard(name)
 
     def note_absent(self, group_id: int, name: BlockName) -> None:
-        """Note that the store said that it has not this block."""
+        """Record the store's answer that it does not have this block."""
         self.remove(group_id, name)
         self._absent[group_id, name] = self._clock() + ABSENT_LASTS_S
         self._absent.move_to_end((group_id, name))
@@ -83,17 +83,17 @@ class Presence:
             self._absent.popitem(last=False)
 
     def is_absent(self, group_id: int, name: BlockName) -> bool:
-        """Whether the store said lately that it has not this block."""
+        """Return whether the store answered recently that it does not have this block."""
         return self._absent.get((group_id, name), float("-inf")) > self._clock()
 
     def clear(self) -> None:
-        """Believe nothing any more."""
+        """Forget all answers."""
         self._present.clear()
         self._earlier.clear()
         self._absent.clear()
 
     def _turn(self) -> None:
-        """Begin a new period if this one is over, or full."""
+        """Begin a new period if the current one is over or full."""
         num_names = sum(map(len, self._present.values()))
         if self._clock() - self._began_at > LASTS_S or num_names > MAX_NAMES:
             self._earlier, self._present = self._present, defaultdict(NameSet)

@@ -1,4 +1,4 @@
-"""RemoteLink: all that goes on between these tiers and a remote one."""
+"""The connection between the local tiers and a remote one: reads, writes, lookups and probes."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,8 +20,10 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 
 class RemoteSource:
-    """See `ReadSource`: a store that machines share. What comes from there is new on this machine, and goes to its disk
-    as what was computed here does."""
+    """A remote store as a source of reads; implements `ReadSource`.
+
+    Blocks from there are new on this machine, so they are offered to its disk like computed blocks.
+    """
 
     tier = Tier.REMOTE
     route = Route.REMOTE_TO_HOST
@@ -40,50 +42,50 @@ class RemoteSource:
         return self._remote.is_readable
 
     def on_hung(self, group_id: int, name: BlockName) -> None:
-        """Nothing: while reads hang the breaker is open, and nothing is found there."""
+        """Do nothing: while reads hang, the breaker is open and lookups find nothing in the store."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
         self._index.offer_to_disk(group_id, slots)
 
 
 class Link(Protocol):
-    """What `LocalTiers` has of a remote tier."""
+    """The part of a remote tier that `LocalTiers` uses."""
 
     @property
     def reads(self) -> dict[Tier, Reads]:
-        """The reads from it, by its name; empty if there is none."""
+        """The reads from the remote tier, by tier; empty if there is none."""
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """See `LowerTiers.inquire`; *names* from the first on that nothing nearer has."""
+        """Ask about *names*, see `LowerTiers.inquire`; the first of them is one that no nearer tier has."""
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Have blocks put that were used a second time, a prefix's front first."""
+        """Mark blocks to be put because they were used a second time, a prefix's front first."""
 
     def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Take in that blocks have come to host memory from the device, a prefix's tail first."""
+        """Handle blocks that have come to host memory from the device, a prefix's tail first."""
 
     def spill(self) -> None:
-        """Start to put what is wanted."""
+        """Start to put wanted blocks."""
 
     def go_on(self) -> None:
-        """Go on with questions and probes."""
+        """Continue questions and probes."""
 
     def num_leases(self, pool: BlockPool) -> int:
-        """Host slots of the pool that are being put."""
+        """Return how many host slots of the pool are being put."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether host slots are being put."""
+        """Whether any host slots are being put."""
 
     def clear(self) -> None:
-        """Forget what is known of the store, and what was to be put. What is there stays: it is others' too."""
+        """Forget what is known of the store and what was to be put; shared records stay in the store."""
 
     def statistics(self) -> RemoteStatistics | None:
-        """Everything counted, by value; None if there is no remote tier."""
+        """Return everything counted; None if there is no remote tier."""
 
 
 class RemoteLink:
-    """See `Link`. Owned by the tiers' thread."""
+    """The connection to an existing remote tier; implements `Link`. Owned by the tiers' thread."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class RemoteLink:
         is_host_cleaned: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """*windows* and *is_host_cleaned*: see `Reads`."""
+        """Create the connection; *windows* and *is_host_cleaned* as in `Reads`."""
         source = RemoteSource(remote, index)
         self._speed = transfers.speed(source.route)
         self.reads = {Tier.REMOTE: Reads(index, source, memories, transfers, windows, is_host_cleaned, clock)}
@@ -129,7 +131,7 @@ class RemoteLink:
 
 
 class NoLink:
-    """See `Link`: of tiers without a remote one."""
+    """The connection of tiers without a remote one; implements `Link`."""
 
     is_writing = False
 

@@ -1,4 +1,4 @@
-"""RemoteSpill: puts blocks of host memory that were used a second time into the remote tier."""
+"""Writes of host memory's blocks to the remote tier, once they are used a second time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MAX_WANTED = 1 << 16  # blocks
-MAX_MISSED = 1 << 20  # blocks remembered that were asked for once, in vain: 8 MiB
+MAX_MISSED = 1 << 20  # limit on remembered blocks that missed once: 8 MiB
 MAX_IN_BATCH = 256  # blocks
-MAX_IN_FLIGHT = 2  # batches: one at work and one behind it
-BATCH_BYTES = 64 << 20  # a store that packs blocks packs those of one batch
+MAX_IN_FLIGHT = 2  # batches: one being written and one behind it
+BATCH_BYTES = 64 << 20  # large, because a store that packs blocks packs those of one batch
 
 
 @dataclass(eq=False, slots=True)
 class RemoteBatch(Batch):
-    """Blocks of one group on their way to the remote tier."""
+    """Blocks of one group being written to the remote tier."""
 
     group_id: int
     spoilt: frozenset[bytes]
@@ -36,12 +36,12 @@ class RemoteBatch(Batch):
 
 
 class RemoteSpill:
-    """Puts what is wanted, prefixes front first, while nothing is read. What has left host memory before its turn is
-    not put: it is wanted again when it is used again.
+    """The writer of wanted blocks to the remote tier, prefixes front first, while nothing is read.
 
-    A block is wanted when it is used a second time: when a request uses it that did not compute it, or asks for it a
-    second time and has to compute it anew. What is not in host memory then is put when it has come there. A request
-    uses whole prefixes, so what goes there has no holes. Owned by the tiers' thread.
+    A block is wanted when it is used a second time: when a request uses it that did not compute it, or requests it a
+    second time and must recompute it. A wanted block that is not in host memory is put when it has come there. A block
+    that leaves host memory before its turn is not put, and is wanted again at its next use. Because a request uses
+    whole prefixes, the stored prefixes have no holes. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class RemoteSpill:
         self._memories = memories
         self._clock = clock
         self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
-        self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # and not there yet
+        self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # not in host memory yet
         self._missed = RememberedBlocks(MAX_MISSED)
         self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MAX_IN_FLIGHT, clock)
 
     @property
     def num_wanted(self) -> int:
-        """Blocks that are to be put, and those that are on their way."""
+        """Number of blocks that are to be put or are being put."""
         return sum(map(len, self._wanted)) + sum(len(batch.names) for batch in self.copies.batches)
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Have these blocks put, in this order, that are not there yet as far as is known."""
+        """Mark those of these blocks to be put, in this order, that the store is not believed to have."""
         is_in_host = self._index.host[group_id].pool.find_all(names) != ABSENT
         is_new = ~self._remote.presence.are_held(group_id, names)
         _note(self._wanted[group_id], list(compress(names, (is_new & is_in_host).tolist())))
         _note(self._awaited[group_id], list(compress(names, (is_new & ~is_in_host).tolist())))
 
     def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Take in that these blocks have come to host memory from the device, a prefix's tail first."""
+        """Handle blocks that have come to host memory from the device, a prefix's tail first."""
         if awaited := self._awaited[group_id]:
             come = [name for name in reversed(names) if name in awaited]
             for name in come:
@@ -82,7 +82,7 @@ class RemoteSpill:
             _note(self._wanted[group_id], come)
 
     def on_missed(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Take in that a request asks for these blocks, of one prefix in its order, and nothing nearer has them."""
+        """Handle a request for these blocks, of one prefix in order, that no nearer tier has."""
         if not names:
             return
         were_missed = self._missed.has(group_id, names)
@@ -90,7 +90,7 @@ class RemoteSpill:
         _note(self._awaited[group_id], list(compress(names, were_missed)))
 
     def spill(self) -> None:
-        """Start to put batches, and count those that hang."""
+        """Start to put batches, and report hung ones to the circuit breaker."""
         for batch in self.copies.under_way_since(self._clock() - HUNG_S):
             self._remote.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
@@ -98,12 +98,12 @@ class RemoteSpill:
                 pass
 
     def clear(self) -> None:
-        """Want nothing any more."""
+        """Forget all wanted blocks."""
         for names in (*self._wanted, *self._awaited):
             names.clear()
 
     def _start(self, group_id: int) -> bool:
-        """Start to put one batch; False if it cannot be now, or nothing is left."""
+        """Start to put one batch; return False if that is impossible now or nothing is left."""
         pool, memory = self._index.host[group_id].pool, self._memories[group_id]
         limit = self.copies.max_blocks(pool, blocks_in_batch(memory.block_bytes, 1, MAX_IN_BATCH, BATCH_BYTES))
         if not limit or not self._remote.writing.allows():
@@ -129,7 +129,7 @@ class RemoteSpill:
         return True
 
     def _blobs(self, group_id: int, slots: Sequence[int]) -> list[Blob]:
-        """The blocks in these host slots, for the store; the memory stays ours."""
+        """Return the blocks in these host slots as blobs, whose memory still belongs to the pool."""
         pool, memory, remote = self._index.host[group_id].pool, self._memories[group_id], self._remote
         digest_of, blobs = self._index.host_blocks[group_id].digest, []
         for slot in slots:
@@ -162,8 +162,10 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Put the names before all others: a prefix comes in parts, its tail first. Of more than `MAX_WANTED` the last
-    go."""
+    """Put *names* in front of all earlier names, because a prefix comes in parts, its tail first.
+
+    Beyond `MAX_WANTED` names, the last ones are dropped.
+    """
     for name in reversed(names):
         noted[name] = None
         noted.move_to_end(name, last=False)

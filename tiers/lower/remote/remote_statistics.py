@@ -1,4 +1,4 @@
-"""RemoteStatistics: a remote tier at one moment."""
+"""Statistics of a remote tier."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,27 +12,29 @@ _WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 @dataclass(frozen=True, slots=True)
 class RemoteStatistics:
-    """A remote tier at one moment; totals since the start."""
+    """A remote tier at one moment; totals are since the start."""
 
     where: str
     usage: RemoteUsage
-    known_blocks: int  # that are believed to be there
-    num_asked: int  # prefixes asked about
-    num_late: int  # of these, answered after their request had gone on without
-    num_stored: int  # blocks that were put
-    num_there: int  # blocks that were to be put and were there already
-    num_refused: int  # blocks that the store did not take
-    num_wanted: int  # blocks that are to be put
-    ask_s: float  # that a question takes, lately; 0 before the first answer
+    known_blocks: int  # blocks believed to be in the store
+    num_asked: int  # prefixes looked up in the store
+    num_late: int  # lookups answered after their request had gone on without the answer
+    num_stored: int  # blocks put
+    num_there: int  # blocks not put because the store already had them
+    num_refused: int  # blocks that the store did not accept
+    num_wanted: int  # blocks still to be put
+    ask_s: float  # recent latency of a query; 0 before the first answer
     breakers: Mapping[str, BreakerState]  # of "ask", "read" and "write"
-    num_opened: Mapping[str, int]
-    why_failed: Mapping[str, str]  # the last error of each, for people; empty if there was none
-    faults: Mapping[str, int]  # values that were refused, and reads that failed, by cause
+    num_opened: Mapping[str, int]  # how often each breaker has opened
+    why_failed: Mapping[str, str]  # the last error of each, for display; empty if there was none
+    faults: Mapping[str, int]  # rejected values and failed reads, by cause
 
 
 def remote_of_all(remotes: Sequence[RemoteStatistics]) -> RemoteStatistics | None:
-    """One store as several tiers have met it: what each has counted summed, and of what can be out of order the
-    worst. What was asked of the store is the same for all. None of none."""
+    """Merge the statistics of several tiers over one store: sums of counts, the worst state; None if there are none.
+
+    The store's own usage is the same for all tiers.
+    """
     if not remotes:
         return None
     first, faults, num_opened = remotes[0], Counter[str](), Counter[str]()

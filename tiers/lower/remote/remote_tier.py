@@ -1,4 +1,4 @@
-"""RemoteTier: a store that machines share, seen as a tier: what is known of it and how it is doing."""
+"""The remote tier: a store that machines share, with hints of its content and its health."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +18,16 @@ from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
 
-MAX_REST_S = 1.0  # of a store that fails: to try it again costs no request anything
-MAX_SPOILT = 1 << 10  # blocks remembered whose record is to be written over
+MAX_REST_S = 1.0  # of a failing store: trying it again costs no request anything
+MAX_SPOILT = 1 << 10  # limit on remembered blocks whose bad record is to be overwritten
 
 
 class RemoteRecords(Protocol):
-    """A remote store whose records are opened and verified: see `SealedRemote`. Lanes' threads alone use it."""
+    """A remote store whose records are opened and verified, see `SealedRemote`. Used by lanes' threads only."""
 
     @property
     def where(self) -> str:
-        """The store's address, for people."""
+        """The store's address, for display."""
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]: ...
 
@@ -39,58 +39,63 @@ class RemoteRecords(Protocol):
 
 
 class RemoteTier:
-    """A remote store by group and name. It has no index of its own: it is asked, and the answers are hints.
+    """A remote store addressed by group and name. It has no index: it is queried, and its answers are hints.
 
-    Lanes' threads call `read`, `write` and `ask` alone; everything else is the owner's and waits for nothing. Asking,
-    reading and writing have a breaker each, and are left alone while it is open.
+    Lanes' threads call `read`, `write` and `ask` only; everything else belongs to the owner and does not block.
+    Queries, reads and writes have a circuit breaker each, and are suspended while it is open.
     """
 
     def __init__(self, records: RemoteRecords, namespace: bytes, asks: Lane, clock: Callable[[], float]) -> None:
-        """*asks*: the lane that asks, which its caller closes."""
+        """Create the tier over *records*; *asks* is the lane for queries, which the caller closes."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = Presence(clock)
-        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)  # requests wait for it
+        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)  # one failure: requests wait for it
         self.reading = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.writing = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.faults: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()  # of what `RemoteStatistics` has a number
+        self.counts: Counter[str] = Counter()  # the counts of `RemoteStatistics`
         self._records = records
         self._namespace = namespace
         self._spoilt: deque[bytes] = deque(maxlen=MAX_SPOILT)
         self._why_failed = {"ask": "", "read": "", "write": ""}  # set by lanes' threads
 
     def key(self, group_id: int, name: BlockName) -> bytes:
-        """The store's key of a block."""
+        """Return the store's key of a block."""
         return block_key(self._namespace, group_id, name)
 
     @property
     def is_readable(self) -> bool:
-        """Whether the store can be read from, as far as is known. Not half open: no request waits for a probe."""
+        """Whether the store can be read, as far as known; False when half open, as no request waits for a probe."""
         return self.reading.is_closed
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """For each of the blocks whether it is believed to be there and can be read."""
+        """Return for each of the blocks whether it is believed to be in the store and can be read."""
         return self.presence.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before the first that `are_held` says no to."""
+        """Return how many of *names* come before the first for which `are_held` is False."""
         return self.presence.num_held(group_id, names) if self.is_readable else 0
 
     def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """For each key whether there seems to be a record, None where that could not be asked; *apart*: each may be
-        there without those before it. Raises what the store raises."""
+        """Return for each key whether the store seems to have a record, None if that could not be determined.
+
+        *apart*: each record may exist without those before it. Raises what the store raises.
+        """
         with self._errors_of("ask"):
             return self._records.ask_many(keys, apart)
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read each key's block into its memory, verified; the digest, or why there is none."""
+        """Read and verify each key's block into its memory, and return each block's digest or fault."""
         with self._errors_of("read"):
             return self._records.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob], spoilt: frozenset[bytes]) -> tuple[list[bool], int]:
-        """Put the blobs that are not there, and those whose key is *spoilt*. For each whether it is there now, and how
-        many were put. Raises what the store raises, and `RemoteUnavailable` if it takes none."""
+        """Put the blobs that the store lacks and those with a *spoilt* key.
+
+        Returns for each blob whether it is in the store now, and how many were put. Raises what the store raises, and
+        `RemoteUnavailable` if it takes no blob.
+        """
         with self._errors_of("write"):
             apart = not any(blob.parent for blob in blobs)
             are_there = map(bool, self._records.ask_many([blob.key for blob in blobs], apart))
@@ -103,8 +108,11 @@ class RemoteTier:
             return outcome, sum(outcome) - sum(are_good)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Take in that a read of the block gave no bytes. After an error of the store itself the record may be good;
-        else it counts as not there, and a bad record is to be written over."""
+        """Count a read that returned no bytes.
+
+        After an I/O error the record may be intact. After any other fault the block counts as absent, and a bad record
+        is to be overwritten.
+        """
         self.faults[fault.value] += fault is not Fault.MISSING
         if fault is not Fault.IO_ERROR:
             self.presence.remove(group_id, name)
@@ -112,16 +120,16 @@ class RemoteTier:
             self._spoilt.append(self.key(group_id, name))
 
     def spoilt(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Those of *keys* under which a bad record was found lately."""
+        """Return those of *keys* under which a bad record was found recently."""
         return frozenset(self._spoilt).intersection(keys) if self._spoilt else frozenset()
 
     def on_written(self, keys: frozenset[bytes]) -> None:
-        """Note that these keys were written over."""
+        """Record that these keys were overwritten."""
         for key in keys.intersection(self._spoilt):
             self._spoilt.remove(key)
 
     def statistics(self, num_wanted: int, ask_s: float) -> RemoteStatistics:
-        """Everything counted, by value."""
+        """Return everything counted."""
         breakers = {"ask": self.asking, "read": self.reading, "write": self.writing}
         return RemoteStatistics(
             self._records.where,
@@ -142,7 +150,7 @@ class RemoteTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side for people. An assignment, from any thread: nothing here goes by it."""
+        """Keep the last error of a side for display. Any thread may assign it; no decision depends on it."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-// Asks the server. A key, where one is needed, is in a header: it never stands in an address.
+// Requests to the server. If a key is needed, it is sent in a header and never in a URL.
 
 const KEPT = "kvtier-key";
 
@@ -26,11 +26,11 @@ export class Api {
     const headers = this.#key ? { Authorization: `Bearer ${this.#key}` } : {};
     const answer = await fetch(`dashboard/${path}`, { headers, signal, cache: "no-store" });
     if (answer.ok) return answer;
-    let message = `the server answered ${answer.status}`;
+    let message = `the server responded with status ${answer.status}`;
     try {
       message = (await answer.json()).error.message;
     } catch {
-      // a proxy's answer: its status says what there is to say
+      // A proxy's response has no JSON, so report only its status.
     }
     throw new Refused(answer.status, message, Number(answer.headers.get("retry-after")) || 0);
   }
@@ -39,7 +39,7 @@ export class Api {
     return (await this.get(path, signal)).json();
   }
 
-  // The events of the live stream: [name, content], until the server ends it.
+  // Yields the events of the live stream as [name, content], until the server ends it.
   async *events(signal) {
     const answer = await this.get("stream", signal);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

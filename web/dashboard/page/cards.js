@@ -1,4 +1,4 @@
-// The cards of the page: which there are depends on what the server tells.
+// The cards of the page. Which cards are shown depends on the data that the server sends.
 
 import { Chart } from "./chart.js";
 import { make } from "./dom.js";
@@ -20,13 +20,13 @@ const LANE_LABELS = {
   put: "put (host → remote)",
   get: "get (remote → host)",
   digest: "digests of new chunks",
-  verify: "verified before read",
+  verify: "verification before reads",
 };
 const number = (label) => ({ label, isNumber: true });
 const label = (source) => (source === "recomputed" ? "computed" : source);
 
-const RATE_S = 5; // over which rates are shown
-const RATIO_S = 30; // and hit ratios, of which seconds without a prompt have none
+const RATE_S = 5; // averaging time of rates
+const RATIO_S = 30; // averaging time of hit ratios, which are undefined in seconds without a prompt
 
 function hitRatios(series, tiers) {
   const sources = SOURCES.map((source) => [tiers.includes(source), series.smooth(`tokens.${source}`, RATIO_S)]);
@@ -49,7 +49,7 @@ function card(id, title, wide, ...children) {
 
 const note = (text) => make("p", { class: "small" }, text);
 
-// Every card has an element, and says of a state ({ series, view, facts, own }) whether it is shown.
+// Each card has an element. Its update({ series, view, facts, own }) returns whether the card is shown.
 class ChartCard {
   constructor(id, title, wide, chart, about = null) {
     this.charts = [chart];
@@ -122,7 +122,7 @@ function sources(tiers) {
     title: "Where prompts' tokens came from, per second",
     format: perSecond(short),
     isStacked: true,
-    empty: "No prompt came in this time",
+    empty: "No prompts in this time range",
     lines: [...tiers, "recomputed"].map((source) => ({ key: `tokens.${source}`, label: label(source), colour: source, of: (series) => series.smooth(`tokens.${source}`, RATE_S) })),
   }));
 }
@@ -135,16 +135,16 @@ function ratios(tiers) {
     of: (series) => hitRatios(series, [tier]),
   }));
   lines.push({ key: "ratio.all", label: "all tiers", colour: "ink", dash: [5, 4], of: (series) => hitRatios(series, tiers) });
-  return new ChartCard("ratios", "Hit ratio by tier", false, new Chart({ title: "Hit ratio by tier", format: percent, least: 0, most: 1, lines, empty: "No prompt came in this time" }));
+  return new ChartCard("ratios", "Hit ratio by tier", false, new Chart({ title: "Hit ratio by tier", format: percent, least: 0, most: 1, lines, empty: "No prompts in this time range" }));
 }
 
 function ages(tiers) {
-  return new ChartCard("ages", "Age of what is evicted", false, new Chart({
+  return new ChartCard("ages", "Age of evicted blocks", false, new Chart({
     title: "Median age of evicted blocks",
     format: seconds,
     log: true,
     mark: { at: 600, label: "ten minutes" },
-    empty: "Nothing was evicted in this time",
+    empty: "No evictions in this time range",
     lines: tiers.map((tier) => ({ key: `age.${tier}`, label: tier, colour: tier, of: (series) => series.of(`tier.${tier}.age`) })),
   }));
 }
@@ -164,20 +164,20 @@ function reasons(series) {
         { text: count(total), data: { value: column } },
       ]);
   };
-  const table = new Table("Why tokens were computed", ["reason", "", number("in this time"), number("since start")], "No token was computed yet");
+  const table = new Table("Why tokens were computed", ["reason", "", number("in this time range"), number("since the start")], "No tokens computed yet");
   return new TableCard("reasons", "Why tokens were computed", false, table, rows);
 }
 
-const SIZES = [["0.5", "half"], ["1", "as it is"], ["2", "twice"], ["4", "four times"]];
+const SIZES = [["0.5", "half"], ["1", "current"], ["2", "twice"], ["4", "four times"]];
 const ANY_GAIN = 0.01;
 
-// Hit ratios by a tier's size in place of time.
+// Estimated hit ratios over a tier's size instead of over time.
 class WhatIfCard {
   constructor(tiers) {
     this.id = "what-if";
     this.tiers = tiers;
     this.chart = new Chart({
-      title: "Hit ratio, were a tier smaller or larger",
+      title: "Hit ratio if a tier were smaller or larger",
       format: percent,
       least: 0,
       most: 1,
@@ -186,10 +186,10 @@ class WhatIfCard {
       lines: tiers.map((tier) => ({ key: `what-if.${tier}`, label: tier, colour: tier, of: (sizes) => sizes.of(tier) })),
     });
     this.charts = [this.chart];
-    this.table = new Table("Were a tier smaller or larger", ["tier", ...SIZES.map(([, text]) => number(text)), "so"]);
-    const about = "Share of prompt tokens that would be found in a tier or a warmer one, from a sample of what was asked for lately.";
+    this.table = new Table("If a tier were smaller or larger", ["tier", ...SIZES.map(([, text]) => number(text)), "advice"]);
+    const about = "Share of prompt tokens that would be found in a tier or a faster one, estimated from a sample of recent requests.";
     const both = make("div", { class: "beside" }, this.chart.element, this.table.element);
-    this.element = card(this.id, "Were a tier smaller or larger", true, note(about), both);
+    this.element = card(this.id, "If a tier were smaller or larger", true, note(about), both);
   }
 
   update({ series }) {
@@ -208,13 +208,13 @@ class WhatIfCard {
 }
 
 function advice(half, now, twice) {
-  if (twice - now >= ANY_GAIN) return `twice the size would find ${percent(twice)}, not ${percent(now)}`;
-  if (now - half < ANY_GAIN) return "half the size would do";
+  if (twice - now >= ANY_GAIN) return `twice the size would give ${percent(twice)} instead of ${percent(now)}`;
+  if (now - half < ANY_GAIN) return "half the size is enough";
   return "the size is right";
 }
 
 function tierTable(tiers) {
-  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("age"), "evicted for"]);
+  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("corrupt"), number("age"), "eviction causes"]);
   const rows = ({ series, facts }) =>
     tiers
       .filter((tier) => series.now(`tier.${tier}.capacity`) !== null)
@@ -235,7 +235,7 @@ function tierTable(tiers) {
           facts.evicted.filter((each) => each.tier === tier).map((each) => `${words(each.cause)} ${count(each.blocks)}`).join(", ") || NONE,
         ];
       });
-  const about = "Blocks leased, without a copy below, evicted since the start, evicted before a copy was made, damaged, the median age of what is evicted, and what made room necessary.";
+  const about = "Leased: in use. Dirty: without a copy in a lower tier. Lost spills: evicted before a copy was made. Age: median age of evicted blocks. Evicted, lost and corrupt blocks are counted since the start.";
   return new TableCard("tiers", "Tiers", true, table, rows, { about });
 }
 
@@ -255,7 +255,7 @@ function lanesChart(lanes) {
 }
 
 function laneTable(lanes) {
-  const table = new Table("Lanes", ["lane", number("now"), number("busy"), number("waiting"), number("bytes waiting"), number("copied"), number("failed")]);
+  const table = new Table("Lanes", ["lane", number("now"), number("busy"), number("queued"), number("bytes queued"), number("copied"), number("failed")]);
   const rows = ({ series }) =>
     lanes.map((lane) => {
       const now = (name) => series.now(`lane.${lane}.${name}`);
@@ -269,17 +269,17 @@ function laneTable(lanes) {
         count(now("failed")),
       ];
     });
-  return new TableCard("lane-table", "Lanes", false, table, rows, { about: "Busy is the time that copies ran; several run at once in a lane, so it may be over 100 %." });
+  return new TableCard("lane-table", "Lanes", false, table, rows, { about: "Busy: total running time of copies. It may exceed 100 %, because several copies can run at once in a lane." });
 }
 
 function firstTokens() {
-  return new ChartCard("ttft", "Time to the first token", false, new Chart({
-    title: "Time to the first token, of the last minute's requests",
+  return new ChartCard("ttft", "Time to first token", false, new Chart({
+    title: "Time to first token of the last minute's requests",
     format: seconds,
-    empty: "No request had its first token in this time",
+    empty: "No request had its first token in this time range",
     lines: [
-      { key: "ttft.p50", label: "half are below", colour: "host", of: (series) => series.of("ttft.p50") },
-      { key: "ttft.p90", label: "nine of ten are below", colour: "recomputed", dash: [6, 3], of: (series) => series.of("ttft.p90") },
+      { key: "ttft.p50", label: "p50", colour: "host", of: (series) => series.of("ttft.p50") },
+      { key: "ttft.p90", label: "p90", colour: "recomputed", dash: [6, 3], of: (series) => series.of("ttft.p90") },
     ],
   }));
 }
@@ -290,7 +290,7 @@ function requests() {
     title: "Requests by state",
     format: short,
     isStacked: true,
-    empty: "No request ran in this time",
+    empty: "No request ran in this time range",
     lines: states.map(([state, colour]) => ({ key: `requests.${state}`, label: state, colour, of: (series) => series.of(`requests.${state}`) })),
   }));
 }
@@ -298,8 +298,8 @@ function requests() {
 function slowest() {
   const table = new Table(
     "Slowest requests",
-    ["request", "at", "tenant", number("first token"), number("queue"), number("loading"), "balance", number("prompt"), ...SOURCES.map((source) => number(label(source))), "computed because"],
-    "No request has ended yet",
+    ["request", "arrived", "tenant", number("first token"), number("queue"), number("loading"), "tokens by source", number("prompt"), ...SOURCES.map((source) => number(label(source))), "why computed"],
+    "No request has finished yet",
   );
   const rows = ({ own }) =>
     own.slowest.map((record) => {
@@ -322,7 +322,7 @@ function slowest() {
 
 function documents() {
   const places = [...SOURCES.slice(0, 3), "nowhere"];
-  const table = new Table("Documents", ["document", "status", "where", number("tokens"), number("to load"), number("to compute"), "pinned until"], "No document was put");
+  const table = new Table("Documents", ["document", "status", "tokens by tier", number("tokens"), number("time to load"), number("time to compute"), "pinned until"], "No documents");
   const rows = ({ own }) =>
     own.documents.map((each) => [
       { text: each.id, title: each.id, data: { kind: "id" } },
@@ -337,7 +337,7 @@ function documents() {
 }
 
 function tenants() {
-  const table = new Table("Tenants", ["tenant", "where from", number("tokens"), ...SOURCES.map((source) => number(label(source))), number("bytes in host"), number("bytes on disk")]);
+  const table = new Table("Tenants", ["tenant", "tokens by source", number("tokens"), ...SOURCES.map((source) => number(label(source))), number("bytes in host memory"), number("bytes on disk")]);
   const rows = ({ facts }) =>
     facts.tenants.map((tenant) => {
       const tokens = tenant.tokens;
@@ -354,13 +354,13 @@ function tenants() {
 }
 
 function engines() {
-  const table = new Table("Engines attached", ["engine", number("attached for"), "model", number("chunks leased")], "No engine is attached");
+  const table = new Table("Attached engines", ["engine", number("attached for"), "model", number("leased chunks")], "No engine is attached");
   const rows = ({ facts }) => facts.clients.map((client) => [client.name, seconds(client.attached_s), client.layout?.model ?? NONE, count(client.leased_chunks)]);
-  return new TableCard("engines", "Engines attached", true, table, rows);
+  return new TableCard("engines", "Attached engines", true, table, rows);
 }
 
 function endpoints() {
-  const table = new Table("Endpoints", ["endpoint", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused"), "because"]);
+  const table = new Table("Endpoints", ["endpoint", number("looked up"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused"), "reasons"]);
   const rows = ({ facts }) =>
     facts.endpoints.map((endpoint) => [
       endpoint.kind,
@@ -381,55 +381,55 @@ function layouts() {
       count(each.leased),
       count(each.unsaved),
     ]);
-  return new TableCard("layouts", "Layouts of KV", true, table, rows);
+  return new TableCard("layouts", "KV layouts", true, table, rows);
 }
 
 function pins() {
-  const table = new Table("Pins", ["pin", number("kept for"), "model", number("chunks")]);
+  const table = new Table("Pins", ["pin", number("pinned for"), "model", number("chunks")]);
   const rows = ({ facts }) => facts.pins.held.map((each) => [{ text: each.name, data: { kind: "id" } }, seconds(each.held_s), each.model ?? NONE, count(each.chunks)]);
   return new TableCard("pins", "Pins", true, table, rows, { isShown: ({ facts }) => facts.pins.held.length > 0 });
 }
 
 function health() {
-  const table = new Table("Health", ["state", "of", "what"], "There is no disk to watch, and nothing is damaged");
+  const table = new Table("Health", ["state", "component", "details"], "There is no disk to monitor, and nothing is damaged");
   const rows = ({ facts }) => facts.conditions.map((each) => [{ text: "", state: each.state }, each.thing, each.text]);
   return new TableCard("health", "Health", false, table, rows);
 }
 
 function remote() {
-  const table = new Table("Remote tier", ["what", number("is")]);
+  const table = new Table("Remote tier", ["metric", number("value")]);
   const rows = ({ facts }) => [
     ["store", { text: facts.remote.where, data: { kind: "id" } }],
-    ["blocks known there", count(facts.remote.known_blocks)],
-    ["blocks put there since the start", count(facts.remote.stored_blocks)],
-    ["blocks to be put", count(facts.remote.wanted_blocks)],
-    ["read from there", bytes(facts.remote.read_bytes)],
-    ["written there", bytes(facts.remote.written_bytes)],
+    ["known blocks", count(facts.remote.known_blocks)],
+    ["blocks stored since the start", count(facts.remote.stored_blocks)],
+    ["blocks to be stored", count(facts.remote.wanted_blocks)],
+    ["bytes read", bytes(facts.remote.read_bytes)],
+    ["bytes written", bytes(facts.remote.written_bytes)],
     ["requests", count(facts.remote.requests)],
-    ["an answer takes", seconds(facts.remote.ask_s)],
-    ["prefixes asked about", count(facts.remote.asked)],
-    ["answers that came too late", count(facts.remote.late)],
+    ["lookup time", seconds(facts.remote.ask_s)],
+    ["prefix lookups", count(facts.remote.asked)],
+    ["lookups answered too late", count(facts.remote.late)],
   ];
   return new TableCard("remote", "Remote tier", false, table, rows, { isShown: ({ facts }) => Boolean(facts.remote) });
 }
 
 function disk() {
-  const table = new Table("Disk and pins", ["what", number("is")]);
+  const table = new Table("Disk and pins", ["metric", number("value")]);
   const rows = ({ facts, series }) => {
     const found = [];
     if (facts.disk) {
-      found.push(["files on disk", bytes(facts.disk.file_bytes)]);
-      found.push(["blocks known on disk", facts.disk.is_indexed ? count(facts.disk.known_blocks) : `${count(facts.disk.known_blocks)}, still looking`]);
-      found.push(["written since the store was made", bytes(facts.disk.written_bytes)]);
-      if (facts.disk.budget_left_bytes !== null) found.push(["may be written now", bytes(facts.disk.budget_left_bytes)]);
+      found.push(["size of the store's files", bytes(facts.disk.file_bytes)]);
+      found.push(["known blocks", facts.disk.is_indexed ? count(facts.disk.known_blocks) : `${count(facts.disk.known_blocks)}, still indexing`]);
+      found.push(["bytes written since the store was created", bytes(facts.disk.written_bytes)]);
+      if (facts.disk.budget_left_bytes !== null) found.push(["remaining write budget", bytes(facts.disk.budget_left_bytes)]);
       if (facts.disk.life !== null) {
-        found.push(["of the drive's endurance", percent(facts.disk.life.used)]);
-        found.push(["left at this rate", facts.disk.life.years_left === null ? "nothing is written" : years(facts.disk.life.years_left)]);
+        found.push(["used endurance of the drive", percent(facts.disk.life.used)]);
+        found.push(["remaining life at this rate", facts.disk.life.years_left === null ? "nothing is written" : years(facts.disk.life.years_left)]);
       }
     }
     found.push(["pinned in host memory", bytes(series.now("pinned.bytes"))]);
-    if (facts.pins) found.push(["pins", count(facts.pins.num)], ["may be pinned", bytes(facts.pins.max_bytes)]);
-    if (series.has("backed.bytes")) found.push(["host memory backed", `${bytes(series.now("backed.bytes"))} of ${bytes(facts.segment_bytes)}`]);
+    if (facts.pins) found.push(["pins", count(facts.pins.num)], ["limit on pinned bytes", bytes(facts.pins.max_bytes)]);
+    if (series.has("backed.bytes")) found.push(["backed host memory", `${bytes(series.now("backed.bytes"))} of ${bytes(facts.segment_bytes)}`]);
     return found;
   };
   return new TableCard("disk", "Disk and pins", false, table, rows);

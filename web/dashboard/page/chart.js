@@ -1,10 +1,10 @@
-// One chart: a drawing for eyes, a legend that is text and buttons, and the same numbers as a table.
+// A chart with a legend of text buttons, and the same numbers as a table for accessibility.
 
 import { make } from "./dom.js";
 import { NONE, clock, day, moment } from "./format.js";
 
 const HEIGHT = 210;
-const X_SIZE = 30; // of the axis below
+const X_SIZE = 30; // height of the x axis
 const TABLE_ROWS = 12;
 const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => [2 ** power, 1.5 * 2 ** power]).flat();
 const FONT = "12px system-ui, sans-serif";
@@ -24,12 +24,12 @@ export class Chart {
   #series = null;
   #view = null;
 
-  // *xTexts* says what stands below each step of a chart that is not over time; its legend tells the step *restAt*.
+  // *xTexts* are the x labels of a chart that is not over time. Its legend shows the values at index *restAt*.
   // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
   constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, restAt = null, empty }) {
     Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, restAt, empty });
     this.box = make("div", { class: "plot", "aria-hidden": "true" });
-    this.none = make("p", { class: "empty", hidden: true }, empty ?? "Nothing in this time");
+    this.none = make("p", { class: "empty", hidden: true }, empty ?? "No data in this time range");
     this.values = new Map();
     this.legend = make("ul", { class: "legend", "aria-label": `${title}: lines` });
     for (const line of lines) this.legend.append(this.#legendItem(line));
@@ -44,7 +44,7 @@ export class Chart {
     this.#onZoom = callback;
   }
 
-  // Draw what *series* has between *view.from* and *view.to*.
+  // Draws the part of *series* between *view.from* and *view.to*.
   update(series, view) {
     this.#series = series;
     this.#view = view;
@@ -58,7 +58,7 @@ export class Chart {
     if (this.details.open && Math.floor(view.to) % 5 === 0) this.#fillTable();
   }
 
-  // Colours have changed.
+  // Draws everything again, because colours have changed.
   redraw() {
     this.#plot?.destroy();
     this.#plot = null;

@@ -1,4 +1,4 @@
-// Makes elements. Text is always text: nothing that a client chose is ever read as HTML.
+// Creation of elements. Text that clients chose is never parsed as HTML.
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

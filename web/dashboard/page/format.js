@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Human-readable formats of numbers.
 
 export const NONE = "–";
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

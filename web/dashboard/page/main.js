@@ -1,4 +1,4 @@
-// The page: reads the history, then follows the live stream; goes on by itself when the server comes back.
+// The page: reads the history, then follows the live stream. It reconnects when the server comes back.
 
 import { Api, Refused } from "./api.js";
 import { cards } from "./cards.js";
@@ -37,7 +37,7 @@ function view() {
   return zoom ?? { from: series.end - rangeS, to: series.end };
 }
 
-// Draw everything out of what is known.
+// Draws everything from the current data.
 function draw() {
   const { series, facts, own } = page;
   if (series === null || facts === null || series.length === 0) return;
@@ -75,11 +75,11 @@ function begin(about) {
   page.tiles = new Tiles(byId("tiles"), page.series);
   page.cards = cards(page.series);
   for (const card of page.cards) for (const chart of card.charts) chart.onZoom(setZoom);
-  for (const card of page.cards) card.element.hidden = true; // until there is something to show
+  for (const card of page.cards) card.element.hidden = true; // until there is data to show
   byId("cards").replaceChildren(...page.cards.map((card) => card.element));
 }
 
-// Follow one stream to its end.
+// Follows one stream to its end.
 async function follow(signal) {
   for await (const [name, content] of api.events(signal)) {
     if (name === "hello") {
@@ -101,7 +101,7 @@ async function follow(signal) {
 
 const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
-// Follow the stream for as long as the page is looked at.
+// Follows the stream while the page is visible.
 async function watch() {
   let waitS = MIN_WAIT_S;
   for (;;) {
@@ -113,14 +113,14 @@ async function watch() {
     try {
       await follow(page.connection.signal);
       waitS = MIN_WAIT_S;
-      tell("wait", "the server has ended; trying again");
+      tell("wait", "the server has stopped; reconnecting");
     } catch (error) {
       if (page.connection.signal.aborted) continue;
       if (error instanceof Refused && error.status === 401) {
         await askKey(error.message);
         continue;
       }
-      tell("bad", error instanceof Refused ? error.message : "no connection; trying again");
+      tell("bad", error instanceof Refused ? error.message : "no connection; reconnecting");
       waitS = error.retryS || Math.min(MAX_WAIT_S, waitS * 2);
     }
     await sleep(waitS);
@@ -129,7 +129,7 @@ async function watch() {
 
 async function askKey(why) {
   tell("wait", "a key is needed");
-  byId("key-why").textContent = api.hasKey ? why : "This server shows its numbers to those with a key.";
+  byId("key-why").textContent = api.hasKey ? why : "This server shows its data only to users with a key.";
   const dialog = byId("ask-key");
   dialog.showModal();
   await new Promise((resolve) => {
@@ -190,7 +190,7 @@ function controls() {
     try {
       localStorage.setItem("kvtier-theme", next);
     } catch {
-      // it lasts as long as the page
+      // Without storage the theme lasts until the page is closed.
     }
     setTheme(next);
   });

@@ -1,4 +1,4 @@
-// The history of one time range in the browser: a list of numbers by column, one for each step of time.
+// The history of one time range in the browser: for each column a list with a number for each time step.
 
 export class Series {
   constructor(columns) {
@@ -7,7 +7,7 @@ export class Series {
     this.start = 0;
     this.length = 0;
     this.values = new Map();
-    this.latest = new Map(); // as they are: totals since the start, levels now
+    this.latest = new Map(); // current values: totals since the start, and levels
     this.#begin();
   }
 
@@ -47,7 +47,7 @@ export class Series {
     return this.latest.get(column) ?? null;
   }
 
-  // The last number that is known, of the newest steps.
+  // Returns the last known number of the three newest steps.
   newest(column) {
     const values = this.of(column);
     for (let index = values.length - 1; index >= Math.max(0, values.length - 3); index -= 1) {
@@ -56,7 +56,7 @@ export class Series {
     return null;
   }
 
-  // What a rate comes to over the steps from *first* to before *last*.
+  // Returns the integral of a rate over the steps from *first* up to, but not including, *last*.
   sum(column, first = 0, last = this.length) {
     let sum = 0;
     const values = this.of(column);
@@ -64,7 +64,7 @@ export class Series {
     return sum * this.stepS;
   }
 
-  // Means of as many steps as are in *seconds*, each with those before it: single seconds are noise.
+  // Returns the moving average over *seconds* up to each step, because single seconds are noisy.
   smooth(column, seconds) {
     const values = this.of(column);
     const width = Math.max(1, Math.round(seconds / this.stepS));
@@ -85,7 +85,7 @@ export class Series {
     });
   }
 
-  // Take in what a moment's row and numbers are.
+  // Adds the row and current values of one tick.
   add(tick) {
     this.columns.forEach((column, number) => this.latest.set(column, tick.now[number]));
     if (this.length === 0) return;
@@ -93,7 +93,7 @@ export class Series {
     const newest = Math.floor(this.start / this.stepS) + this.length - 1;
     if (stamp < newest) return; // a clock was set back
     for (let missing = Math.min(stamp - newest, this.length); missing > 0; missing -= 1) {
-      // The server has given the seconds that it missed their rates, so that sums are right.
+      // The server sends mean rates for the seconds that it missed, so that sums are right.
       const row = (missing - 1) * this.stepS <= (tick.missed_s ?? 0) && missing > 1 ? tick.missed_row : null;
       this.columns.forEach((column, number) => {
         const values = this.values.get(column);
@@ -105,7 +105,7 @@ export class Series {
     this.#put(stamp, tick.row);
   }
 
-  // The mean of the step's rows so far. What came before the page was opened counts as one row.
+  // Stores the mean of the step's rows so far.
   #put(stamp, row) {
     const pending = this.#pending;
     if (pending.stamp !== stamp) {

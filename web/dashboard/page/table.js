@@ -1,11 +1,11 @@
-// A table of facts that is drawn anew only when what it says has changed.
+// A table of facts that is redrawn only when its contents have changed.
 
 import { make } from "./dom.js";
 
 export class Table {
   #said = "";
 
-  // *columns* are { label, isNumber }, or a text.
+  // *columns* are { label, isNumber } or strings.
   constructor(caption, columns, empty = "Nothing yet") {
     this.columns = columns.map((column) => (typeof column === "string" ? { label: column } : column));
     this.body = make("tbody");
@@ -16,7 +16,7 @@ export class Table {
     this.element = make("div", {}, this.scroll, this.none);
   }
 
-  // *rows* are lists of cells: a text, or { text, data, title, node() }; the first names the row.
+  // *rows* are lists of cells, header first. A cell is a string or { text, data, title, parts, swatch, state }.
   fill(rows) {
     const said = JSON.stringify(rows);
     if (said === this.#said) return;
@@ -38,7 +38,7 @@ export class Table {
   }
 }
 
-// A bar of parts that add up: [class, size]. What it says is in the columns beside it.
+// A bar of *parts*, each [class, size]. It is hidden from screen readers, because other columns have its numbers.
 export function balance(parts) {
   const all = parts.reduce((sum, [, size]) => sum + size, 0);
   const bar = make("span", { class: "balance", "aria-hidden": "true" });

@@ -1,11 +1,11 @@
-// Loaded before the page is drawn, so that it does not flash in the other colours.
+// Loaded before the page is drawn, so that it does not flash in the wrong colours.
 "use strict";
 (() => {
   const kept = () => {
     try {
       return localStorage.getItem("kvtier-theme");
     } catch {
-      return null; // a browser that keeps nothing
+      return null; // the browser does not allow storage
     }
   };
   const theme = kept();

@@ -21,7 +21,7 @@ class Tile {
 export class Tiles {
   constructor(element, series) {
     this.isServe = series.has("requests.running");
-    this.hits = new Tile("Found in the cache");
+    this.hits = new Tile("Cache hit ratio");
     this.tokens = new Tile("Prompt tokens");
     this.third = new Tile(this.isServe ? "First token" : "Engines");
     this.fourth = new Tile(this.isServe ? "Requests" : "Chunks found");
@@ -33,7 +33,7 @@ export class Tiles {
     const tokens = (source) => series.sum(`tokens.${source}`, first, last);
     const all = SOURCES.reduce((sum, source) => sum + tokens(source), 0);
     const found = all - tokens("recomputed");
-    this.hits.say(percent(all > 0 ? found / all : null), all > 0 ? `${short(found)} of ${short(all)} tokens in this time` : "no prompt in this time");
+    this.hits.say(percent(all > 0 ? found / all : null), all > 0 ? `${short(found)} of ${short(all)} tokens in this time range` : "no prompts in this time range");
     const totals = SOURCES.map((source) => series.now(`tokens.${source}`) ?? 0);
     const rate = SOURCES.reduce((sum, source) => sum + (series.newest(`tokens.${source}`) ?? 0), 0);
     this.tokens.say(`${short(rate)}/s`, `${count(totals.reduce((sum, each) => sum + each, 0))} since the start`);
@@ -43,23 +43,23 @@ export class Tiles {
   }
 
   #serve(series) {
-    this.third.say(seconds(series.newest("ttft.p50")), `nine of ten within ${seconds(series.newest("ttft.p90"))}`);
-    this.fourth.say(count(series.now("requests.running")), `running; ${count(series.now("requests.waiting"))} wait, ${count(series.now("requests.promoting"))} load`);
+    this.third.say(seconds(series.newest("ttft.p50")), `p90 ${seconds(series.newest("ttft.p90"))}`);
+    this.fourth.say(count(series.now("requests.running")), `running, ${count(series.now("requests.waiting"))} waiting, ${count(series.now("requests.promoting"))} loading`);
   }
 
   #sidecar(series) {
     const asked = series.now("chunks.asked");
     this.third.say(count(series.now("clients")), `${bytes(series.now("pinned.bytes"))} pinned`);
-    this.fourth.say(percent(asked ? series.now("chunks.promised") / asked : null), `of ${short(asked ?? 0)} asked for; ${short(series.now("chunks.lost") ?? 0)} lost`);
+    this.fourth.say(percent(asked ? series.now("chunks.promised") / asked : null), `of ${short(asked ?? 0)} looked up, ${short(series.now("chunks.lost") ?? 0)} lost`);
   }
 
   #health(facts) {
     const of = (state) => facts.conditions.filter((each) => each.state === state);
     const [bad, watch] = [of("bad"), of("watch")];
     if (facts.why_not_ready) this.health.say("Not ready", facts.why_not_ready, "bad");
-    else if (facts.is_draining) this.health.say("Ending", "running requests go on to their end", "watch");
+    else if (facts.is_draining) this.health.say("Draining", "running requests finish, new ones are refused", "watch");
     else if (bad.length > 0) this.health.say(`${bad.length} bad`, `${bad[0].thing}: ${bad[0].text}`, "bad");
-    else if (watch.length > 0) this.health.say(`${watch.length} to look at`, `${watch[0].thing}: ${watch[0].text}`, "watch");
-    else this.health.say("In order", "tiers, disk and copies", "good");
+    else if (watch.length > 0) this.health.say(watch.length === 1 ? "1 warning" : `${watch.length} warnings`, `${watch[0].thing}: ${watch[0].text}`, "watch");
+    else this.health.say("OK", "tiers, disk and copies", "good");
   }
 }

@@ -1,1 +1,1 @@
-"""The metrics of others: the names and labels that the boards of vLLM and LMCache know, from kvtier's numbers."""
+"""kvtier's numbers under the metric names and labels of vLLM and LMCache, for their dashboards."""

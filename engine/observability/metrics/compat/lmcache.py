@@ -1,4 +1,4 @@
-"""What a server of LMCache's would tell, told of an engine of kvtier's or of a sidecar: for LMCache's boards."""
+"""Metrics of an engine or a sidecar under the names of an LMCache server, for LMCache's dashboards."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ DISK = "disk"  # the name of kvtier's one L2
 
 @dataclass(frozen=True, slots=True)
 class LowerNumbers:
-    """What an engine and a sidecar both know of host memory and disk. *tokens* are of all lookups; *num_loaded* and
-    *num_stored* blocks went to engines and came from them."""
+    """The numbers of host memory and disk that both an engine and a sidecar have.
 
-    model_name: str  # "" where engines of several models are served: no label is a client's to choose
+    *tokens* cover all lookups. *num_loaded* and *num_stored* are blocks loaded and stored by engines.
+    """
+
+    model_name: str  # "" if several models are served, because clients must not choose labels
     tokens: TokenBalance
     tiers: Mapping[Tier, TierStatistics]
     routes: Mapping[Route, RouteStatistics]
@@ -32,7 +34,7 @@ class LowerNumbers:
 
 
 def engine_lmcache_metrics(statistics: "EngineStatistics", model_name: str) -> Iterator[Metric]:
-    """The numbers of one snapshot of an engine under LMCache's names."""
+    """Yield the metrics of one snapshot of an engine under LMCache's names."""
     routes = statistics.cache.routes
     up, down = routes[Route.HOST_TO_DEVICE], routes[Route.DEVICE_TO_HOST]
     numbers = LowerNumbers(
@@ -58,7 +60,7 @@ def engine_lmcache_metrics(statistics: "EngineStatistics", model_name: str) -> I
 
 
 def lmcache_metrics(numbers: LowerNumbers) -> Iterator[Metric]:
-    """The numbers of host memory and disk under LMCache's names."""
+    """Yield the metrics of host memory and disk under LMCache's names."""
     tokens, model = numbers.tokens, numbers.model_name
     below = tokens.host + tokens.disk + tokens.remote
     yield names.LOOKUP_REQUESTED.by({model: below + tokens.recomputed})

@@ -1,4 +1,4 @@
-"""What a vLLM would tell, told of an engine of kvtier's: for boards that were made for vLLM."""
+"""Metrics of an engine under vLLM's names, for dashboards made for vLLM."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -15,15 +15,15 @@ from kvtier.transfer.transfer_engine import Route
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics
 
-ENGINE = "0"  # vLLM's number of an engine among those of one server: kvtier has one
-NEVER_A_SOURCE = ("p2p",)  # vLLM shows its other sources with 0
+ENGINE = "0"  # vLLM numbers the engines of a server; kvtier has one
+NEVER_A_SOURCE = ("p2p",)  # sources of vLLM that kvtier does not have, shown as 0
 _FINISHES = ("stop", "length", "abort", "error", "repetition")
 
-_OWN_PROCESS = ProcessCollector(registry=None)  # process_…, which vLLM's server has too
+_OWN_PROCESS = ProcessCollector(registry=None)  # the metrics process_… of vLLM's server
 
 
 def vllm_metrics(statistics: "EngineStatistics", model_name: str) -> Iterator[Metric]:
-    """The numbers of one snapshot under vLLM's names. *model_name* is what the model is served as."""
+    """Yield the metrics of one snapshot under vLLM's names. *model_name* is the served name of the model."""
     told = _Labelled(model_name)
     yield from _token_metrics(statistics, told)
     yield from _request_metrics(statistics, told)
@@ -33,7 +33,7 @@ def vllm_metrics(statistics: "EngineStatistics", model_name: str) -> Iterator[Me
 
 
 class _Labelled:
-    """Fills metrics with the labels that vLLM has on all."""
+    """A helper that fills metrics with the labels common to all metrics of vLLM."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = (model_name, ENGINE)

@@ -216,7 +216,7 @@ def test_a_collector_that_is_not_there_delays_nobody_and_is_told_of_once(
         come_true(lambda: sender.num_sent == 1)
 
     told = [record.getMessage() for record in caplog.records if "tracing" in record.getMessage()]
-    assert ["does not take spans" in line for line in told] == [True, False]
+    assert ["does not accept spans" in line for line in told] == [True, False]
 
 
 def test_without_the_packages_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
