@@ -82,17 +82,17 @@ def _meant(word: str, known: Mapping[str, str]) -> str:
     return f"; did you mean {choices[near[0]]}?" if near else ""
 
 
-def some_text(text: str) -> str:
+def nonempty_text(text: str) -> str:
     """Return the value of an option, which must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
     return text
 
 
-def sent_text(text: str) -> str:
+def utf8_text(text: str) -> str:
     """Return the value of an option that is sent to a server: not empty, and (unlike a file name) valid UTF-8."""
     try:
-        some_text(text).encode()
+        nonempty_text(text).encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("is not UTF-8 text") from None
     return text
@@ -121,7 +121,7 @@ def _host_name(text: str) -> str:
 
 def remote_url(text: str) -> str:
     """Return the value of `--remote`. Warn if it has a password, because all users of the machine can read it there."""
-    credentials, at, _ = some_text(text).partition("://")[2].rpartition("@")
+    credentials, at, _ = nonempty_text(text).partition("://")[2].rpartition("@")
     if at and ":" in credentials:
         print(
             "kvtier: warning: other users of this machine can see arguments, and so the password in the store's URL; "
@@ -133,7 +133,7 @@ def remote_url(text: str) -> str:
 
 def path(text: str) -> Path:
     """Return the path of a file or folder, with `~` expanded."""
-    return Path(some_text(text)).expanduser()
+    return Path(nonempty_text(text)).expanduser()
 
 
 def size(text: str) -> int:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.cli.arguments import HelpFormatter, sent_text, some_text
+from kvtier.cli.arguments import HelpFormatter, nonempty_text, utf8_text
 
 EXAMPLES = """examples:
   kvtier doc add report.txt                    put a document and wait for its prefill; its id is report.txt
@@ -43,7 +43,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     add = _action(actions, "add", "put a document on the server, which prefills it")
     add.add_argument("file", metavar="FILE", help="UTF-8 text file; -: standard input")
     add.add_argument(
-        "--id", type=sent_text, metavar="ID", help="id, up to 128 of A-Z a-z 0-9 . _ - (default: the file's name)"
+        "--id", type=utf8_text, metavar="ID", help="id, up to 128 of A-Z a-z 0-9 . _ - (default: the file's name)"
     )
     add.add_argument(
         "--as",
@@ -55,13 +55,13 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     add.add_argument("--system", metavar="TEXT", help="system message of the chats about the document (default: none)")
     add.add_argument(
         "--model",
-        type=sent_text,
+        type=utf8_text,
         metavar="NAME",
         help="compute the document with this adapter of the server (default: the server's model)",
     )
     add.add_argument(
         "--cache-salt",
-        type=sent_text,
+        type=utf8_text,
         metavar="SALT",
         help="share the document's blocks only with requests that have this cache_salt (default: none)",
     )
@@ -100,7 +100,7 @@ def _action(
     action.add_argument("--url", default="http://127.0.0.1:8000", help="server URL (default: http://127.0.0.1:8000)")
     action.add_argument(
         "--api-key",
-        type=some_text,
+        type=nonempty_text,
         metavar="KEY",
         help="the API key; other users can read arguments, so prefer KVTIER_API_KEY (default: KVTIER_API_KEY)",
     )

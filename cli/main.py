@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any, TypeAlias
 
 from kvtier.cli import route_arguments, serve_arguments, sidecar_arguments
-from kvtier.cli.arguments import MODELS, HelpFormatter, OneLineParser, path, sent_text, some_text
+from kvtier.cli.arguments import MODELS, HelpFormatter, OneLineParser, nonempty_text, path, utf8_text
 from kvtier.cli.doc_arguments import add_doc
 from kvtier.cli.operate_arguments import add_operate
 from kvtier.cli.prove_arguments import add_prove
@@ -85,21 +85,23 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         epilog=EXPLAIN_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    explain.add_argument("id", nargs="?", type=sent_text, metavar="REQUEST_ID", help="a finished request")
+    explain.add_argument("id", nargs="?", type=utf8_text, metavar="REQUEST_ID", help="a finished request")
     explain.add_argument(
-        "--prompt", type=some_text, metavar="FILE", help="text, or a JSON object; -: standard input (default: none)"
+        "--prompt", type=nonempty_text, metavar="FILE", help="text, or a JSON object; -: standard input (default: none)"
     )
-    explain.add_argument("--model", type=sent_text, metavar="NAME", help="the prompt's model (default: the server's)")
-    explain.add_argument("--cache-salt", type=sent_text, metavar="SALT", help="salt of the prompt (default: none)")
+    explain.add_argument("--model", type=utf8_text, metavar="NAME", help="the prompt's model (default: the server's)")
+    explain.add_argument("--cache-salt", type=utf8_text, metavar="SALT", help="salt of the prompt (default: none)")
     explain.add_argument("--url", default="http://127.0.0.1:8000", help="server URL (default: http://127.0.0.1:8000)")
     who = explain.add_mutually_exclusive_group()
     who.add_argument(
         "--api-key",
-        type=some_text,
+        type=nonempty_text,
         metavar="KEY",
         help="the API key; other users can read arguments, so prefer KVTIER_API_KEY (default: KVTIER_API_KEY)",
     )
-    who.add_argument("--token-file", type=some_text, metavar="FILE", help="file with a sidecar's token (default: none)")
+    who.add_argument(
+        "--token-file", type=nonempty_text, metavar="FILE", help="file with a sidecar's token (default: none)"
+    )
     explain.add_argument("--json", action="store_true", help="print the server's response as one JSON object")
     explain.set_defaults(run=run)
 
@@ -170,10 +172,10 @@ def _add_demo(commands: _Commands) -> None:
         epilog=DEMO_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{MODELS} (default: a bundled model)")
+    demo.add_argument("--model", type=nonempty_text, metavar="MODEL", help=f"{MODELS} (default: a bundled model)")
     demo.add_argument(
         "--document",
-        type=some_text,
+        type=nonempty_text,
         metavar="FILE",
         help="text file to ask about; the demo inserts the facts that it asks for (default: a generated document)",
     )
@@ -246,7 +248,7 @@ def _add_word(commands: _Commands, word: str, description: str) -> argparse.Argu
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from kvtier.cli.first_look import check_model
+    from kvtier.cli.early_checks import check_model
 
     if options.model is not None:
         check_model(options.model)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.cli.arguments import HelpFormatter, sent_text
+from kvtier.cli.arguments import HelpFormatter, utf8_text
 
 EXAMPLES = """examples:
   kvtier operate reset --tenant acme            evict its blocks from device, host memory and disk, not a remote tier
@@ -45,16 +45,16 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         "evict blocks from device, host memory and disk; leased blocks, pinned blocks and blocks in a remote tier stay",
     )
     which = reset.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tenant", type=sent_text, metavar="NAME", help="the blocks of this tenant")
+    which.add_argument("--tenant", type=utf8_text, metavar="NAME", help="the blocks of this tenant")
     which.add_argument(
-        "--namespace", type=sent_text, metavar="HEX", help="the blocks of the namespace that starts so (kvtier stats)"
+        "--namespace", type=utf8_text, metavar="HEX", help="the blocks of the namespace that starts so (kvtier stats)"
     )
     which.add_argument("--all", action="store_true", default=None, help="all blocks")
 
     evict = _verb(verbs, "evict", "evict the oldest blocks of one tier; blocks without a copy in another tier are lost")
     evict.add_argument("tier", choices=["device", "host", "disk"], help="the tier")
     amount = evict.add_mutually_exclusive_group(required=True)
-    amount.add_argument("--bytes", type=sent_text, metavar="SIZE", help="number of bytes to evict, such as 4GiB")
+    amount.add_argument("--bytes", type=utf8_text, metavar="SIZE", help="number of bytes to evict, such as 4GiB")
     amount.add_argument("--blocks", type=_count, metavar="N", help="number of blocks to evict")
 
     spill = _verb(verbs, "spill", "copy down all blocks without a copy in a lower tier, and wait for the copies")
@@ -67,15 +67,15 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="duration: 90s, 30m, 12h, 7d")
     pin.add_argument(
         "--model",
-        type=sent_text,
+        type=utf8_text,
         metavar="NAME",
         help="name of an adapter, or of a sidecar's model (default: the server's model)",
     )
     pin.add_argument(
-        "--tenant", type=sent_text, metavar="NAME", help="the tenant whose requests use the prompt (default: none)"
+        "--tenant", type=utf8_text, metavar="NAME", help="the tenant whose requests use the prompt (default: none)"
     )
     pin.add_argument(
-        "--salt", type=sent_text, metavar="SALT", help="the cache_salt of requests that use the prompt (default: none)"
+        "--salt", type=utf8_text, metavar="SALT", help="the cache_salt of requests that use the prompt (default: none)"
     )
 
     unpin = _verb(verbs, "unpin", "end a pin")
@@ -86,7 +86,7 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     level = _verb(verbs, "log-level", "set the server's log level until it stops")
     level.add_argument("level", choices=["debug", "info", "warning", "error"], help="lowest level to log")
-    level.add_argument("--logger", type=sent_text, metavar="NAME", help="such as kvtier.tiers (default: kvtier)")
+    level.add_argument("--logger", type=utf8_text, metavar="NAME", help="such as kvtier.tiers (default: kvtier)")
 
 
 def _verb(verbs: "argparse._SubParsersAction[Any]", name: str, help_: str) -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.cli.arguments import HelpFormatter, some_text
+from kvtier.cli.arguments import HelpFormatter, nonempty_text
 
 EXAMPLES = """examples:
   kvtier prove http://127.0.0.1:8000           a kvtier, vLLM, SGLang or llama.cpp server, with its LoRA adapters
@@ -33,18 +33,20 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    prove.add_argument("url", type=some_text, metavar="URL", help="URL of the server, with or without /v1")
-    prove.add_argument("--model", type=some_text, metavar="NAME", help="the model (default: the first in /v1/models)")
+    prove.add_argument("url", type=nonempty_text, metavar="URL", help="URL of the server, with or without /v1")
+    prove.add_argument(
+        "--model", type=nonempty_text, metavar="NAME", help="the model (default: the first in /v1/models)"
+    )
     prove.add_argument(
         "--adapter",
         action="append",
-        type=some_text,
+        type=nonempty_text,
         metavar="NAME",
         help="a LoRA adapter of the model; may be repeated (default: up to four that the server lists)",
     )
     prove.add_argument(
         "--other-url",
-        type=some_text,
+        type=nonempty_text,
         metavar="URL",
         help="a server that shares the cache and has another model of the same name (default: none)",
     )
@@ -73,7 +75,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     )
     prove.add_argument(
         "--between",
-        type=some_text,
+        type=nonempty_text,
         metavar="COMMAND",
         help="before the later prompts, run this shell command and wait until the server answers (default: none)",
     )
@@ -85,7 +87,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     )
     prove.add_argument(
         "--api-key",
-        type=some_text,
+        type=nonempty_text,
         metavar="KEY",
         help="the API key; other users can read arguments, so prefer KVTIER_API_KEY (default: KVTIER_API_KEY)",
     )

@@ -74,7 +74,7 @@ def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_block
     began_at = time.perf_counter()
     are_put = [is_put for part in _parts(blobs, BATCH_BLOCKS) for is_put in records.put_many(part)]
     put_s = time.perf_counter() - began_at
-    ask_s = [_seconds(lambda: records.ask_many([blobs[0].key])) for _ in range(NUM_QUESTIONS)]
+    ask_s = [_seconds(lambda: records.exist_many([blobs[0].key])) for _ in range(NUM_QUESTIONS)]
     rounds, num_wrong = [], are_put.count(False)
     with ThreadPoolExecutor(num_readers) as readers:
         for _ in range(ROUNDS):

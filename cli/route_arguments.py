@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.cli.arguments import HelpFormatter, add_allowed_hosts, sent_text, some_text
+from kvtier.cli.arguments import HelpFormatter, add_allowed_hosts, nonempty_text, utf8_text
 
 EXAMPLES = """examples:
   kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000
@@ -40,12 +40,12 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    route.add_argument("url", nargs="*", type=sent_text, metavar="URL", help="a server, as http://HOST:PORT")
+    route.add_argument("url", nargs="*", type=utf8_text, metavar="URL", help="a server, as http://HOST:PORT")
     route.add_argument(
         "--events",
         action="append",
         default=[],
-        type=sent_text,
+        type=utf8_text,
         metavar="ENDPOINT",
         help="address where a server publishes KV events, tcp://HOST:PORT; once per URL, in the same order "
         "(default: none)",
@@ -54,18 +54,20 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--replay",
         action="append",
         default=[],
-        type=sent_text,
+        type=utf8_text,
         metavar="ENDPOINT",
         help="address where a server replays missed events; once per URL (default: none)",
     )
     route.add_argument(
-        "--config", type=some_text, metavar="FILE", help="a TOML file; options override it (default: none)"
+        "--config", type=nonempty_text, metavar="FILE", help="a TOML file; options override it (default: none)"
     )
-    route.add_argument("--host", type=some_text, metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    route.add_argument(
+        "--host", type=nonempty_text, metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
+    )
     route.add_argument("--port", type=_port, metavar="N", help="port to listen on; 0: any free port (default: 8080)")
     route.add_argument(
         "--api-keys",
-        type=some_text,
+        type=nonempty_text,
         metavar="FILE",
         help="the file of API keys that the servers use, if any (default: none)",
     )

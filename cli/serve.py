@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from kvtier.cli.first_look import check_device, check_files, check_model
-from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, with_tables
+from kvtier.cli.early_checks import check_device, check_files, check_model
+from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, merge_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.extras import extra
 from kvtier.web.api_keys import ApiKeys
@@ -28,7 +28,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
     The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only print the plan,
     and return 2 if the server would refuse it. Unusable settings raise ValueError or OSError before anything is loaded.
     """
-    tables = with_tables({} if source is None else load_toml(source), given)
+    tables = merge_tables({} if source is None else load_toml(source), given)
     config = config_from_dict(tables, source or "config")
     if not checks_only:
         write_log(config.server.log_format)

@@ -10,9 +10,9 @@ from kvtier.cli.arguments import (
     HelpFormatter,
     add_allowed_hosts,
     folder_and_size,
+    nonempty_text,
     remote_url,
     size,
-    some_text,
 )
 from kvtier.engine.config import ToolCallParser
 
@@ -62,11 +62,11 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    serve.add_argument("model", nargs="?", type=some_text, metavar="MODEL", help=MODELS)
+    serve.add_argument("model", nargs="?", type=nonempty_text, metavar="MODEL", help=MODELS)
     serve.add_argument(
         "--model",
         dest="named_model",
-        type=some_text,
+        type=nonempty_text,
         metavar="MODEL",
         help="the same as MODEL (default: MODEL)",
     )
@@ -78,7 +78,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     _add_tiers(serve)
     serve.add_argument(
         "--sidecar",
-        type=some_text,
+        type=nonempty_text,
         metavar="ADDRESS",
         help="use host memory and disk of the 'kvtier sidecar' at this socket, unix:///PATH (default: none)",
     )
@@ -89,7 +89,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     serve.add_argument(
         "--model-name",
         "--served-model-name",
-        type=some_text,
+        type=nonempty_text,
         metavar="NAME",
         help="name of the model in the API (default: its folder, file or hub id)",
     )
@@ -103,7 +103,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     )
     serve.add_argument(
         "--api-keys",
-        type=some_text,
+        type=nonempty_text,
         metavar="FILE",
         help='TOML or JSON file with a table [keys] of "KEY" = "tenant" (default: requests need no key)',
     )
@@ -116,7 +116,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     )
     serve.add_argument(
         "--request-log",
-        type=some_text,
+        type=nonempty_text,
         metavar="FILE",
         help="file for one JSON line per request, with names and numbers but no text, for replays (default: none)",
     )
@@ -227,7 +227,7 @@ def _address(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is a size, not an address; give the size of host memory as --host-memory"
         )
-    return some_text(text)
+    return nonempty_text(text)
 
 
 def _memory(text: str) -> int:

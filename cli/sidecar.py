@@ -8,7 +8,7 @@ from kvtier.engine.config import size_text
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.endpoints import socket_path
 from kvtier.sidecar.lmcache.wire import NEEDED_CLIENT
-from kvtier.sidecar.process import refuse_mistakes, run_process, url_of
+from kvtier.sidecar.process import run_process, url_of, validate
 
 
 def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
@@ -18,7 +18,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     configuration and print the plan. Unusable settings raise ValueError or OSError before an engine can attach.
     """
     config = sidecar_config(source, given)
-    refuse_mistakes(config)
+    validate(config)
     for line in _plan(config):
         print(line, flush=True)
     return 0 if checks_only else run_process(config)

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvtier.cli.apart import Crashed, call_apart, iterate_apart
 from kvtier.cli.confirm import confirm
+from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_process
 from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
@@ -73,12 +73,15 @@ def run(options: argparse.Namespace) -> int:
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:
     """Verify the store, print the result, and return the exit status, which is 1 if a fault was not fixed."""
     try:
-        with _damage(folder), iterate_apart(upkeep.verify_store, folder, os.getpid(), fix, sample, key_file) as items:
+        with (
+            _damage(folder),
+            iterate_in_process(upkeep.verify_store, folder, os.getpid(), fix, sample, key_file) as items,
+        ):
             found = _last(items, Verification)
     except Damaged as damage:
         message = str(damage)
         if damage.is_trusted and fix:
-            upkeep.condemn(folder)
+            upkeep.mark_damaged(folder)
             message += "; the next engine that opens it starts empty"
         elif damage.is_trusted:
             message += "; with --fix the next engine that opens it starts empty"
@@ -132,7 +135,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
     if not is_confirmed:
         question = f"delete {num_records:,} records, {size_text(num_bytes)}, of {folder}?"
         confirm(question, _namespace_table(going))
-    with _damage(folder), iterate_apart(upkeep.delete_namespaces, folder, os.getpid(), wanted, num_bytes) as items:
+    with _damage(folder), iterate_in_process(upkeep.delete_namespaces, folder, os.getpid(), wanted, num_bytes) as items:
         gone = _last(items, upkeep.Deletion)
     print(
         f"store {folder}: {gone.num_records:,} records deleted, {size_text(gone.stored_bytes)}, "
@@ -163,7 +166,7 @@ def _tell_damage(folder: Path, message: str, as_json: bool) -> int:
 
 def _inspect(folder: Path) -> Inspection:
     with _damage(folder):
-        return call_apart(inspect, folder)
+        return call_in_process(inspect, folder)
 
 
 def _namespaces(inspection: Inspection) -> tuple[NamespaceUse, ...]:
@@ -212,7 +215,7 @@ def _print_verification(folder: Path, found: Verification) -> None:
     whole = "" if found.num_records == found.num_stored else f" of {found.num_stored:,}, a sample,"
     read = f"{found.num_records:,} records{whole} verified, {size_text(found.read_bytes)} in {found.seconds:.1f} s"
     output.print(f"store {folder}: {read}", highlight=False, soft_wrap=True)
-    if found.went_back:
+    if found.was_restored:
         output.print("the machine went down while it was open: it went back to its last checkpoint", soft_wrap=True)
     if found.tallies:
         output.print(_tally_table(found))
@@ -289,7 +292,7 @@ def _verification_object(folder: Path, found: Verification) -> dict[str, Any]:
         "store": str(folder),
         "damage": None,
         "miscount": found.miscount or None,
-        "went_back_to_checkpoint": found.went_back,
+        "went_back_to_checkpoint": found.was_restored,
         "stored_records": found.num_stored,
         "records": found.num_records,
         "read_bytes": found.read_bytes,

@@ -1,4 +1,4 @@
-"""`JudgedOptions`: a verdict for each option of an engine on whether it decides the bytes of its KV cache."""
+"""`ClassifiedOptions`: a verdict for each option of an engine on whether it decides the bytes of its KV cache."""
 
 import json
 import re
@@ -9,7 +9,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedOptions:
+class ClassifiedOptions:
     """A verdict on every option of one engine.
 
     An option *decides* bytes if two engines that differ in this option alone may compute different keys and values for
@@ -31,11 +31,11 @@ class JudgedOptions:
         object.__setattr__(self, "_judged", frozenset(options))
 
     @property
-    def judged(self) -> frozenset[str]:
+    def classified(self) -> frozenset[str]:
         """The options and groups with a verdict."""
         return self._judged
 
-    def unjudged(self, options: Iterable[str]) -> list[str]:
+    def unclassified(self, options: Iterable[str]) -> list[str]:
         """Return the *options* without a verdict, in their order."""
         return [option for option in options if not self._judged.intersection(_names_of(option))]
 

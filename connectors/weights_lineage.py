@@ -22,7 +22,7 @@ class WeightsLineage:
         """Begin in the lineage that all engines of a namespace share."""
         self.secret = b""  # empty in the shared lineage
 
-    def begin_anew(self) -> None:
+    def start_new_lineage(self) -> None:
         """Begin a lineage of this engine's own, because its weights may have changed."""
         if not self.secret:
             log.warning(

@@ -28,7 +28,7 @@ from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
-from kvtier.engine.thread_work import as_exception
+from kvtier.engine.thread_work import coroutine_safe
 from kvtier.tiers.lower.statistics import NO_TOKENS, TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
@@ -37,7 +37,7 @@ _A = TypeVar("_A", bound=Attendant)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamChunk:
     """The output that one step added to a stream.
 
     Every piece describes the prompt (*tokens*, *prompt_logprobs*). Only the last piece has a *completion*.
@@ -59,10 +59,10 @@ class _Stream:
     """
 
     loop: asyncio.AbstractEventLoop
-    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[StreamChunk | Exception] = field(default_factory=asyncio.Queue)
     request: Request | None = None
 
-    def send(self, piece: Piece | Exception) -> None:
+    def send(self, piece: StreamChunk | Exception) -> None:
         """Pass a piece from the engine's thread to the caller's event loop."""
         with suppress(RuntimeError):  # raised if the caller's loop has been closed
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
@@ -130,7 +130,7 @@ class AsyncLLM:
         max_load_tokens: int | None = None,
         priority: int = 0,
         caller: Caller = ANONYMOUS,
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Stream the continuation of one prompt. Arguments shared with `LLM.generate` have the same meaning.
 
         A lower *priority* is more urgent. *caller* identifies the request in tenant quotas, records and traces.
@@ -170,7 +170,7 @@ class AsyncLLM:
             The compiled grammar, which is cached for later requests; None if *asked* is None.
 
         Raises:
-            WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
+            InvalidParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
         """
         if asked is None:
             return None
@@ -253,7 +253,7 @@ class AsyncLLM:
         """
         self._thread.put(do)
 
-    async def attend(self, make: Callable[[EngineCore], _A]) -> _A:
+    async def add_attendant(self, make: Callable[[EngineCore], _A]) -> _A:
         """Call *make* in the engine's thread, and return the attendant that it creates.
 
         From then on the engine's thread calls the attendant between steps; no other thread may touch it. If the caller
@@ -266,12 +266,12 @@ class AsyncLLM:
 
         def begin(core: EngineCore) -> _A:
             made.append(attendant := make(core))
-            self._thread.attend(attendant)
+            self._thread.add_attendant(attendant)
             return attendant
 
         def end(_: EngineCore) -> None:
             for attendant in made:
-                self._thread.neglect(attendant)
+                self._thread.remove_attendant(attendant)
 
         try:
             return await self.ask(begin)
@@ -279,9 +279,9 @@ class AsyncLLM:
             self._thread.put(end)  # runs after `begin`, if `begin` runs at all
             raise
 
-    def neglect(self, attendant: Attendant) -> None:
+    def remove_attendant(self, attendant: Attendant) -> None:
         """Schedule the end of an attendant in the engine's thread, and return at once."""
-        self._thread.put(lambda _: self._thread.neglect(attendant))
+        self._thread.put(lambda _: self._thread.remove_attendant(attendant))
 
     def statistics(self) -> EngineStatistics:
         """Return the engine's latest snapshot, which is at most 0.25 s old while the engine steps."""
@@ -336,7 +336,7 @@ class AsyncLLM:
         try:
             stream.request = add()
         except BaseException as error:  # an invalid request must end only its own stream
-            stream.send(as_exception(error))
+            stream.send(coroutine_safe(error))
             return
         self._streams[stream.request] = stream
 
@@ -351,4 +351,6 @@ class AsyncLLM:
             done = None if request.finish_reason is None else request.completion()
             logprobs = request.logprobs[-1] if request.logprobs else None
             token_id = request.token_ids[-1] if request.sampling.max_tokens else None
-            stream.send(Piece(request.new_text, token_id, done, logprobs, request.balance(), request.prompt_logprobs))
+            stream.send(
+                StreamChunk(request.new_text, token_id, done, logprobs, request.balance(), request.prompt_logprobs)
+            )

@@ -58,7 +58,7 @@ STARTUP_WAIT_S = 1.0
 OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # reading the index of a million blocks on disk takes about 3 s
 INDEX_LOOK_S = 0.05
-TELLING_LOOK_S = 0.002  # a sidecar announces a few hundred blocks at a time
+SIDECAR_POLL_S = 0.002  # a sidecar announces a few hundred blocks at a time
 ATTACH_WAIT_S = 10.0  # a running sidecar answers at once, and its memory is mapped in much less time
 MAX_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # for a hit, in an engine without a disk
@@ -358,7 +358,7 @@ def _wait_prepared(
         cache.wait(INDEX_LOOK_S)
     while sidecar is not None and sidecar.is_attached and not cache.knows_disk and time.monotonic() < give_up_at:
         cache.poll()
-        time.sleep(TELLING_LOOK_S)
+        time.sleep(SIDECAR_POLL_S)
 
 
 def _look_ahead(config: Config, cache: TieredCache, pins: TimedPins) -> LookAhead | None:

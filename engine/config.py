@@ -545,7 +545,7 @@ def load_toml(source: str | Path) -> dict[str, object]:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def with_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+def merge_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Return the tables of *data* with the keys of *given* replacing their own."""
     whole = dict(data)
     for table, values in given.items():

@@ -17,11 +17,11 @@ from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
-from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.token_bans import TokenBans
 from kvtier.engine.model.logprobs import step_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.grammar import Grammar, GrammarState
 from kvtier.engine.model.structured.grammars import Grammars
@@ -58,8 +58,10 @@ SNAPSHOT_EVERY_S = 0.25
 FLUSH_TIMEOUT_S = 120.0
 CATCH_UP_S = 0.5
 SHARE_S = 1.0
-LOOK_EVERY_S = 1.0  # how often samples of the model's weights are checked while requests run; a check takes 2 ms
-STILL_S = 0.1  # if nothing was copied down for this long, the tiers below are full or nothing is left to copy
+MODEL_CHECK_INTERVAL_S = (
+    1.0  # how often samples of the model's weights are checked while requests run; a check takes 2 ms
+)
+NO_PROGRESS_S = 0.1  # if nothing was copied down for this long, the tiers below are full or nothing is left to copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class EngineCore:
         )
         self._closed = False
         self._pid = os.getpid()
-        self.look_at_model()
+        self.check_model_unchanged()
         self._publish_events()  # the blocks that are already on disk
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
@@ -190,16 +192,16 @@ class EngineCore:
         Raises:
             ValueError: If the prompt is empty, has token ids outside the vocabulary or is longer than the model or the
                 device can hold, if the adapter is not loaded, or if the queue is full.
-            WrongParameter: If *sampling* names tokens outside the vocabulary, or its grammar cannot be compiled.
+            InvalidParameter: If *sampling* names tokens outside the vocabulary, or its grammar cannot be compiled.
             ChangedModel: If the model was changed since it was loaded.
         """
         self._check_open()
-        if not self.has_work and time.monotonic() - self._looked_at > LOOK_EVERY_S:
-            self.look_at_model()
+        if not self.has_work and time.monotonic() - self._looked_at > MODEL_CHECK_INTERVAL_S:
+            self.check_model_unchanged()
         self.runner.refuse_changed()
         self._check_tokens(token_ids, sampling)
         if (worst := max(sampling.logit_bias, default=0)) >= self.runner.vocab_size:
-            raise WrongParameter(
+            raise InvalidParameter(
                 "logit_bias", f"has token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}"
             )
         if extra.lora is not None and extra.lora not in self.runner.adapters:
@@ -306,8 +308,8 @@ class EngineCore:
             ChangedModel: If the model was changed since it was loaded.
         """
         self._check_open()
-        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
-            self.look_at_model()
+        if time.monotonic() - self._looked_at > MODEL_CHECK_INTERVAL_S:
+            self.check_model_unchanged()
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
         self._stall.look(self.has_work and not work, self.cache.num_under_way)
@@ -335,13 +337,13 @@ class EngineCore:
         self._accounts.trace_spills()
         self._take_snapshot()
 
-    def look_at_model(self) -> None:
+    def check_model_unchanged(self) -> None:
         """Compare samples of the model's weights with those taken at load, in 2 ms. If they differ, no request runs.
 
         Steps and new requests do this once per second. Callers that may have changed the model in between call it too.
         """
         self._looked_at = time.monotonic()
-        self.runner.is_as_loaded()
+        self.runner.check_unchanged()
 
     def catch_up(self) -> None:
         """Process the messages that a sidecar sent since the last step. Without a sidecar, do nothing.
@@ -369,7 +371,7 @@ class EngineCore:
         now = moved_at = time.monotonic()
         give_up_at, num_shared = now + SHARE_S, sidecar.spill_progress().num_done
         self._spill()
-        while self.cache.num_under_way and now < give_up_at and now - moved_at < STILL_S:
+        while self.cache.num_under_way and now < give_up_at and now - moved_at < NO_PROGRESS_S:
             self.cache.wait(IDLE_WAIT_S)
             self._spill()
             now = time.monotonic()
@@ -411,7 +413,7 @@ class EngineCore:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
                 self.abort(request)
-            if self.runner.is_as_loaded():
+            if self.runner.check_unchanged():
                 self._flush(progress)
             else:
                 log.warning("the model was changed while the engine was open; blocks only on the device are dropped")
@@ -514,7 +516,7 @@ class EngineCore:
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Append to each request its next token, drawn from *logits* `[requests, vocab]`."""
-        token_ids = draw_tokens(logits, [request.sampler for request in requests])
+        token_ids = sample_tokens(logits, [request.sampler for request in requests])
         all_logprobs = step_logprobs(logits, token_ids, [request.sampling.logprobs for request in requests])
         for request, token_id, logprobs in zip(requests, token_ids, all_logprobs, strict=True):
             if logprobs is not None:

@@ -13,7 +13,7 @@ from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
 from kvtier.engine.garbage import Garbage
 from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.thread_work import as_exception
+from kvtier.engine.thread_work import coroutine_safe
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def promise() -> "Future[Any]":
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
     """Settle *future* with the error, in a form that is safe to raise in a coroutine."""
-    future.set_exception(as_exception(error))
+    future.set_exception(coroutine_safe(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class EngineThread:
 
     It settles three futures, in this order, even after an error: *loaded* (with the engine), *served* (no more commands
     run) and *closed*. *served* carries the error of a failed engine, *closed* an error of closing. Every command that
-    `put` accepts is either run or refused. Any thread may call all methods except `attend` and `neglect`.
+    `put` accepts is either run or refused. Any thread may call all methods except `add_attendant` and `remove_attendant`.
 
     It is not a ThreadPoolExecutor, because Python joins those threads at exit, so that a program that forgot to close
     the engine would never end.
@@ -121,11 +121,11 @@ class EngineThread:
         if why is not None:
             refuse(why)
 
-    def attend(self, attendant: Attendant) -> None:
+    def add_attendant(self, attendant: Attendant) -> None:
         """Call the attendant between steps from now on. Only the thread itself may call this."""
         self._attendants.append(attendant)
 
-    def neglect(self, attendant: Attendant) -> None:
+    def remove_attendant(self, attendant: Attendant) -> None:
         """End the attendant and call it no more. Only the thread itself may call this."""
         self._attendants.remove(attendant)
         attendant.end()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from kvtier.engine.attached.standing import SidecarStanding
-from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
@@ -61,7 +61,7 @@ class FaultLog:
                 folder,
                 _times(standing.num_gone - num_gone),
             )
-        is_told = standing.not_open is NotOpen.GONE  # the line above reports it
+        is_told = standing.not_open is WhyClosed.GONE  # the line above reports it
         for _ in () if is_told else self._take_change("open", standing.not_open, None):
             if standing.not_open is None:
                 log.warning("disk: %s is open; it is used from now on", folder)

@@ -23,7 +23,7 @@ from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.engine.observability.metrics.server import serve_metrics
 from kvtier.engine.one_caller import OneCaller
 from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
@@ -32,7 +32,7 @@ from kvtier.tiers.naming.request_text import check_text
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 GREEDY = SamplingParams()
-MANY_PROMPTS = 4  # from this number of prompts on, `generate` shows a progress bar on a terminal
+MIN_PROMPTS_FOR_PROGRESS = 4  # from this number of prompts on, `generate` shows a progress bar on a terminal
 
 
 class LLM:
@@ -93,7 +93,7 @@ class LLM:
         options = RequestOptions(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
         with self._calls:
             if self._is_callers_model:
-                self.core.look_at_model()
+                self.core.check_model_unchanged()
             keys = keyed(self.core, extra, lora, cache_salt)
             return self._generate(as_prompts(prompts), sampling, keys, arrived_at, options, progress)
 
@@ -108,7 +108,7 @@ class LLM:
     ) -> list[Completion]:
         sampling = self.core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         requests: list[Request] = []
-        wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
+        wanted = len(todo) >= MIN_PROMPTS_FOR_PROGRESS and sys.stderr.isatty() if progress is None else progress
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self.core.catch_up()
         try:
@@ -208,7 +208,7 @@ def load_model(
     checkpoint = Checkpoint.of(model)
     loaded = checkpoint.model(config.dtype)
     tokenizer = tokenizer or checkpoint.tokenizer()
-    with short_memory_raised(f"moving the model {model} to {device}"):
+    with oom_as_memory_error(f"moving the model {model} to {device}"):
         torch.nn.Module.to(loaded, device)
     return loaded, tokenizer
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def as_exception(error: BaseException) -> Exception:
+def coroutine_safe(error: BaseException) -> Exception:
     """Return *error* if it is safe to raise in a coroutine, otherwise a RuntimeError that names it.
 
     StopIteration would make a coroutine wait for ever, a CancelledError would look like its own cancellation, and a
@@ -27,7 +27,7 @@ def guarded(work: Callable[[], _T]) -> Callable[[], _T]:
         try:
             return work()
         except BaseException as error:  # top of the thread: the pool's thread must survive
-            if (named := as_exception(error)) is error:
+            if (named := coroutine_safe(error)) is error:
                 raise
             raise named from error
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.connectors.transformers import KVTierCache
-    from kvtier.engine.async_llm import AsyncLLM, Piece
+    from kvtier.engine.async_llm import AsyncLLM, StreamChunk
     from kvtier.engine.config import Config, ConfigError, load_config
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.sampling import SamplingParams
@@ -27,7 +27,7 @@ __all__ = [
     "ConfigError",
     "FinishReason",
     "KVTierCache",
-    "Piece",
+    "StreamChunk",
     "RequestOptions",
     "SamplingParams",
     "StructuredOutputs",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "engine.async_llm": ["AsyncLLM", "Piece"],
+    "engine.async_llm": ["AsyncLLM", "StreamChunk"],
     "engine.config": ["Config", "ConfigError", "load_config"],
     "connectors.transformers": ["KVTierCache"],
     "engine.llm": ["LLM"],

@@ -17,9 +17,9 @@ from kvtier.engine.config import (
     Seconds,
     Table,
     load_toml,
+    merge_tables,
     parse_bytes,
     tree_from_dict,
-    with_tables,
 )
 from kvtier.routing.kv_event import Publisher
 
@@ -159,5 +159,5 @@ class RouteConfig(Table, frozen=True, kw_only=True):
 
 def route_config(source: str | Path | None, given: Mapping[str, object]) -> RouteConfig:
     """Return the configuration in the TOML file *source*, overridden by *given*. Raise `ConfigError` if invalid."""
-    data = with_tables({} if source is None else load_toml(source), given)
+    data = merge_tables({} if source is None else load_toml(source), given)
     return tree_from_dict(RouteConfig, data, "route" if source is None else str(source))

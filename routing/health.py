@@ -39,7 +39,7 @@ class HealthCheck:
         if found is None:
             replica.num_failures += 1
             if replica.num_failures >= self._config.failures or before is Health.UNKNOWN:
-                self._router.bury(replica.name)
+                self._router.mark_dead(replica.name)
         else:
             replica.num_failures = 0
             replica.health = found

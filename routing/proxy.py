@@ -156,7 +156,7 @@ class Proxy:
         """Record the failure before the next replica is tried. Raise ApiError if the request may have been executed."""
         log.warning("replica %s gave no answer (%s)", replica.name, error.why)
         if not error.was_connected:
-            self._router.bury(replica.name)
+            self._router.mark_dead(replica.name)
         if error.why == "timeout" or (error.was_connected and not way.may_repeat):
             self._metrics.failures.labels(error.why).inc()
             what = "did not answer in time" if error.why == "timeout" else "ended before it answered"

@@ -210,7 +210,7 @@ class Router:
         """Forget the prefixes of a replica."""
         self.index.forget(name)
 
-    def bury(self, name: str) -> None:
+    def mark_dead(self, name: str) -> None:
         """Mark the replica as dead, and forget its prefixes and conversations."""
         replica = self.replicas[name]
         if replica.health is not Health.DEAD:

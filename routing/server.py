@@ -21,7 +21,7 @@ from kvtier.routing.proxy import Proxy
 from kvtier.routing.replica import Replica
 from kvtier.routing.router import Router
 from kvtier.routing.tokens import Tokens
-from kvtier.routing.upstream import sent_once
+from kvtier.routing.upstream import no_retry
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.gate import ConnectionLimits, Gate
@@ -130,7 +130,7 @@ def _session(config: RouteConfig) -> ClientSession:
         timeout=ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=config.timeout_s),
         cookie_jar=DummyCookieJar(),  # cookies belong to the router's clients
         auto_decompress=False,
-        middlewares=(sent_once,),
+        middlewares=(no_retry,),
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
     )
 

@@ -57,7 +57,7 @@ def asking(tokenize: Mapping[str, object]) -> bytes:
     return msgspec.json.encode(tokenize)
 
 
-def asker_of(who: str, salt: str | None) -> str:
+def client_key(who: str, salt: str | None) -> str:
     """Return the key that keeps clients apart: the header with the credentials, and the request's salt."""
     return repr((who, salt))
 

@@ -12,7 +12,7 @@ from aiohttp import ClientError, ClientSession
 from kvtier.routing.config import TokensConfig
 from kvtier.routing.question import Question
 from kvtier.routing.replica import Replica
-from kvtier.routing.token_cache import TokenArray, TokenCache, asker_of, asking, tokens_in
+from kvtier.routing.token_cache import TokenArray, TokenCache, asking, client_key, tokens_in
 from kvtier.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Tokens:
         if not self._config.ask or question.tokenize is None or not able:
             return None
         body = asking(question.tokenize)
-        asker = asker_of(next(iter(credentials.values()), ""), question.salt)
+        asker = client_key(next(iter(credentials.values()), ""), question.salt)
         if (kept := self._cache.get(asker, body)) is not None:
             return kept
         tokens = await self._ask(min(able, key=lambda each: each.load.num_waiting_tokens), body, credentials)

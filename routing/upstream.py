@@ -89,7 +89,7 @@ class Answer:
 async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncIterator[Answer]:
     """Yield the answer of the replica at *url*.
 
-    *session* must have the middleware `sent_once`. Leaving the context tells the replica that the answer is no longer
+    *session* must have the middleware `no_retry`. Leaving the context tells the replica that the answer is no longer
     read. `Answer.rest` raises `Broken`.
 
     Raises:
@@ -122,7 +122,7 @@ async def _response(session: ClientSession, url: str, asked: Asked) -> ClientRes
         raise NoAnswer(_why(error), was_connected=True) from None
 
 
-async def sent_once(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
+async def no_retry(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
     """Send a request once, as a middleware, because aiohttp itself repeats GET, PUT and more. Raise `NoAnswer`."""
     try:
         return await handler(request)

@@ -53,14 +53,14 @@ def build_server(
 
     async def load() -> "ServingApp":
         # Takes seconds; clients and signals are answered meanwhile.
-        loading.tell_stage("importing torch and transformers")
+        loading.set_stage("importing torch and transformers")
         executor = ThreadPoolExecutor(1)
         importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)
         executor.shutdown(wait=False)  # the thread ends after the import, even if this task is cancelled
         await importing
         from kvtier.server.serving_app import load_app
 
-        return await load_app(model, tokenizer, with_tenant_names(config, keys), models, entrance, loading.tell_stage)
+        return await load_app(model, tokenizer, with_tenant_names(config, keys), models, entrance, loading.set_stage)
 
     return HttpServer(bound, entrance, loading, load)
 

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtier.engine.async_llm import Piece
+from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.server.generation_request import MAX_LOGPROBS, StreamOptions
@@ -44,7 +44,7 @@ class ChatReply:
         choices = [self._whole_choice(answer) for answer in answers]
         return {**self._head, "choices": choices, **self._scores(answers[0].completion), **self._used()}
 
-    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+    def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         if index not in self._readers:
             self._readers[index] = self._tools.reader()
             self._counted.begin(index, piece)
@@ -89,7 +89,7 @@ class ChatReply:
             "finish_reason": finish_reason(answer.completion, has_calls=bool(read.calls)),
         }
 
-    def _read(self, index: int, piece: Piece) -> list[Delta]:
+    def _read(self, index: int, piece: StreamChunk) -> list[Delta]:
         reader = self._readers[index]
         return [*reader.push(piece.text), *([] if piece.completion is None else reader.end())]
 

@@ -11,7 +11,7 @@ from kvtier.engine.text.chat_template import (
     PART_SEPARATOR,
     TEMPLATE_ERRORS,
     LostContent,
-    NotOfTheTemplate,
+    ReservedVariable,
     TemplateValue,
     chat_text,
 )
@@ -246,7 +246,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             return [Prompt(text.token_ids, sorted(self._breakpoints(tokenizer, traits, text), key=_place))]
         except TooManyTokens:
             raise
-        except NotOfTheTemplate as error:
+        except ReservedVariable as error:
             raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
         except TEMPLATE_ERRORS as error:
             message = f"the model's chat template rejects these messages: {error}"
@@ -301,7 +301,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
                 before, after = self.messages[:place], self.messages[place + 1 :]
                 if number is None:
                     up_to_here = write([*before, message], self.tools, is_asked=False)
-                    yield Breakpoint(text.num_tokens_shared(up_to_here), control.ttl_s)
+                    yield Breakpoint(text.num_common_tokens(up_to_here), control.ttl_s)
                 else:
                     marked = [*before, message.marked(number), *after]
                     yield from _marked(text, write(marked, self.tools), control)
@@ -343,7 +343,7 @@ def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[
     """Yield the breakpoint at the mark; nothing if the template has dropped the marked part."""
     before, mark, _ = marked.partition(_HERE)
     if mark:
-        yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)
+        yield Breakpoint(text.num_common_tokens(before), control.ttl_s)
 
 
 def _place(breakpoint: Breakpoint) -> int:

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvtier.engine.async_llm import AsyncLLM, Piece
+from kvtier.engine.async_llm import AsyncLLM, StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import RequestOptions
@@ -29,7 +29,7 @@ class ChoicePiece:
     """The piece that one step added to the choice at *index*."""
 
     index: int
-    piece: Piece
+    piece: StreamChunk
 
 
 async def generate(
@@ -87,7 +87,7 @@ async def generate(
         await asyncio.wait(tasks)
 
 
-def _scored(piece: Piece, scores: Scores) -> Piece:
+def _scored(piece: StreamChunk, scores: Scores) -> StreamChunk:
     """Return the piece with the prompt log probabilities that another choice of the prompt has computed."""
     done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
     return replace(piece, completion=done, prompt_logprobs=scores)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvtier.engine.async_llm import Piece
+from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.server.completion_request import CompletionRequest
 from kvtier.server.prompt import Prompt
@@ -40,7 +40,7 @@ class CompletionReply:
             choices.append(choice)
         return {**self._head, "choices": choices, **self._used()}
 
-    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+    def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         self._counted.begin(index, piece)
         self._counted.add(index, piece)
         echoes = self._asked.echo and index not in self._begun

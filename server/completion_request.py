@@ -32,7 +32,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         super().__post_init__()
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported; leave it out, and choose among n yourself")
-        if not self.max_tokens and not self.tells_prompt:
+        if not self.max_tokens and not self.covers_prompt:
             raise ValueError("max_tokens: nothing would be answered; set echo to true as well, or ask for 1 or more")
         if isinstance(self.prompt, list) and len({type(item) for item in self.prompt}) != 1:
             raise ValueError("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
@@ -49,9 +49,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return max((number for number in asked if number is not None), default=None)
 
     @property
-    def tells_prompt(self) -> bool:
+    def covers_prompt(self) -> bool:
         """Whether the answer contains the prompt, or log probabilities of its tokens."""
-        return self.echo or super().tells_prompt
+        return self.echo or super().covers_prompt
 
     @property
     def num_prompts(self) -> int:

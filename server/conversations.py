@@ -37,7 +37,7 @@ class Conversations:
         """Return other requests of its tenant that began with the same message."""
         return self._named(self._requests.get(request_id, ()), request_id)
 
-    def alike_messages(self, tenant: str | None, messages: Sequence[Message]) -> list[str]:
+    def requests_like(self, tenant: str | None, messages: Sequence[Message]) -> list[str]:
         """Return requests of the tenant that began with the same message."""
         return self._named(_digests(tenant, messages), "")
 

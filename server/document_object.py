@@ -3,10 +3,10 @@
 import time
 
 from kvtier.server.documents.document import Document
-from kvtier.server.documents.worker import Residence
+from kvtier.server.documents.worker import DocumentState
 
 
-def document_object(document: Document, residence: Residence, model: str) -> dict[str, object]:
+def document_object(document: Document, residence: DocumentState, model: str) -> dict[str, object]:
     """Return the JSON object of a document, without its text; *model* is the name of the server's model."""
     pin, left_s = None, (document.pinned_until or 0.0) - time.time()
     if left_s > 0:

@@ -101,7 +101,7 @@ async def _put(request: Request, document_id: str) -> Response:
 
 
 async def _get(request: Request, document_id: str) -> Response:
-    why = _documents(request).why_damaged(facts_of(request.scope).tenant, document_id)
+    why = _documents(request).damage_reason(facts_of(request.scope).tenant, document_id)
     if why is not None:
         return json_response(damaged_object(why, document_id=document_id))
     return await _told(request, _found(request, document_id))

@@ -29,7 +29,7 @@ from kvtier.web.facts import facts_of
 from kvtier.web.request_body import parse, read_body
 from kvtier.web.tenancy import effective_salt
 
-BEFORE_TOKENS = 12  # tokens of context to show before the token at which a prompt diverges
+CONTEXT_TOKENS = 12  # tokens of context to show before the token at which a prompt diverges
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -71,7 +71,7 @@ async def explain_prompt(request: Request) -> Response:
     lora = None if asked.model is None else service.models.lora_of(asked.model)
     token_ids, asked = await _token_ids(service, asked, tenant)
     salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
-    alike = [] if asked.messages is None else service.conversations.alike_messages(tenant, asked.messages)
+    alike = [] if asked.messages is None else service.conversations.requests_like(tenant, asked.messages)
 
     def naming(core: EngineCore) -> Callable[[], BlockChain]:
         extra = ExtraKeys(lora=None if lora is None else core.lora_key(lora), cache_salt=salt)
@@ -160,7 +160,7 @@ def _with_text(explanation: Explanation, token_ids: Sequence[int], tokenizer: Pr
         return explanation
     place = departure.num_shared
     text = tokenizer.decode(list(token_ids[place : place + 1]))
-    before = tokenizer.decode(list(token_ids[max(0, place - BEFORE_TOKENS) : place]))
+    before = tokenizer.decode(list(token_ids[max(0, place - CONTEXT_TOKENS) : place]))
     return replace(explanation, departure=Departure(place, True, str(text), str(before)))
 
 

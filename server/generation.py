@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.async_llm import AsyncLLM, Piece
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.async_llm import AsyncLLM, StreamChunk
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.text.min_tokens import TooManyTokens
@@ -28,7 +28,7 @@ from kvtier.server.documents.documents import Documents
 from kvtier.server.documents.kept_prefixes import MarkedPrompt
 from kvtier.server.documents.worker import PROMPT_PIN_S
 from kvtier.server.generation_request import IGNORED, NEUTRAL
-from kvtier.server.ignored_fields import tell_ignored
+from kvtier.server.ignored_fields import log_unknown_fields
 from kvtier.server.named_documents import with_document, with_document_texts
 from kvtier.server.prompt import Prompt
 from kvtier.server.reply import Answer, Reply
@@ -52,7 +52,7 @@ ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUs
 
 _T = TypeVar("_T")
 
-MAX_TIMES_TOO_LONG = 8  # a prompt is tokenized before it is truncated, up to this many times its limit
+MAX_TRUNCATION_FACTOR = 8  # a prompt is tokenized before it is truncated, up to this many times its limit
 
 
 class PromptKeeper:
@@ -196,9 +196,9 @@ class Generation:
         """Return the prompts; raise ApiError 400 if one is certainly too long or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         max_prompt = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
-        num_kept = self._asked.num_kept_of(max_prompt)
+        num_kept = self._asked.truncated_length(max_prompt)
         try:
-            max_given = max_prompt if num_kept is None else MAX_TIMES_TOO_LONG * max_prompt
+            max_given = max_prompt if num_kept is None else MAX_TRUNCATION_FACTOR * max_prompt
             within = llm.tokenizers.limit(max(0, max_given - len(self._document)))
             prompts = self._asked.prompts(tokenizer, within, self._document)
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
@@ -283,7 +283,7 @@ class Generation:
         """Turn errors of the engine into ApiErrors."""
         try:
             yield
-        except WrongParameter as error:
+        except InvalidParameter as error:
             raise ApiError(400, str(error), param=error.name, code="invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
@@ -323,7 +323,7 @@ class Generation:
 
     async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
         """Return the result of *write*; call it in a tokenizer's thread if it covers each prompt token."""
-        if not self._asked.tells_prompt:
+        if not self._asked.covers_prompt:
             return write()
         return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
 
@@ -338,12 +338,12 @@ class Generation:
         }
 
 
-def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
+def _joined_events(reply: Reply, index: int, piece: StreamChunk) -> bytes:
     return b"".join(reply.events(index, piece))
 
 
 def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
-    """Return the tools of a request; raise `WrongParameter` for an invalid schema or grammar."""
+    """Return the tools of a request; raise `InvalidParameter` for an invalid schema or grammar."""
     if isinstance(asked, ChatRequest):
         return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
     return ToolUse((), "none", False, form, asked.structured)
@@ -369,6 +369,6 @@ async def chat(request: Request) -> Generation:
     service.check_open()
     body = await read_body(request, service.settings)
     content = json_object(body)
-    tell_ignored(unknown_fields(content.get("messages")))
+    log_unknown_fields(unknown_fields(content.get("messages")))
     asked = fit(content, ChatRequest, IGNORED, CHAT_NEUTRAL)
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

@@ -9,10 +9,10 @@ from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.server.response_format import (
-    AskedOutputs,
     Choices,
     JsonSchema,
     ResponseFormat,
+    StructuredOutputsParam,
     as_structured_outputs,
 )
 
@@ -134,7 +134,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     prompt_logprobs: LogprobCount | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: AskedOutputs | None = None
+    structured_outputs: StructuredOutputsParam | None = None
     guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -159,7 +159,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
         raise NotImplementedError
 
-    def num_kept_of(self, limit: int) -> int | None:
+    def truncated_length(self, limit: int) -> int | None:
         """Return how many of a prompt's last tokens to use, given its *limit*; None: do not truncate it."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
@@ -170,7 +170,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.prompt_logprobs
 
     @property
-    def tells_prompt(self) -> bool:
+    def covers_prompt(self) -> bool:
         """Whether the answer covers each token of the prompt, so that it is as long as the prompt."""
         return self.prompt_logprobs is not None
 
@@ -181,7 +181,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text; None if any will do. Raises `WrongParameter` for an invalid format."""
+        """Required format of the text; None if any will do. Raises `InvalidParameter` for an invalid format."""
         guided = {
             kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         }
@@ -193,7 +193,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Return the sampling parameters of choice number *choice*; each has its own seed, or all would be the same.
 
         *defaults* apply where the request sets nothing. *structured* is the property of that name. Raises
-        `WrongParameter` for parameters that cannot be combined.
+        `InvalidParameter` for parameters that cannot be combined.
         """
         return SamplingParams(
             max_tokens=max_tokens,

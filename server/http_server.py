@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEAVING_S = 5  # for the last bytes of answers
 
 
-def across_origins(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
+def with_cors(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
     """Return *app* with CORS for pages of `server.cors_origins`; a browser's preflight request needs no key.
 
     Keys come in headers and never in cookies, so the browser sends no credentials of its own.
@@ -66,7 +66,7 @@ class HttpServer:
         self._switch = Switch(loading)
         self._stop = asyncio.Event()
         settings = uvicorn.Config(
-            Access(across_origins(KeyCheck(self._switch, entrance), entrance.settings), entrance),
+            Access(with_cors(KeyCheck(self._switch, entrance), entrance.settings), entrance),
             http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
             lifespan="off",
             ws="none",

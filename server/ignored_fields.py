@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
-def tell_ignored(names: Iterable[str]) -> None:
+def log_unknown_fields(names: Iterable[str]) -> None:
     """Log those *names* that are new to this process."""
     for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
         _told.add(name)

@@ -34,7 +34,7 @@ class LoadingApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
-    def tell_stage(self, stage: str) -> None:
+    def set_stage(self, stage: str) -> None:
         """Set and log the stage that /ready and the 503 errors report. Safe to call from any thread."""
         self._stage = stage
         log.info("load: %s", stage)

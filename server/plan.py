@@ -21,8 +21,8 @@ from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.stores.disk_store import MIN_BLOCKS
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra
-from kvtier.server.dead_settings import dead_settings
-from kvtier.server.documents.documents import documents_path, how_to_keep
+from kvtier.server.documents.documents import documents_path, persistence_advice
+from kvtier.server.settings_without_effect import settings_without_effect
 from kvtier.store.lmdb.data_file import capacity_within, max_bytes
 from kvtier.web.api_keys import ApiKeys
 
@@ -54,7 +54,7 @@ class Plan:
     sidecar: str | None  # where host memory and disk are, if they are not the engine's own
     documents: Path | None  # the folder of documents; None: they end with the process
     remarks: list[str]  # one line for each thing that does not fit or does not work
-    dead_settings: list[str]
+    settings_without_effect: list[str]
     refusals: list[str]
 
     def lines(self) -> Iterator[str]:
@@ -72,11 +72,11 @@ class Plan:
         if self.sidecar is not None:
             yield f"sidecar    {self.sidecar} has the tiers below the device"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
-        kept = f"end with the process; {how_to_keep(self.sidecar)}"
+        kept = f"end with the process; {persistence_advice(self.sidecar)}"
         yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
         for title, lines in (
             ("does not fit, or does not work", self.remarks),
-            ("has no effect", self.dead_settings),
+            ("has no effect", self.settings_without_effect),
             ("refused", self.refusals),
         ):
             if lines:
@@ -115,7 +115,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         config.sidecar,
         documents_path(config),
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
-        dead_settings(config, groups, keys),
+        settings_without_effect(config, groups, keys),
         [
             *_refusals(config, tiers, block_bytes),
             *_refused_folders(config),

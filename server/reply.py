@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtier.engine.async_llm import Piece
+from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.scheduling.request import Completion
 from kvtier.server.generation_request import StreamOptions
 from kvtier.web.api_error import ApiError
@@ -32,7 +32,7 @@ class Reply(Protocol):
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
         """Return the whole answer, for a request without a stream."""
 
-    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+    def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         """Yield the events of a stream for one piece; none if the piece adds nothing."""
 
     def last_events(self) -> Iterator[bytes]:
@@ -54,11 +54,11 @@ class CountedTokens:
         self._num_prompt: dict[int, int] = {}
         self._num_generated: Counter[int] = Counter()
 
-    def begin(self, index: int, piece: Piece) -> None:
+    def begin(self, index: int, piece: StreamChunk) -> None:
         """Record the prompt length of the choice at *index*, which each *piece* has."""
         self._num_prompt[index] = piece.tokens.num_tokens
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: StreamChunk) -> None:
         """Count the tokens of the choice's next *piece*."""
         self._num_generated[index] += piece.token_id is not None
         if piece.completion is not None:  # a piece may have the text of several tokens; the completion has them all

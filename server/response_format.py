@@ -4,7 +4,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 MAX_CHOICES_OF_TEXT = 1024
@@ -38,7 +38,7 @@ JsonSchema: TypeAlias = str | dict[str, Any]
 Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES_OF_TEXT)]
 
 
-class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StructuredOutputsParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`, of which exactly one field must be set."""
 
     json: JsonSchema | None = None
@@ -49,33 +49,33 @@ class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def as_structured_outputs(
-    response_format: ResponseFormat | None, asked: AskedOutputs | None, guided: dict[str, Any]
+    response_format: ResponseFormat | None, asked: StructuredOutputsParam | None, guided: dict[str, Any]
 ) -> StructuredOutputs | None:
     """Return the format that a request's three kinds of parameters ask for; None if they ask for nothing.
 
-    *guided* has vLLM's older parameters by name, such as `guided_json`. Raises `WrongParameter` if there are several
+    *guided* has vLLM's older parameters by name, such as `guided_json`. Raises `InvalidParameter` if there are several
     formats, and for an invalid schema or grammar.
     """
     found = [*_of_format(response_format), *_of_vllm(asked)]
     for name, value in guided.items():
         if value is not None:
-            found.append({name.removeprefix("guided_"): value, "asked_as": name})
+            found.append({name.removeprefix("guided_"): value, "parameter_name": name})
     if not found:
         return None
     if len(found) > 1:
-        names = " and ".join(str(each["asked_as"]) for each in found)
-        raise WrongParameter(str(found[1]["asked_as"]), f"cannot be combined ({names}); give one of them")
+        names = " and ".join(str(each["parameter_name"]) for each in found)
+        raise InvalidParameter(str(found[1]["parameter_name"]), f"cannot be combined ({names}); give one of them")
     return StructuredOutputs(**found[0])
 
 
 def _of_format(asked: ResponseFormat | None) -> list[dict[str, Any]]:
     match asked:
         case JsonObjectFormat():
-            return [{"json_object": True, "asked_as": "response_format"}]
+            return [{"json_object": True, "parameter_name": "response_format"}]
         case JsonSchemaFormat(named):
-            return [{"json": named.schema, "strict": bool(named.strict), "asked_as": "response_format"}]
+            return [{"json": named.schema, "strict": bool(named.strict), "parameter_name": "response_format"}]
     return []
 
 
-def _of_vllm(asked: AskedOutputs | None) -> list[dict[str, Any]]:
-    return [] if asked is None else [{**msgspec.structs.asdict(asked), "asked_as": "structured_outputs"}]
+def _of_vllm(asked: StructuredOutputsParam | None) -> list[dict[str, Any]]:
+    return [] if asked is None else [{**msgspec.structs.asdict(asked), "parameter_name": "structured_outputs"}]

@@ -77,4 +77,4 @@ class Service:
     async def _send_away_waiting(self) -> None:
         with suppress(RuntimeError):  # the engine has ended, which ends all streams by itself
             in_engine = await self.llm.ask(lambda core: core.waiting_prompts)
-            self.room.send_away_waiting(shutting_down, in_engine)
+            self.room.reject_waiting(shutting_down, in_engine)

@@ -183,15 +183,15 @@ async def load_app(
     config: Config,
     models: ServedModels,
     entrance: Entrance,
-    tell_stage: Callable[[str], None],
+    set_stage: Callable[[str], None],
 ) -> ServingApp:
     """Load the model, open its documents, and return the app over both.
 
     Raises the errors of `AsyncLLM.start` and `Documents.open`. If it is cancelled, the engine's thread runs to its end.
     """
-    llm = AsyncLLM(model, config, tokenizer, tell_stage)
+    llm = AsyncLLM(model, config, tokenizer, set_stage)
     await llm.start()
-    tell_stage("reading documents")
+    set_stage("reading documents")
     is_strict = entrance.is_strict
 
     def salt_of(document: Document) -> str | None:

@@ -12,9 +12,9 @@ from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.server.chat_request import CHAT_NEUTRAL, MAX_MESSAGES, ChatRequest, Message, unknown_fields
-from kvtier.server.generation import MAX_TIMES_TOO_LONG
+from kvtier.server.generation import MAX_TRUNCATION_FACTOR
 from kvtier.server.generation_request import Text
-from kvtier.server.ignored_fields import tell_ignored
+from kvtier.server.ignored_fields import log_unknown_fields
 from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.request_text import check_text
@@ -79,20 +79,20 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     content = json_object(await read_body(request, service.settings))
     is_chat = "messages" in content
-    tell_ignored(unknown_fields(content.get("messages")))
+    log_unknown_fields(unknown_fields(content.get("messages")))
     asked = fit(content, TokenizeChat, (), _NEUTRAL) if is_chat else fit(content, TokenizeCompletion)
     _check_model(service, asked.model)
     longest = service.llm.longest_request
 
     def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], object]:
-        within = service.llm.tokenizers.limit(MAX_TIMES_TOO_LONG * longest)
+        within = service.llm.tokenizers.limit(MAX_TRUNCATION_FACTOR * longest)
         token_ids = list(asked.token_ids(tokenizer, within))
         return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if asked.return_token_strs else None
 
     try:
         token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
     except TooManyTokens as error:
-        limit = MAX_TIMES_TOO_LONG * longest
+        limit = MAX_TRUNCATION_FACTOR * longest
         message = f"the prompt has {error.min_num_tokens} tokens or more; at most {limit} can be tokenized at once"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:

@@ -114,7 +114,7 @@ class WaitingRoom:
         finally:
             self._leave(visit)
 
-    def send_away_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
+    def reject_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
         """Send away every visit that computes nothing yet, with the error that *refusal* returns.
 
         Such a visit has no turn, or all its prompts are among *in_engine*, the prompts that wait in the engine.

@@ -25,7 +25,7 @@ from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.lane import Lane, ThreadLane
-from kvtier.transfer.segment import Segment, drop_left, name_of, why_not_left
+from kvtier.transfer.segment import Segment, discard_handover, handover_error, name_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -122,12 +122,12 @@ def _beside(store: Path) -> Path:
 def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:
     """Return a new segment, or the one that was *left* if its size and extents match."""
     if left is not None:
-        why = why_not_left(left) or why_not_taken_over(left, extent_bytes, num_extents)
+        why = handover_error(left) or why_not_taken_over(left, extent_bytes, num_extents)
         if not why:
             progress(f"host memory: {name_of(left)} of the previous process is taken over, without its content")
         else:
             log.warning("host: the previous process's shared memory is not taken over: %s", why)
-            drop_left(left)
+            discard_handover(left)
             left = None
     if left is None:
         progress(f"host memory: {num_extents * extent_bytes >> 20} MiB")

@@ -22,9 +22,9 @@ from kvtier.engine.config import (
     TracingConfig,
     is_loopback,
     load_toml,
+    merge_tables,
     parse_bytes,
     tree_from_dict,
-    with_tables,
 )
 
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
@@ -174,5 +174,5 @@ def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> Si
 
     Raises `ConfigError` for an unknown key or an invalid value.
     """
-    data = with_tables({} if source is None else load_toml(source), given)
+    data = merge_tables({} if source is None else load_toml(source), given)
     return tree_from_dict(SidecarConfig, data, "sidecar" if source is None else str(source))

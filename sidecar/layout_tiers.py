@@ -19,7 +19,7 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
 
-class HeldSlots:
+class LeasedSlots:
     """The slots of one group, see `Holder`.
 
     Slots in other holders' extents, or across the end of an extent, are leased from the tiers, so that the tiers give
@@ -84,7 +84,7 @@ class LayoutTiers:
         self._extents = extents
         self._store = store
         self.ghosts = Ghosts(NUM_GHOSTS)
-        self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
+        self._held = [LeasedSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         """See `LowerTiers.reserve`."""
@@ -142,7 +142,7 @@ class LayoutTiers:
 
     def poll(self) -> None:
         """Advance everything that is in flight, and start copies to disk."""
-        if self._store is not None and (gone := self._store.take_gone()):
+        if self._store is not None and (gone := self._store.take_disconnected()):
             self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
         if self._store is not None and (cleared := self._store.take_cleared()):
             self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
@@ -210,13 +210,13 @@ class LayoutTiers:
         self.tiers.check()
         self._extents.check()
 
-    def why_missing(self, name: BlockName) -> Reason:
+    def miss_reason(self, name: BlockName) -> Reason:
         """Return why a chunk is not here: the tier that dropped its last copy, if that is remembered."""
         ghost = self.ghosts.find(name)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def _remember_lost(self) -> None:
-        for _, names, tier, cause in self.tiers.take_lost():
+        for _, names, tier, cause in self.tiers.pop_lost():
             self.ghosts.remember(names, tier, cause, self._clock())
 
     def _get_room(self, group_id: int, num_slots: int) -> None:

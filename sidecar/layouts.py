@@ -182,7 +182,7 @@ class Layouts:
             below.append(tiers.tiers.purge(replace(order.part(part), tiers=frozenset({Tier.HOST}))))
         if self._store is not None and Tier.DISK in order.tiers:
             disk = DiskTier(self._store.whole(), NO_NAMESPACE, self._clock, opening=self._opening)
-            disk.take_in_opening()
+            disk.follow_opening()
             # The layouts learn from their views of the store which of their chunks are gone.
             below.append(LocalPurge([], [], DiskPurge(disk, self._transfers, lambda keys: None, order)))
         return CachePurge(order, [], [], below, self._clock)

@@ -166,10 +166,10 @@ class Port(Generic[_M]):
             self._end(client)
 
     def end(self, client: Client[_M]) -> None:
-        """End this connection; `take_gone` returns it."""
+        """End this connection; `take_disconnected` returns it."""
         self._end(client)
 
-    def take_gone(self) -> list[Client[_M]]:
+    def take_disconnected(self) -> list[Client[_M]]:
         """Return the clients whose connection has ended since the last call.
 
         This side of each connection is still open, and the caller must close it: see `Lifeline`.

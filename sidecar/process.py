@@ -39,7 +39,7 @@ Listener = Callable[[str, str], socket.socket]
 """Returns the listening socket with this name, at this URL."""
 
 
-def refuse_mistakes(config: SidecarConfig) -> None:
+def validate(config: SidecarConfig) -> None:
     """Raise ValueError or OSError for settings that would otherwise fail only after an engine has attached."""
     Operators.of(config.operators.tokens, os.environ)
     refuse_unusable(config.request_log)

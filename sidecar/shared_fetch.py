@@ -65,7 +65,7 @@ class SharedFetch:
 
     def _expect_no_more(self, place: int) -> None:
         self._is_coming[place] = False
-        self._share.do_not_expect(self._memory, [self._names[place]])
+        self._share.remove_pending(self._memory, [self._names[place]])
 
     def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
         if self._is_coming[place]:  # otherwise it failed, and was released before this call

@@ -8,7 +8,7 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store with one view per namespace. Lanes' threads use the views; `take_gone` is for the views' owner."""
+    """A store with one view per namespace. Lanes' threads use the views; `take_disconnected` is for the views' owner."""
 
     def __init__(self, store: Records) -> None:
         self.store = store
@@ -23,13 +23,13 @@ class SharedStore:
         """Return the store with the records of all namespaces."""
         return WholeStore(self, b"")
 
-    def tell_cleared(self, keys: Sequence[bytes]) -> None:
+    def report_cleared(self, keys: Sequence[bytes]) -> None:
         """Report to each view which of its keys were cleared on request."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
-    def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
+    def split_evicted(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
         """Return the evicted keys of this namespace, and report the other keys to their views."""
         own = []
         for key in evicted:
@@ -50,7 +50,7 @@ class StoreView:
         self._store = shared.store
         self._namespace = namespace
 
-    def take_gone(self) -> list[bytes]:
+    def take_disconnected(self) -> list[bytes]:
         """Return the keys that were evicted for other namespaces' records since the last call."""
         return _taken(self.gone)
 
@@ -60,9 +60,9 @@ class StoreView:
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         try:
-            return self._shared.without_foreign(self._namespace, self._store.put_many(blobs))
+            return self._shared.split_evicted(self._namespace, self._store.put_many(blobs))
         except StoreFull as error:
-            error.evicted = self._shared.without_foreign(self._namespace, error.evicted)
+            error.evicted = self._shared.split_evicted(self._namespace, error.evicted)
             raise
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -80,7 +80,7 @@ class StoreView:
         Returns the keys of this namespace, and reports the others to their views.
         """
         evicted = self._store.evict(num_bytes, limit, tenant)
-        return Evicted(self._shared.without_foreign(self._namespace, evicted.keys), evicted.num_bytes)
+        return Evicted(self._shared.split_evicted(self._namespace, evicted.keys), evicted.num_bytes)
 
     def keys(self) -> Iterator[bytes]:
         return self._store.keys()
@@ -94,12 +94,12 @@ class WholeStore(StoreView):
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         evicted = self._store.evict(num_bytes, limit, tenant)
-        self._shared.tell_cleared(evicted.keys)
+        self._shared.report_cleared(evicted.keys)
         return evicted
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted = self._store.delete(keys)
-        self._shared.tell_cleared(keys)
+        self._shared.report_cleared(keys)
         return num_deleted
 
 

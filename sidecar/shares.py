@@ -81,13 +81,13 @@ class Share:
         self._ledger = ledger
         self._part = part
         self._leased = LeaseCounts()
-        self.num_coming_bytes = 0  # being read from disk for the client
+        self.pending_bytes = 0  # being read from disk for the client
         self._coming: Counter[tuple[SlotMemory, BlockName]] = Counter()
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the segment that the client has leased or waits for."""
-        return self._leased.num_bytes + self.num_coming_bytes
+        return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
         """Return how many of the first chunks the client may lease in addition to its leases, in each of the memories.
@@ -130,7 +130,7 @@ class Share:
             if self._coming[memory, name] == 1:
                 self._count_coming(memory.slot_bytes)
 
-    def do_not_expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
+    def remove_pending(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
         """Record that these chunks have arrived, have failed, or are no longer wanted."""
         for name in names:
             self._coming[memory, name] -= 1
@@ -142,7 +142,7 @@ class Share:
         """Raise AssertionError if the bytes are miscounted."""
         self._leased.check()
         coming = sum(memory.slot_bytes for memory, _ in self._coming)
-        assert coming == self.num_coming_bytes, "shares: the bytes being read from disk are miscounted"
+        assert coming == self.pending_bytes, "shares: the bytes being read from disk are miscounted"
 
     def _are_new(self, wanted: Wanted) -> npt.NDArray[np.bool_]:
         are_new = self._leased.are_new(wanted.memory, wanted.places)
@@ -152,8 +152,8 @@ class Share:
         return are_new
 
     def _count_coming(self, num_bytes: int) -> None:
-        self.num_coming_bytes += num_bytes
-        self._shares.num_coming_bytes += num_bytes
+        self.pending_bytes += num_bytes
+        self._shares.pending_bytes += num_bytes
 
 
 class Shares:
@@ -174,7 +174,7 @@ class Shares:
     def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
         """Start without leases. *total* returns the bytes of host memory now. *ledger* records the clients' leases."""
         self.leased = LeaseCounts()
-        self.num_coming_bytes = 0  # a chunk that several clients wait for counts once for each
+        self.pending_bytes = 0  # a chunk that several clients wait for counts once for each
         self._total = total
         self._ledger = ledger
         self._of: WeakKeyDictionary[object, Share] = WeakKeyDictionary()
@@ -187,7 +187,7 @@ class Shares:
     @property
     def num_free_bytes(self) -> int:
         """Number of bytes of host memory that no client has leased or waits for."""
-        return self._total() - self.leased.num_bytes - self.num_coming_bytes
+        return self._total() - self.leased.num_bytes - self.pending_bytes
 
     def of(self, client: object) -> Share:
         """Return the client's share, the same object each time. *client* is any object that is equal only to itself."""

@@ -27,11 +27,11 @@ _Answer = TypeVar("_Answer")
 
 TICK_S = 0.05  # longest wait while something is in flight, so that deadlines are noticed
 IDLE_TICK_S = 0.5  # longest wait otherwise, so that the disk's openings and breakers are noticed
-MAX_ASKED = 256  # queued questions of other threads; more would queue only if the owner's thread is stuck
+MAX_QUESTIONS = 256  # queued questions of other threads; more would queue only if the owner's thread is stuck
 TAKING_IN_S = 0.001  # time per turn for finished transfers; the rest waits for the next turn
 
 
-class TooManyAsked(RuntimeError):
+class QueueFull(RuntimeError):
     """The error of a question that finds the queue of the owner's thread full."""
 
 
@@ -100,7 +100,7 @@ class Sidecar:
         """Advance everything that is in flight, and return whether engines may have sent more than was processed."""
         self._finished.reset()
         until = self._clock() + TAKING_IN_S
-        self._transfers.poll(goes_on=lambda: self._clock() < until)
+        self._transfers.poll(should_continue=lambda: self._clock() < until)
         self._answer_asked()
         self.layouts.poll()
         self.pins.poll()
@@ -117,11 +117,11 @@ class Sidecar:
     def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
         """Run *question* on the thread that owns the tiers, between two steps of its loop. Callable from any thread.
 
-        The returned future fails with `TooManyAsked` if `MAX_ASKED` questions are queued already.
+        The returned future fails with `QueueFull` if `MAX_QUESTIONS` questions are queued already.
         """
         answer: Future[_Answer] = Future()
-        if self.num_asked >= MAX_ASKED:
-            answer.set_exception(TooManyAsked(f"{MAX_ASKED} questions are already queued for the sidecar's thread"))
+        if self.num_asked >= MAX_QUESTIONS:
+            answer.set_exception(QueueFull(f"{MAX_QUESTIONS} questions are already queued for the sidecar's thread"))
             return answer
         self._asked.put((question, answer))
         self._finished.wake()

@@ -74,7 +74,7 @@ class Folder:
             raise PermissionError(errno.EPERM, why, str(self.name))
 
 
-def open_own(path: "Path | str", flags: int) -> int:
+def open_private(path: "Path | str", flags: int) -> int:
     """Open a file of this user and return its descriptor. Serves as an *opener* for `open`.
 
     With O_CREAT in *flags* a missing file is created with access for its owner only. Raises PermissionError unless the
@@ -91,8 +91,8 @@ def open_own(path: "Path | str", flags: int) -> int:
 
 
 def open_or_make(path: str, flags: int) -> int:
-    """Open a file like `open_own`, creating it if it is missing. Serves as an *opener* for `open`."""
-    return open_own(path, flags | os.O_CREAT)
+    """Open a file like `open_private`, creating it if it is missing. Serves as an *opener* for `open`."""
+    return open_private(path, flags | os.O_CREAT)
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
-from kvtier.store.codec.seal import fault_of, open_record, refuse_unfit, seal
+from kvtier.store.codec.seal import check_fits, fault_of, seal, unseal
 from kvtier.store.record import Fault
 
 
@@ -56,7 +56,7 @@ class MemoryStore:
             return key in self.rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_unfit(blobs, self._capacity_bytes, self._cipher)
+        check_fits(blobs, self._capacity_bytes, self._cipher)
         with self._locked():
             new = {blob.key: blob for blob in blobs if blob.key not in self.rows}
             rows = {key: self._row(blob) for key, blob in new.items()}  # encoding may fail, so it precedes any change
@@ -113,7 +113,7 @@ class MemoryStore:
                 capacity_bytes=self._capacity_bytes,
                 file_bytes=0,
                 written_bytes_total=self._written_bytes_total,
-                written_lately_bytes=self._written_bytes_total,
+                recent_written_bytes=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
                 quota_evicted_total=self._quota_evicted_total,
@@ -213,7 +213,7 @@ class MemoryStore:
             row = self.rows.get(key)
         if row is None:
             return Fault.MISSING
-        result = open_record(key, row.header, memoryview(row.payload), out, self._cipher)
+        result = unseal(key, row.header, memoryview(row.payload), out, self._cipher)
 
         with self._lock:
             if isinstance(result, Fault):

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from kvtier.store.folder import Folder, open_own
+from kvtier.store.folder import Folder, open_private
 
 LOCK_FILE = "owner.lock"
 # How long to wait for a lock whose owner has ended: the store's process that it had started may still be writing.
@@ -25,7 +25,7 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
-        self._file = open_own(folder.here / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        self._file = open_private(folder.here / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             self._acquire(folder.name)
             os.pwrite(self._file, f"{owner or os.getpid():<20}\n".encode(), 0)

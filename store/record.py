@@ -63,7 +63,7 @@ def digest(data: "ReadableBuffer") -> bytes:
     return running.digest()
 
 
-def digest_among(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
+def digest_for_threads(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
     """Return the `digest` function for *num_threads* threads. Each of several threads releases the GIL for a block."""
     return digest if num_threads == 1 else xxhash.xxh3_128_digest
 

@@ -65,7 +65,7 @@ class RemoteStore(Protocol):
         the store is unavailable.
         """
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether a value exists, without reading it, or None if the request failed.
 
         Keys of one chain are in its order. With *apart* the keys belong to no chain, so each may exist without those

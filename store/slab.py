@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.store.folder import open_own, sync_folder
+from kvtier.store.folder import open_private, sync_folder
 
 PAGE_BYTES = 4096
 _MAX_BUFFERS = 512  # per system call; Linux allows 1024
@@ -137,10 +137,10 @@ class SlabFile:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
+        self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         self._direct: int | None = None
         with contextlib.suppress(OSError):  # tmpfs, itself a page cache, refuses O_DIRECT
-            self._direct = open_own(path, os.O_RDONLY | os.O_DIRECT)
+            self._direct = open_private(path, os.O_RDONLY | os.O_DIRECT)
         self._map: mmap.mmap | None = None
 
     def write(self, first: int, values: list[memoryview]) -> None:

@@ -254,7 +254,7 @@ BUGS = [
     Bug(
         "blocks of a changed model go to disk at the end",
         "engine/core.py",
-        "            if self.runner.is_as_loaded():",
+        "            if self.runner.check_unchanged():",
         "            if True:",
         "tests/engine/test_changed_model.py",
     ),
@@ -723,7 +723,7 @@ BUGS = [
     Bug(
         "the store does not verify what it reads",
         "store/codec/seal.py",
-        "return known if digest_among(_NUM_READERS)(out) == known else Fault.CORRUPT",
+        "return known if digest_for_threads(_NUM_READERS)(out) == known else Fault.CORRUPT",
         "return known",
         "tests/store/codec/test_seal.py",
     ),
@@ -800,7 +800,7 @@ BUGS = [
     Bug(
         "what is put where no reader looks is thought to be there",
         "store/lmdb/writer.py",
-        "            change.find_again(blob.key for blob in new)\n",
+        "            change.verify_lookups(blob.key for blob in new)\n",
         "",
         "tests/torture/test_bit_flips.py",
     ),
@@ -1158,7 +1158,7 @@ BUGS = [
     Bug(
         "who leaves a promotion takes the slots of another's blocks with it",
         "tiers/up/backlog.py",
-        "is_unwanted = ~self.are_coming(promotion.chain, group, ids)",
+        "is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
     ),
@@ -1256,21 +1256,21 @@ BUGS = [
     Bug(
         "what explain has seen is read through a link",
         "engine/observability/explain/seen_contents.py",
-        '            with open(path, "rb", opener=open_own) as file:',
+        '            with open(path, "rb", opener=open_private) as file:',
         '            with open(path, "rb") as file:',
         "tests/engine/test_own_files.py",
     ),
     Bug(
         "the history is written through a link",
         "web/dashboard/ring_file.py",
-        "        self._file = open_own(path, os.O_RDWR | os.O_CREAT)",
+        "        self._file = open_private(path, os.O_RDWR | os.O_CREAT)",
         "        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)",
         "tests/engine/test_own_files.py",
     ),
     Bug(
         "the audit log is written through a link",
         "web/operating/audit_log.py",
-        "        file = open_own(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)",
+        "        file = open_private(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)",
         "        file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)",
         "tests/engine/test_own_files.py",
     ),
@@ -1312,7 +1312,7 @@ BUGS = [
     Bug(
         "a chat is told that another salt had the same messages",
         "engine/observability/explain/explainer.py",
-        "            and own.way.may_learn_of(past.way)\n",
+        "            and own.way.may_see(past.way)\n",
         "",
         "tests/engine/observability/explain/test_explainer.py",
     ),
@@ -1673,8 +1673,8 @@ BUGS = [
     Bug(
         "a kernel is tried on memory that is not pinned",
         "transfer/cuda/memory.py",
-        "ways_to(slab.num_pinned_slots == num_blocks)",
-        "ways_to(True)",
+        "methods_for(slab.num_pinned_slots == num_blocks)",
+        "methods_for(True)",
         "tests/transfer/test_block_memory.py",
     ),
     Bug(
@@ -2021,7 +2021,7 @@ BUGS = [
     Bug(
         "chunks of a longer hit that lost one stay leased",
         "sidecar/lmcache/promises.py",
-        "            own.do_not_want(range(own.num_chunks))\n",
+        "            own.unwant(range(own.num_chunks))\n",
         "            pass\n",
         "tests/sidecar/lmcache/test_hybrids.py",
     ),
@@ -2553,7 +2553,7 @@ BUGS = [
     Bug(
         "an engine hangs up while it copies",
         "engine/attached/sidecar_tiers.py",
-        "        session.hang_up()\n        self._session = None",
+        "        session.disconnect()\n        self._session = None",
         "        session.close()\n        self._session = None",
         "tests/engine/attached/test_stopped_upload.py",
     ),
@@ -2707,7 +2707,7 @@ BUGS = [
     Bug(
         "what is on disk when all is forgotten is not remembered",
         "tiers/lower/local_tiers.py",
-        "        self.index.lose_disk()\n        self.index.disk.index.empty()\n",
+        "        self.index.report_disk_lost()\n        self.index.disk.index.empty()\n",
         "        self.index.disk.index.empty()\n",
         "tests/sidecar/test_layouts.py",
     ),
@@ -2715,7 +2715,7 @@ BUGS = [
         "an engine forgets what its sidecar said of a reset",
         "engine/attached/sidecar_tiers.py",
         "        return self._is_cleared\n\n    def purge",
-        "        self._mirror.take_lost()\n        return self._is_cleared\n\n    def purge",
+        "        self._mirror.pop_lost()\n        return self._is_cleared\n\n    def purge",
         "tests/tiers/lower/test_lower_tiers.py",
     ),
     Bug(
@@ -2868,8 +2868,8 @@ BUGS = [
     Bug(
         "questions to a stuck owner pile up",
         "sidecar/sidecar.py",
-        "if self.num_asked >= MAX_ASKED:",
-        "if not MAX_ASKED:",
+        "if self.num_asked >= MAX_QUESTIONS:",
+        "if not MAX_QUESTIONS:",
         "tests/sidecar/test_sidecar_http.py",
     ),
     Bug(
@@ -2917,8 +2917,8 @@ BUGS = [
     Bug(
         "what is read from disk for a client does not count",
         "sidecar/shares.py",
-        "        self._shares.num_coming_bytes += num_bytes\n",
-        "        self._shares.num_coming_bytes += 0\n",
+        "        self._shares.pending_bytes += num_bytes\n",
+        "        self._shares.pending_bytes += 0\n",
         "tests/sidecar/test_shares.py",
     ),
     Bug(
@@ -2931,8 +2931,8 @@ BUGS = [
     Bug(
         "a client that has much read from disk has all of its lookups read at once",
         "sidecar/lmcache/promises.py",
-        "if hit.is_read and share.num_coming_bytes >= COMING_BYTES and",
-        "if hit.is_read and share.num_coming_bytes < 0 and",
+        "if hit.is_read and share.pending_bytes >= COMING_BYTES and",
+        "if hit.is_read and share.pending_bytes < 0 and",
         "tests/sidecar/lmcache/test_fairness.py",
     ),
     Bug(
@@ -3400,7 +3400,7 @@ BUGS = [
     Bug(
         "an operator's eviction takes blocks that are leased",
         "tiers/device/slot_purge.py",
-        "slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)",
+        "slots, end = self._slots.pool.order.part(start, MAX_SLOTS_PER_PAGE)",
         "slots, end = np.flatnonzero(self._slots.pool.are_named(np.arange(self._slots.pool.num_slots))), None",
         "tests/tiers/test_purge.py",
     ),
@@ -3743,7 +3743,7 @@ BUGS = [
     Bug(
         "a disk below vLLM's offloading finds blocks of before a reset",
         "connectors/vllm_offloading/tier_side.py",
-        "        self._jobs.begin_anew()\n",
+        "        self._jobs.start_new_lineage()\n",
         "",
         "tests/connectors/test_weights_lineage.py",
     ),
@@ -3926,7 +3926,7 @@ BUGS = [
         "a proof says that it has pushed prompts out, and has not",
         "cli/prove/prover.py",
         "            self._push_out(push_out)\n",
-        "            self._evidence.is_pushed_out = True\n",
+        "            self._evidence.was_evicted = True\n",
         "tests/cli/prove/test_proof.py",
     ),
     Bug(
@@ -4233,7 +4233,7 @@ BUGS = [
     Bug(
         "a reset of vLLM's connector does not begin anew",
         "connectors/vllm_connector/scheduler_half.py",
-        "        self.side.begin_anew()\n        self._settle()",
+        "        self.side.start_new_lineage()\n        self._settle()",
         "        self._settle()",
         "tests/connectors/test_vllm_scheduler_half.py",
     ),
@@ -4408,8 +4408,8 @@ BUGS = [
     Bug(
         "a reset of vLLM's connector does not wait for copies that are under way",
         "connectors/vllm_connector/scheduler_half.py",
-        "        self.side.begin_anew()\n        self._settle()\n",
-        "        self.side.begin_anew()\n",
+        "        self.side.start_new_lineage()\n        self._settle()\n",
+        "        self.side.start_new_lineage()\n",
         "tests/connectors/test_vllm_scheduler_half.py",
     ),
     Bug(

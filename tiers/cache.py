@@ -152,7 +152,7 @@ class TieredCache:
         misses = Misses(())
         if num_found < limit:
             ends = {num_found // group.block_size * group.block_size + group.block_size for group in self.groups}
-            why = self.residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
+            why = self.residency.miss_reason(chain.names[end // self.block_size - 1] for end in sorted(ends))
             misses = Misses(((limit, why),))
         partial = self._partial_hit(chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self.residency.num_changes)
@@ -183,7 +183,7 @@ class TieredCache:
         self._demand = demand
         self._spill()
         # A hit on the device does not wait for the disk: other promotions wait for room in host memory.
-        return not self._host_spill.is_moving and (is_on_device or not self.lower.is_making_room)
+        return not self._host_spill.is_making_progress and (is_on_device or not self.lower.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Start to bring the hit's blocks to the device, and lease those that are there. Returns at once.
@@ -212,15 +212,15 @@ class TieredCache:
         """
         until: float | None = None
 
-        def goes_on() -> bool:
+        def should_continue() -> bool:
             nonlocal until
             now = self._clock()
             until = now + TAKING_IN_S if until is None else until  # measured from the first transfer, without the wait
             return now < until
 
-        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
+        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, should_continue)
         self._promoter.pump(self._window.num_blocks)
-        self.residency.take_in_lost()
+        self.residency.process_lost()
         self._pins.pump()
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
@@ -229,7 +229,7 @@ class TieredCache:
         Evicts the oldest clean blocks first. A dirty block that must be evicted is dropped and counted. Never waits for
         a copy.
         """
-        self.residency.take_in_lost()
+        self.residency.process_lost()
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
             if wanted > group.pool.num_free:
                 return None
@@ -316,7 +316,7 @@ class TieredCache:
         if self._is_spilled:
             self._spill()
             if self._copies_all_down and not any(self._demand) and not self._promoter.num_waiting:
-                self._host_spill.copy_rest_down()
+                self._host_spill.spill_all()
             self._demand = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
@@ -419,14 +419,14 @@ class TieredCache:
         demand = self._hits.demand(hit, self.alignment)
         return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 
-    def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
+    def limit_load(self, hit: Hit, num_tokens: int) -> Hit:
         """Shorten the hit so that at most *num_tokens* tokens must be loaded from lower tiers."""
         limit = self._hits.on_device(hit).num_tokens + num_tokens
         if hit.num_tokens <= limit:
             return hit
         return replace(self._hits.shorter(hit, limit), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
-    def at_most(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
+    def limit_hit(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
         """Shorten the hit to the first *num_tokens* tokens; the rest of it is computed for *reason*."""
         num_found = hit.num_tokens + (0 if hit.partial is None else hit.partial.num_tokens)
         if num_found <= num_tokens:
@@ -520,7 +520,7 @@ class TieredCache:
         if not self._is_spilled:
             return 0
         if not self._promoter.num_waiting:
-            self._host_spill.copy_rest_down()
+            self._host_spill.spill_all()
             self.lower.spill()
         return self._host_spill.num_uncopied + self.lower.spill_progress().num_left
 

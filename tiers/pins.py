@@ -18,7 +18,7 @@ from kvtier.tiers.residency import Residency
 
 RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
 PART = 48  # blocks looked up per call
-MAX_UNDER_WAY = 256  # blocks of a pin in flight from disk: many times the batch size of a reader
+MAX_IN_FLIGHT = 256  # blocks of a pin in flight from disk: many times the batch size of a reader
 
 
 class Leases:
@@ -188,7 +188,7 @@ class Pins:
         names = group.names_of(pin.chain, leases.blocks.start + places)
         found = self._lower.find(group.id, names)
         is_read = found != NOWHERE
-        is_read &= (found >= 0) | (np.cumsum(found < 0) <= MAX_UNDER_WAY - leases.num_coming)
+        is_read &= (found >= 0) | (np.cumsum(found < 0) <= MAX_IN_FLIGHT - leases.num_coming)
         if is_read.any():
             self._fetch(pin, leases, places[is_read])
         nowhere = np.flatnonzero(found == NOWHERE).tolist()

@@ -104,7 +104,7 @@ class Residency:
         place = self.lower.find(group.id, [name]).item()
         return TIER_OF.get(place, Tier.HOST)
 
-    def why_missing(self, names: Iterable[BlockName]) -> Reason:
+    def miss_reason(self, names: Iterable[BlockName]) -> Reason:
         """Return the reason why these blocks miss: which tier dropped the last copy, if that is remembered."""
         ghosts = (self.ghosts.find(name) for name in names)
         ghost = next((ghost for ghost in ghosts if ghost is not None), None)
@@ -155,13 +155,13 @@ class Residency:
             group.slots.on_copies_lost([slots[place] for place in places if not is_below[place]])
         return used
 
-    def take_in_lost(self) -> None:
+    def process_lost(self) -> None:
         """Mark device blocks dirty whose copies in the lower tiers are lost.
 
         After a new epoch of the lower tiers, which voids all knowledge about them, every device block is checked again,
         some at each call.
         """
-        for group_id, names, tier, cause in self.lower.take_lost():
+        for group_id, names, tier, cause in self.lower.pop_lost():
             group = self.groups[group_id]
             if group.pool.has_none(names):
                 self.ghosts.remember(names, tier, cause, self._clock())
@@ -171,7 +171,7 @@ class Residency:
             if cause is EvictionCause.QUOTA:  # a second copy would push out other blocks of the same tenant
                 self.ghosts.remember(names, tier, cause, self._clock())
                 continue
-            lost = group.slots.on_pushed_out if cause.is_wanted else group.slots.on_copies_lost
+            lost = group.slots.on_evicted_below if cause.is_wanted else group.slots.on_copies_lost
             lost(slots[is_here])
             self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
         if self._epoch != self.lower.epoch:
@@ -181,7 +181,7 @@ class Residency:
 
     def clear(self) -> None:
         """Evict all device blocks, after the lower tiers have evicted theirs. No slot may be leased."""
-        self.take_in_lost()
+        self.process_lost()
         for group in self.groups:
             self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())
         self._marking = iter(())

@@ -40,7 +40,7 @@ def slot_pairs(
     return device, host
 
 
-def merge_neighbours(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
+def merge_adjacent(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
     """Merge pairs that are adjacent on both sides into one copy, never across a boundary between two host pieces.
 
     CUDA rejects a copy that begins in one registration and ends in another (cudaErrorInvalidValue).

@@ -29,7 +29,7 @@ class LaneSpeed:
         """Recent speed, weighted towards newer transfers; None before the first transfer."""
         return self._num_bytes / max(self._seconds, _MIN_S) if self._num_bytes else None
 
-    def learn_from(self, transfer: Transfer) -> None:
+    def update_from(self, transfer: Transfer) -> None:
         """Update the speed with one finished transfer."""
         if transfer.error is not None or not transfer.num_bytes:
             return
@@ -40,7 +40,7 @@ class LaneSpeed:
         self._seconds = self._seconds * fading + seconds
         self._until = max(self._until, transfer.finished_at)
 
-    def learn_latency(self, seconds: float) -> None:
+    def update_latency(self, seconds: float) -> None:
         """Update the latency with the duration of a query whose response carried no payload."""
         self.latency_s = 0.8 * self.latency_s + 0.2 * seconds if self.latency_s else seconds
 

@@ -48,7 +48,7 @@ class Segment:
             num_bytes: Size of the shared memory.
             folder: Folder of the segment's file.
             num_beside: Bytes after the shared memory in the same file, for this process and its successors (`beside`).
-            left: `lock_file` of a segment of the same size that a process left to this one; see `why_not_left`. The
+            left: `lock_file` of a segment of the same size that a process left to this one; see `handover_error`. The
                 new segment owns the descriptor.
 
         Raises:
@@ -177,7 +177,7 @@ def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
     return ""
 
 
-def why_not_left(file: int, folder: Path = SHARED_MEMORY) -> str:
+def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
     """Return why *file* is not a segment that a process of this user left to this one; empty if it is."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -191,9 +191,9 @@ def why_not_left(file: int, folder: Path = SHARED_MEMORY) -> str:
     return ""
 
 
-def drop_left(file: int, folder: Path = SHARED_MEMORY) -> None:
+def discard_handover(file: int, folder: Path = SHARED_MEMORY) -> None:
     """Close a descriptor that was left to this process; if it is a segment, remove its name first."""
-    if not why_not_left(file, folder):
+    if not handover_error(file, folder):
         (folder / name_of(file, folder)).unlink()
     os.close(file)
 

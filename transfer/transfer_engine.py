@@ -107,7 +107,7 @@ class TransferEngine:
 
         def count_and_deliver(transfer: Transfer) -> None:
             self._statistics[route] = self._statistics[route].plus(transfer)
-            self._speeds[route].learn_from(transfer)
+            self._speeds[route].update_from(transfer)
             self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 
@@ -129,10 +129,10 @@ class TransferEngine:
         self._in_flight += 1
         return True
 
-    def poll(self, timeout_s: float = 0.0, goes_on: Callable[[], bool] = lambda: True) -> int:
+    def poll(self, timeout_s: float = 0.0, should_continue: Callable[[], bool] = lambda: True) -> int:
         """Deliver the finished transfers, waiting up to *timeout_s* for the first, and return their number.
 
-        *goes_on* is called after each delivery. If it returns False, the remaining transfers wait for the next `poll`.
+        *should_continue* is called after each delivery. If it returns False, the remaining transfers wait for the next `poll`.
         """
         num_delivered = 0
         while self._in_flight:
@@ -144,12 +144,12 @@ class TransferEngine:
             self._in_flight -= 1
             num_delivered += 1
             transfer.deliver(transfer)
-            if not goes_on():
+            if not should_continue():
                 break
         return num_delivered
 
     @property
-    def has_finished(self) -> bool:
+    def has_undelivered(self) -> bool:
         """Whether finished transfers wait for a `poll`. Before it runs, they cannot be told from hanging transfers."""
         return not self._finished.empty()
 

@@ -122,7 +122,7 @@ class Client:
         """Wait a moment for the sidecar, and take in what it says."""
         self._transfers.poll(0.01)
         self.tiers.poll()
-        self.tiers.take_lost()
+        self.tiers.pop_lost()
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until *is_so*; TimeoutError after a minute."""

@@ -18,7 +18,7 @@ SAMPLING = SamplingParams(max_tokens=12, stop="\n")
 ENDS_WITHIN_S = 60.0
 
 
-class Asker:
+class ModelClient:
     """Asks questions about documents of one engine."""
 
     def __init__(self, llm: LLM) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     torch.set_num_threads(config.pop("threads", 2))
     model, tokenizer = build_demo_model()
     with LLM(model, config, tokenizer) as llm:
-        asker = Asker(llm)
+        asker = ModelClient(llm)
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
             ((verb, arguments),) = json.loads(line).items()

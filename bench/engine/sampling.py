@@ -12,7 +12,7 @@ import torch
 
 from bench.report import Row, arguments, publish
 from bench.rounds import Side, alternate, at_most, ratio_of, ready
-from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.sampling import SamplingParams
 
@@ -90,7 +90,7 @@ def in_one_pass(params: Sequence[dict[str, float]], logits: torch.Tensor) -> Cal
         Sampler(SamplingParams(**p, seed=i), prompt)  # type: ignore[arg-type]  # counts are whole
         for i, (p, prompt) in enumerate(zip(params, prompts, strict=True))
     ]
-    return lambda: draw_tokens(logits, samplers)
+    return lambda: sample_tokens(logits, samplers)
 
 
 def rows_of(case: Case, before: types.ModuleType, num_rounds: int, vocab_size: int) -> list[Row]:

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.report import Row, arguments, publish
 from bench.rounds import Side, alternate, at_most, ready, seconds
-from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.sampling import SamplingParams
@@ -166,7 +166,7 @@ def answer_of(token_ids: Sequence[int], num_rows: int, grammar: Grammar | None, 
         for token_id in token_ids:
             before = logits[:, token_id].clone()
             logits[:, token_id] = 100.0
-            assert draw_tokens(logits, samplers) == [token_id] * num_rows
+            assert sample_tokens(logits, samplers) == [token_id] * num_rows
             logits[:, token_id] = before
 
     return draw

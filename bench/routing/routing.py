@@ -96,7 +96,7 @@ class SimulatedReplica:
         wanted = min(wanted, self.pool.num_free)
         if wanted <= self.pool.num_blank:
             return self.pool.allocate(wanted) or []
-        slots, gone = self.pool.evict_for(wanted, self.pool.order.victims(wanted - self.pool.num_blank))
+        slots, gone = self.pool.evict_and_lease(wanted, self.pool.order.victims(wanted - self.pool.num_blank))
         if gone:
             self.tell(now, BlockRemoved([int.from_bytes(name[-8:], "big") for name in gone]))
         return slots

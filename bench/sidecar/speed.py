@@ -13,7 +13,7 @@ from foreign.running import Sidecar, free_endpoint
 from bench.report import Effort, Row
 from bench.rounds import at_least, at_most, seconds
 from kvtier.sidecar.build import NUM_CHECKERS
-from kvtier.store.record import digest_among
+from kvtier.store.record import digest_for_threads
 
 MEASURE = Path(__file__).parents[2] / "tests" / "support" / "foreign" / "lmcache_measure.py"
 CHUNK_BYTES = 1 << 20
@@ -51,6 +51,6 @@ def digests_s(num_rounds: int) -> float:
         chunk[:] = bytes(range(256)) * (CHUNK_BYTES // 256)
     with ThreadPoolExecutor(NUM_CHECKERS) as threads:
         return statistics.median(
-            seconds(lambda: list(threads.map(digest_among(NUM_CHECKERS), chunks, chunksize=8)))
+            seconds(lambda: list(threads.map(digest_for_threads(NUM_CHECKERS), chunks, chunksize=8)))
             for _ in range(num_rounds)
         )

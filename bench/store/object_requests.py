@@ -141,12 +141,12 @@ def _costs(document: Document, settings: ObjectSettings, seed: int) -> Costs:
         for start in range(0, len(keys), document.call_blocks or len(keys)):
             end = start + (document.call_blocks or len(keys))
             assert all(writer.put_many(_records(keys, start, end, document.block_bytes)))
-        assert all(reader.ask_many(keys)), "not all that was put is found"
+        assert all(reader.exist_many(keys)), "not all that was put is found"
         asked = reader.usage()
         values = reader.get_many(keys)
         assert not any(isinstance(value, Fault) for value in values), "not all that was found is read"
         del values
-        assert not any(stranger.ask_many(_chain(document.num_blocks, namespace, "never put")))
+        assert not any(stranger.exist_many(_chain(document.num_blocks, namespace, "never put")))
         costs = Costs(writer.usage(), asked, reader.usage(), stranger.usage(), _shared(document, settings, namespace))
         writer.forget(namespace)
     return costs
@@ -158,7 +158,7 @@ def _shared(document: Document, settings: ObjectSettings, namespace: bytes) -> f
     first, second = ([*keys, *_chain(QUESTION_BLOCKS, namespace, seed)] for seed in ("one question", "another"))
     with ObjectRemote(settings) as writer, ObjectRemote(settings) as reader:
         assert all(writer.put_many(_records(first, 0, len(first), document.block_bytes)))
-        found = [*reader.ask_many(second), False]
+        found = [*reader.exist_many(second), False]
     return found.index(False) / document.num_blocks
 
 

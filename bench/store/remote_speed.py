@@ -160,7 +160,7 @@ def read_rows(remote: RedisRemote, client: Redis, scale: Scale) -> list[Row]:
 
 def _asking(bed: Bed, scale: Scale) -> Row:
     keys = [blob.key for blob in bed.blobs[:ASKED_AT_ONCE]]
-    took = [seconds(partial(bed.remote.ask_many, keys)) for _ in range(10 * scale.rounds)]
+    took = [seconds(partial(bed.remote.exist_many, keys)) for _ in range(10 * scale.rounds)]
     return Row(f"ask, {in_words(len(bed.blobs[0].raw))}: {len(keys)} keys", 1e3 * statistics.median(took), "ms")
 
 

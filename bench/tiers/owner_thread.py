@@ -309,7 +309,7 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
 def events(bed: Bed, num_on_disk: int) -> None:
     """Time what follows when the store was opened anew: an event tells routers each name that is gone."""
     bed.events.take()
-    bed.calls.time("the disk changes", bed.disk.take_in_opening)
+    bed.calls.time("the disk changes", bed.disk.follow_opening)
     while not bed.cache.knows_disk:
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
         bed.poll("poll: the disk has changed")

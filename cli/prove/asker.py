@@ -13,7 +13,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 @dataclass(frozen=True)
-class Asker:
+class ModelClient:
     """One model of one server, under the *name* that reports use. Thread-safe."""
 
     endpoint: Endpoint

@@ -4,24 +4,24 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.asker import Asker, Prompt
+from kvtier.cli.prove.asker import ModelClient, Prompt
 from kvtier.cli.prove.endpoint import Refused
 
 _SOONER = 0.5  # a TTFT below this fraction of the cold TTFT means a cache hit
 
 
-class Cold(Enum):
+class CacheBypass(Enum):
     """A way to bypass the cache: a salt that no request had, or a request not to read the cache."""
 
     SALT = auto()
     UNREAD = auto()
 
-    def ask(self, asker: Asker, prompt: Prompt, new_salt: str) -> Answer:
+    def ask(self, asker: ModelClient, prompt: Prompt, new_salt: str) -> Answer:
         """Return the answer to *prompt* from a full prefill."""
-        return asker.ask(prompt, salt=new_salt) if self is Cold.SALT else asker.ask(prompt, is_read=False)
+        return asker.ask(prompt, salt=new_salt) if self is CacheBypass.SALT else asker.ask(prompt, is_read=False)
 
 
-def find_cold(asker: Asker, prompts: Sequence[Prompt], new_salt: str) -> Cold | None:
+def find_cache_bypass(asker: ModelClient, prompts: Sequence[Prompt], new_salt: str) -> CacheBypass | None:
     """Find a way to bypass the server's cache. Return None if no known way works, or if the server caches nothing.
 
     *prompts* must be long and new to the server. *new_salt* must be a salt that no request has had.
@@ -29,7 +29,7 @@ def find_cold(asker: Asker, prompts: Sequence[Prompt], new_salt: str) -> Cold | 
     first = [asker.ask(prompt) for prompt in prompts]
     if not are_cached([asker.ask(prompt) for prompt in prompts], first):
         return None
-    for way in Cold:
+    for way in CacheBypass:
         try:
             answers = [way.ask(asker, prompt, new_salt) for prompt in prompts]
         except Refused as error:

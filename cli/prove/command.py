@@ -14,8 +14,8 @@ from rich.text import Text
 
 from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Finding, Row, Verdict
-from kvtier.cli.prove.proof import Order, Proof, prove
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.proof import Proof, ProofConfig, prove
+from kvtier.cli.prove.push_out import EvictionStep
 
 _OTHER_WIDTH = 120  # columns of output where there is no terminal
 _MAX_FINDINGS = 12  # printed findings; --json has all
@@ -34,12 +34,12 @@ def run(options: argparse.Namespace) -> int:
     return _STATUS[proof.judgement.verdict]
 
 
-def _order(options: argparse.Namespace) -> Order:
+def _order(options: argparse.Namespace) -> ProofConfig:
     key = options.api_key or os.environ.get("KVTIER_API_KEY")
     push_out = None
     if options.evict is not None or options.between is not None:
-        push_out = PushOut(options.evict or 0, options.between)
-    return Order(
+        push_out = EvictionStep(options.evict or 0, options.between)
+    return ProofConfig(
         endpoint=Endpoint(options.url, key),
         other=None if options.other_url is None else Endpoint(options.other_url, key),
         model=options.model,
@@ -52,7 +52,7 @@ def _order(options: argparse.Namespace) -> Order:
     )
 
 
-def _proved(order: Order) -> Proof:
+def _proved(order: ProofConfig) -> Proof:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -9,7 +9,7 @@ from kvtier.cli.prove.measures import UNMEASURED_BOUND, Measures
 _NO_SOONER = 0.8  # a TTFT above this fraction of the full prefill's TTFT does not indicate a cache hit
 
 
-def doubts_of(measures: Measures, rows: Sequence[Row]) -> list[str]:
+def limitations_of(measures: Measures, rows: Sequence[Row]) -> list[str]:
     """Return the sentences, most important first."""
     return [*_of_what_was_cached(measures, rows), *_of_the_server(measures), *_of_answers(measures), *_of_time(rows)]
 
@@ -26,7 +26,7 @@ def _of_what_was_cached(measures: Measures, rows: Sequence[Row]) -> Iterator[str
     families = {row.family: None for row in sharing if row.why == UNCACHED and row.length not in without}
     if families:
         yield f"At some lengths nothing came from a cache for: {_listed(families)}."
-    if not measures.evidence.is_pushed_out:
+    if not measures.evidence.was_evicted:
         yield (
             "No prompts were evicted from device memory, so lower tiers may not have been tested; "
             "use --evict or --between to test them."

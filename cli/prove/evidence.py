@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.asker import Asker
-from kvtier.cli.prove.cold import Cold
+from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.cold import CacheBypass
 from kvtier.cli.prove.families import Pieces
 from kvtier.cli.prove.plan import Plan, Question
 
@@ -16,7 +16,7 @@ class Request:
     A request is a *reference* if the server must compute its prompt in full, because no cache can have its prefix.
     """
 
-    asker: Asker
+    asker: ModelClient
     pieces: Pieces
     salt: str | None = None
     is_read: bool = True
@@ -43,8 +43,8 @@ class Evidence:
 
     plan: Plan
     is_exact: bool  # each piece is one token
-    cold: Cold | None
+    cold: CacheBypass | None
     asked: list[Asked] = field(default_factory=list)
     later: list[tuple[Question, Asked]] = field(default_factory=list)
     shapes: list[float] = field(default_factory=list)
-    is_pushed_out: bool = False  # prompts were evicted from device memory, as far as requests can do that
+    was_evicted: bool = False  # prompts were evicted from device memory, as far as requests can do that

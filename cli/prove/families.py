@@ -25,7 +25,7 @@ class Pair:
         return shared(self.earlier, self.later)
 
 
-class Draw:
+class PromptGenerator:
     """A generator of random prompts from *num_pieces* different pieces."""
 
     def __init__(self, source: random.Random, num_pieces: int) -> None:
@@ -63,47 +63,47 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-def _same(draw: Draw, length: int) -> Pair:
+def _same(draw: PromptGenerator, length: int) -> Pair:
     prompt = draw.prompt(length)
     return Pair(prompt, prompt)
 
 
-def _goes_on(draw: Draw, length: int) -> Pair:
+def _goes_on(draw: PromptGenerator, length: int) -> Pair:
     prompt = draw.prompt(length)
     return Pair(prompt, prompt + draw.fresh(length // 8) + draw.cue(prompt))
 
 
-def _another_end(draw: Draw, length: int) -> Pair:
+def _another_end(draw: PromptGenerator, length: int) -> Pair:
     body = draw.fresh(length - CUE)
     return Pair(body + draw.cue(body), body + draw.cue(body))
 
 
-def _half(draw: Draw, length: int) -> Pair:
+def _half(draw: PromptGenerator, length: int) -> Pair:
     return _first(draw, length, length // 2 + _UNALIGNED)
 
 
-def _an_eighth(draw: Draw, length: int) -> Pair:
+def _an_eighth(draw: PromptGenerator, length: int) -> Pair:
     return _first(draw, length, length // 8 + _UNALIGNED)
 
 
-def _first(draw: Draw, length: int, num_kept: int) -> Pair:
+def _first(draw: PromptGenerator, length: int, num_kept: int) -> Pair:
     prompt = draw.prompt(length)
     kept = prompt[:num_kept]
     return Pair(prompt, kept + draw.fresh(length - num_kept - CUE) + draw.cue(kept))
 
 
-def _whole_blocks(draw: Draw, length: int) -> Pair:
+def _whole_blocks(draw: PromptGenerator, length: int) -> Pair:
     prompt = draw.prompt(length)
     return Pair(prompt, prompt[: _whole(length - 1)])
 
 
-def _one_other(draw: Draw, length: int) -> Pair:
+def _one_other(draw: PromptGenerator, length: int) -> Pair:
     prompt = draw.prompt(length)
     at = draw.place(length)
     return Pair(prompt, (*prompt[:at], draw.other_than(prompt[at]), *prompt[at + 1 :]))
 
 
-def _swapped(draw: Draw, length: int) -> Pair:
+def _swapped(draw: PromptGenerator, length: int) -> Pair:
     front, back = draw.fresh(_whole(length // 2)), draw.fresh(_whole(length // 2))
     cue = draw.cue(front)
     return Pair(front + back + cue, back + front + cue)
@@ -116,7 +116,7 @@ def _whole(length: int) -> int:
 
 
 SAME_PROMPT = "same prompt"
-FAMILIES: Mapping[str, Callable[[Draw, int], Pair]] = {
+FAMILIES: Mapping[str, Callable[[PromptGenerator, int], Pair]] = {
     SAME_PROMPT: _same,
     "goes on": _goes_on,
     "another end": _another_end,

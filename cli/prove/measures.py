@@ -7,7 +7,7 @@ from itertools import combinations
 from statistics import median
 
 from kvtier.cli.prove.answer import distance
-from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.asker import ModelClient
 from kvtier.cli.prove.evidence import Asked, Evidence
 from kvtier.cli.prove.families import Pieces, shared
 
@@ -23,7 +23,7 @@ class Measures:
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
-        self._references: dict[tuple[Asker, Pieces], list[Asked]] = {}
+        self._references: dict[tuple[ModelClient, Pieces], list[Asked]] = {}
         self._by_salt: dict[str | None, list[Asked]] = {}
         for one in evidence.asked:
             request = one.request
@@ -31,7 +31,7 @@ class Measures:
             if request.is_reference and (one.answer.cached_tokens or 0) <= _OF_ALL_PROMPTS:
                 self._references.setdefault((request.asker, request.pieces), []).append(one)
 
-    def references(self, asker: Asker, pieces: Pieces) -> Sequence[Asked]:
+    def references(self, asker: ModelClient, pieces: Pieces) -> Sequence[Asked]:
         """Return the requests for which *asker* computed this prompt in full, according to the server."""
         return self._references.get((asker, pieces), ())
 
@@ -63,7 +63,7 @@ class Measures:
 
     def unsteady(self) -> list[tuple[Asked, float]]:
         """Return one request, with the distance, per prompt whose references differ as much as different prompts do."""
-        found: dict[tuple[Asker, Pieces], tuple[Asked, float]] = {}
+        found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
             key = (one.request.asker, one.request.pieces)
             if apart > max(self.bound, self._unsteady_from) and apart > found.get(key, (one, 0.0))[1]:
@@ -128,12 +128,12 @@ class Measures:
         return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
     @cached_property
-    def alike(self) -> frozenset[frozenset[Asker]]:
+    def alike(self) -> frozenset[frozenset[ModelClient]]:
         """Pairs of askers that gave the same answers to the same prompts, and so may share blocks.
 
         If that could not be measured, a model of another server counts as the same, and an adapter as different.
         """
-        found: dict[frozenset[Asker], list[float]] = {}
+        found: dict[frozenset[ModelClient], list[float]] = {}
         for question in self.evidence.plan.questions:
             pair = frozenset({question.giver, question.taker})
             if len(pair) == 2:
@@ -142,11 +142,11 @@ class Measures:
                 found.setdefault(pair, []).extend(_distances((one, other) for one in mine for other in theirs))
         return frozenset(pair for pair, seen in found.items() if self._is_alike(pair, seen))
 
-    def _is_alike(self, pair: frozenset[Asker], seen: Sequence[float]) -> bool:
+    def _is_alike(self, pair: frozenset[ModelClient], seen: Sequence[float]) -> bool:
         return max(seen) <= self.bound if seen else len({asker.endpoint for asker in pair}) == 2
 
     @cached_property
-    def _kin(self) -> dict[Asker, frozenset[Asker]]:
+    def _kin(self) -> dict[ModelClient, frozenset[ModelClient]]:
         askers = {one.request.asker for one in self.evidence.asked}
         return {asker: frozenset({asker}).union(*(pair for pair in self.alike if asker in pair)) for asker in askers}
 

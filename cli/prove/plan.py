@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.asker import Asker
-from kvtier.cli.prove.cold import Cold
-from kvtier.cli.prove.families import CUE, FAMILIES, SAME_PROMPT, Draw, Pair, Pieces
+from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.cold import CacheBypass
+from kvtier.cli.prove.families import CUE, FAMILIES, SAME_PROMPT, Pair, Pieces, PromptGenerator
 from kvtier.cli.prove.setting import Salts
 
 OTHER_SALT = "another salt"
@@ -18,8 +18,8 @@ class Question:
     family: str
     length: int  # requested length of the earlier prompt, in tokens
     pair: Pair
-    giver: Asker
-    taker: Asker
+    giver: ModelClient
+    taker: ModelClient
     earlier_salt: str | None
     later_salt: str | None
     is_alone: bool
@@ -35,7 +35,7 @@ class Control:
     """Two prompts with the same end after different beginnings."""
 
     length: int
-    asker: Asker
+    asker: ModelClient
     prompts: tuple[Pieces, Pieces]
 
 
@@ -55,10 +55,10 @@ class Planner:
     whose blocks it must not use. Salts are used only if the server honours them.
     """
 
-    askers: Sequence[Asker]
-    draw: Draw
+    askers: Sequence[ModelClient]
+    draw: PromptGenerator
     salts: Salts
-    cold: Cold | None
+    cold: CacheBypass | None
 
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> Plan:
         """Plan *num_rounds* questions of each family for each of *lengths*, given in tokens and in pieces.
@@ -69,7 +69,7 @@ class Planner:
         controls: list[Control] = []
         for length, num_pieces in lengths:
             for number in range(num_rounds):
-                salt = self.salts.new() if self.cold is Cold.SALT and number % 4 in (1, 2) else None
+                salt = self.salts.new() if self.cold is CacheBypass.SALT and number % 4 in (1, 2) else None
                 questions += self._round(length, num_pieces, salt, number % 2 == 0)
                 controls.append(Control(length, self.askers[0], self._alike_ends(num_pieces)))
         return Plan(tuple(questions), tuple(controls))
@@ -78,7 +78,7 @@ class Planner:
         first = self.askers[0]
         for family, make in FAMILIES.items():
             yield Question(family, length, make(self.draw, num_pieces), first, first, salt, salt, is_alone)
-        if self.cold is Cold.SALT:
+        if self.cold is CacheBypass.SALT:
             yield Question(OTHER_SALT, length, self._same(num_pieces), first, first, salt, self.salts.new(), is_alone)
         for giver, taker in zip(self.askers, [*self.askers[1:], first], strict=True):
             if giver != taker:

@@ -5,20 +5,20 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.asker import NUM_TOKENS, Asker
-from kvtier.cli.prove.cold import find_cold
+from kvtier.cli.prove.asker import NUM_TOKENS, ModelClient
+from kvtier.cli.prove.cold import find_cache_bypass
 from kvtier.cli.prove.dialect import learn, unless_refused
-from kvtier.cli.prove.doubts import doubts_of
+from kvtier.cli.prove.doubts import limitations_of
 from kvtier.cli.prove.endpoint import Endpoint, Refused
-from kvtier.cli.prove.families import CUE, Draw
+from kvtier.cli.prove.families import CUE, PromptGenerator
 from kvtier.cli.prove.judgement import Judgement, judge
 from kvtier.cli.prove.measures import Measures
 from kvtier.cli.prove.plan import Planner
 from kvtier.cli.prove.prover import Prover
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.cli.prove.questioner import Note
-from kvtier.cli.prove.setting import Salts, Setting
-from kvtier.cli.prove.writing import WORDS, TokenIds, Words, Writing
+from kvtier.cli.prove.setting import RunSettings, Salts
+from kvtier.cli.prove.writing import WORDS, PromptFormat, TokenIds, Words
 
 _FEW = 40  # words in a short prompt, which fits any model
 _MIN_IDS = 64  # with fewer different tokens, random prompts could share a prefix by chance
@@ -29,7 +29,7 @@ _NUM_PROBES = 3  # prompts to find a way to bypass the cache
 _EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and its answer
 
 
-def choose_writing(asker: Asker) -> tuple[Writing, Words]:
+def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
     """Return the writing of prompts, and one for prompts that must be text.
 
     Prompts are token ids if the server accepts these, those of ordinary words if it can tokenize. Else they are words.
@@ -76,7 +76,7 @@ def list_models(endpoint: Endpoint) -> list[ListedModel]:
 
 
 @dataclass(frozen=True)
-class Order:
+class ProofConfig:
     """The settings of a run.
 
     *model* and *adapters* are None to use those that the server lists. *lengths*, in tokens, is None to use those of
@@ -90,7 +90,7 @@ class Order:
     lengths: Sequence[int] | None
     num_rounds: int
     concurrency: int
-    push_out: PushOut | None
+    push_out: EvictionStep | None
     seed: int | None
 
 
@@ -98,14 +98,14 @@ class Order:
 class Proof:
     """The results of a run. *doubts* are sentences about what it could not determine."""
 
-    askers: Sequence[Asker]
-    writing: Writing
+    askers: Sequence[ModelClient]
+    writing: PromptFormat
     measures: Measures
     judgement: Judgement
     doubts: Sequence[str]
 
 
-def prove(order: Order, note: Note) -> Proof:
+def prove(order: ProofConfig, note: Note) -> Proof:
     """Test the server and judge its answers. Call *note* with the progress.
 
     Raises ValueError if *order* does not fit the server, OSError if no server answers, and `Refused` for an error
@@ -114,23 +114,23 @@ def prove(order: Order, note: Note) -> Proof:
     note("asking which options the server accepts", 0, 1)
     askers, longest = _askers(order)
     asked_for = _lengths(order.lengths, longest)
-    writing, words = choose_writing(askers[0])
+    writing, words = choose_prompt_format(askers[0])
     source = random.Random(order.seed) if order.seed is not None else random.SystemRandom()
     salts = Salts(secrets.token_hex(4))
-    draw = Draw(source, writing.num_pieces)
+    draw = PromptGenerator(source, writing.num_pieces)
     lengths = [(length, writing.pieces_of(length)) for length in asked_for]
 
     note("looking for a way to bypass the server's cache", 0, 1)
     probes = [writing.write(draw.prompt(lengths[-1][1])) for _ in range(_NUM_PROBES)]
-    cold = find_cold(askers[0], probes, salts.new())
+    cold = find_cache_bypass(askers[0], probes, salts.new())
     plan = Planner(askers, draw, salts, cold).plan(lengths, order.num_rounds)
-    prover = Prover(plan, Setting(source, salts, writing, words, cold), order.concurrency, note)
+    prover = Prover(plan, RunSettings(source, salts, writing, words, cold), order.concurrency, note)
     measures = Measures(prover.prove(order.push_out))
     judgement = judge(measures)
-    return Proof(askers, writing, measures, judgement, doubts_of(measures, judgement.rows))
+    return Proof(askers, writing, measures, judgement, limitations_of(measures, judgement.rows))
 
 
-def _askers(order: Order) -> tuple[list[Asker], int | None]:
+def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
     """Return the model, its adapters and the other server's model, and the max number of tokens of a request."""
     listed = list_models(order.endpoint)
     model = next((each for each in listed if order.model in (None, each.name) and each.parent is None), None)
@@ -142,10 +142,10 @@ def _askers(order: Order) -> tuple[list[Asker], int | None]:
     if adapters is None:
         adapters = [each.name for each in listed if each.parent == model.name][:_MAX_LISTED]
     dialect = learn(order.endpoint, model.name)
-    askers = [Asker(order.endpoint, model.name, "the model", dialect)]
-    askers += [Asker(order.endpoint, name, name, dialect) for name in adapters]
+    askers = [ModelClient(order.endpoint, model.name, "the model", dialect)]
+    askers += [ModelClient(order.endpoint, name, name, dialect) for name in adapters]
     if order.other is not None:
-        askers.append(Asker(order.other, model.name, "the other server", learn(order.other, model.name)))
+        askers.append(ModelClient(order.other, model.name, "the other server", learn(order.other, model.name)))
     return askers, model.max_tokens
 
 

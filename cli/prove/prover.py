@@ -4,17 +4,17 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier.cli.prove.answer import UNCERTAIN, Answer, distance
-from kvtier.cli.prove.asker import NUM_TOKENS, Asker, Prompt
-from kvtier.cli.prove.cold import Cold
+from kvtier.cli.prove.asker import NUM_TOKENS, ModelClient, Prompt
+from kvtier.cli.prove.cold import CacheBypass
 from kvtier.cli.prove.dialect import token_ids_of
 from kvtier.cli.prove.evidence import Evidence, Request
-from kvtier.cli.prove.families import Draw, Pieces
+from kvtier.cli.prove.families import Pieces, PromptGenerator
 from kvtier.cli.prove.measures import Measures
 from kvtier.cli.prove.plan import Plan, Question
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.cli.prove.questioner import Note, Questioner
-from kvtier.cli.prove.setting import Setting
-from kvtier.cli.prove.writing import Writing
+from kvtier.cli.prove.setting import RunSettings
+from kvtier.cli.prove.writing import PromptFormat
 
 NUM_HALF = NUM_TOKENS // 2
 _NUM_SHAPES, _MAX_SHAPE_TRIES = 3, 6  # prompts of each length
@@ -50,14 +50,14 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 class Prover:
     """A single execution of one plan. Concurrent rounds have *concurrency* requests in flight."""
 
-    def __init__(self, plan: Plan, setting: Setting, concurrency: int, note: Note) -> None:
+    def __init__(self, plan: Plan, setting: RunSettings, concurrency: int, note: Note) -> None:
         self._plan = plan
         self._setting = setting
         self._note = note
         self._evidence = Evidence(plan, setting.writing.is_exact, setting.cold)
         self._questioner = Questioner(self._evidence.asked, setting.writing, concurrency, note)
 
-    def prove(self, push_out: PushOut | None) -> Evidence:
+    def prove(self, push_out: EvictionStep | None) -> Evidence:
         """Send all requests and return the evidence. Raise OSError or `Refused` if a server stops or fails."""
         self._ask_references()
         self._measure_shapes()
@@ -106,26 +106,28 @@ class Prover:
                     break
             self._evidence.shapes += found
 
-    def _continuable(self, asker: Asker, length: int) -> Prompt:
+    def _continuable(self, asker: ModelClient, length: int) -> Prompt:
         """Return a prompt to which its answer can be appended: token ids if the server returns them, else words."""
-        writing: Writing = self._setting.words
+        writing: PromptFormat = self._setting.words
         if asker.dialect.tells_ids and self._setting.writing.is_exact:
             writing = self._setting.writing
-        return writing.write(Draw(self._setting.source, writing.num_pieces).prompt(writing.pieces_of(length)))
+        return writing.write(
+            PromptGenerator(self._setting.source, writing.num_pieces).prompt(writing.pieces_of(length))
+        )
 
-    def _computed(self, cold: Cold, asker: Asker, prompt: Prompt) -> Answer:
+    def _computed(self, cold: CacheBypass, asker: ModelClient, prompt: Prompt) -> Answer:
         return cold.ask(asker, prompt, self._setting.salts.new())
 
-    def _push_out(self, push_out: PushOut) -> None:
+    def _push_out(self, push_out: EvictionStep) -> None:
         asker = self._plan.controls[0].asker
         longest = max(len(control.prompts[0]) for control in self._plan.controls)
         num_prompts = -(-push_out.num_tokens // max(control.length for control in self._plan.controls))
-        draw = Draw(self._setting.source, self._setting.writing.num_pieces)
+        draw = PromptGenerator(self._setting.source, self._setting.writing.num_pieces)
         fillers = [Request(asker, draw.fresh(longest)) for _ in range(num_prompts)]
         self._questioner.ask_at_once("sending other prompts, to evict these", fillers)
         self._note("waiting for the command and the server", 0, 1)
         push_out.run_command(list({question.taker: None for question in self._plan.questions}))
-        self._evidence.is_pushed_out = True
+        self._evidence.was_evicted = True
 
     def _ask_suspects_again(self) -> None:
         """Compute the prompts of suspects in full again. If those answers vary as much, it is no longer a suspect."""
@@ -137,14 +139,14 @@ class Prover:
         requests = [self._cold(one.request.asker, one.request.pieces) for one in suspects for _ in range(_NUM_AGAIN)]
         self._questioner.ask_at_once("computing suspects again, concurrently", requests)
 
-    def _cold(self, asker: Asker, pieces: Pieces) -> Request:
-        if self._setting.cold is Cold.SALT:
+    def _cold(self, asker: ModelClient, pieces: Pieces) -> Request:
+        if self._setting.cold is CacheBypass.SALT:
             return Request(asker, pieces, self._setting.salts.new(), is_reference=True)
         return Request(asker, pieces, is_read=False, is_reference=True)
 
     def _earlier(self, question: Question) -> Request:
         # If cold requests have no salt, the blocks that they computed may serve this one.
-        is_first = self._setting.cold is not Cold.UNREAD
+        is_first = self._setting.cold is not CacheBypass.UNREAD
         return Request(question.giver, question.pair.earlier, question.earlier_salt, is_reference=is_first)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.asker import ModelClient
 from kvtier.cli.prove.endpoint import Refused
 from kvtier.cli.prove.writing import WORDS
 
@@ -15,13 +15,13 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PushOut:
+class EvictionStep:
     """An eviction by other prompts of *num_tokens* in total, followed by a shell *command* unless it is None."""
 
     num_tokens: int
     command: str | None
 
-    def run_command(self, askers: Sequence[Asker]) -> None:
+    def run_command(self, askers: Sequence[ModelClient]) -> None:
         """Run the command and wait until all *askers* answer. Raise RuntimeError if the command or an asker fails."""
         if self.command is None:
             return
@@ -37,7 +37,7 @@ class PushOut:
                 time.sleep(PAUSE_S)
 
 
-def _why_not(asker: Asker) -> str | None:
+def _why_not(asker: ModelClient) -> str | None:
     try:
         asker.ask(WORDS[0])
     except (OSError, Refused) as error:

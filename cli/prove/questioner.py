@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.evidence import Asked, Request
-from kvtier.cli.prove.writing import Writing
+from kvtier.cli.prove.writing import PromptFormat
 
 Note = Callable[[str, int, int], None]  # description, number of requests done, number of requests
 
@@ -16,7 +16,7 @@ class Questioner:
     The first request that fails raises OSError or `Refused`. Requests not started by then are cancelled.
     """
 
-    def __init__(self, kept: list[Asked], writing: Writing, concurrency: int, note: Note) -> None:
+    def __init__(self, kept: list[Asked], writing: PromptFormat, concurrency: int, note: Note) -> None:
         self._kept = kept
         self._writing = writing
         self._concurrency = concurrency

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from kvtier.cli.prove.cold import Cold
-from kvtier.cli.prove.writing import Words, Writing
+from kvtier.cli.prove.cold import CacheBypass
+from kvtier.cli.prove.writing import PromptFormat, Words
 
 
 class Salts:
@@ -21,7 +21,7 @@ class Salts:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """The ways to draw and write prompts, and to bypass the server's cache.
 
     *words* writes prompts that cannot be token ids. *cold* is None if no way to bypass the cache is known.
@@ -29,6 +29,6 @@ class Setting:
 
     source: random.Random
     salts: Salts
-    writing: Writing
+    writing: PromptFormat
     words: Words
-    cold: Cold | None
+    cold: CacheBypass | None

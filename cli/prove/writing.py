@@ -24,7 +24,7 @@ WORDS = tuple(
 _FIRST_ID, _NUM_IDS = 3, 250  # bytes or letters in every vocabulary, for a server without `/tokenize`
 
 
-class Writing(Protocol):
+class PromptFormat(Protocol):
     """The set of pieces that prompts may have, and their written form."""
 
     @property

@@ -21,7 +21,7 @@ from kvtier.transfer.lane import Lane, Transfer
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
 
 
-class TakenAtOnce(queue.SimpleQueue[Transfer]):
+class InlineQueue(queue.SimpleQueue[Transfer]):
     """A `Finished` queue that calls *take* in the thread that puts a transfer, to take the transfer out at once."""
 
     def __init__(self, take: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class TakenAtOnce(queue.SimpleQueue[Transfer]):
         self._take()
 
 
-MakeLanes = Callable[[TakenAtOnce], Mapping[Route, Lane]]
+MakeLanes = Callable[[InlineQueue], Mapping[Route, Lane]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class DiskBelow:
         *end_store* closes the store at once.
         """
         self._lock = threading.RLock()
-        finished = TakenAtOnce(self._take_finished)
+        finished = InlineQueue(self._take_finished)
         self._lanes = make_lanes(finished)
         self._transfers = TransferEngine(self._lanes, finished)
         self._disk = disk

@@ -20,7 +20,7 @@ class _Mapping(NamedTuple):
     path: str
 
 
-def open_behind(memory: memoryview) -> SharedMemory | None:
+def open_backing_file(memory: memoryview) -> SharedMemory | None:
     """Open the file that *memory* (contiguous, writable) is mapped from. The caller owns the descriptor.
 
     Returns None if the memory is not mapped from a file, is mapped privately, or if the file cannot be opened. The

@@ -4,8 +4,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
-from kvtier.connectors.disk_below.mapped_file import open_behind
+from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
+from kvtier.connectors.disk_below.mapped_file import open_backing_file
 from kvtier.engine.config import DiskConfig
 from kvtier.engine.stores.disk_store import codec_of_others, refuse_small, store_settings
 from kvtier.engine.stores.reopening_store import ReopeningStore
@@ -41,7 +41,7 @@ def open_disk_below(
     """
     refuse_small(config, sum(row_bytes(group_id) for group_id in range(num_groups)))
     settings = store_settings(config, codec_of_others(config))
-    shared = [file for memory in memories if (file := open_behind(memory)) is not None]
+    shared = [file for memory in memories if (file := open_backing_file(memory)) is not None]
     store = ReopeningStore(settings, shared, timeout_s=config.read_timeout_s)
 
     def end_store() -> None:
@@ -49,7 +49,7 @@ def open_disk_below(
         for memory in shared:
             os.close(memory.file)
 
-    def make_lanes(finished: TakenAtOnce) -> Mapping[Route, Lane]:
+    def make_lanes(finished: InlineQueue) -> Mapping[Route, Lane]:
         return {
             Route.HOST_TO_DISK: ThreadLane(finished, "store"),
             Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),

@@ -59,8 +59,8 @@ class RowIndex:
     def load_index_page(self, keys: Sequence[bytes]) -> None:
         self.disk.load(keys)
 
-    def forget_some_of_disk(self) -> None:
-        self.disk.index.forget_some()
+    def report_forgotten(self) -> None:
+        self.disk.index.pop_forgotten()
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
         return iter(())

@@ -18,7 +18,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MAX_BATCH_BYTES = 16 << 20
 MAX_BATCH_ROWS = 64
-MAX_UNDER_WAY = 2  # batches: one is written and one waits for the writer
+MAX_IN_FLIGHT = 2  # batches: one is written and one waits for the writer
 
 
 class Refusal(StrEnum):
@@ -84,7 +84,7 @@ class Writes:
 
     def pump(self) -> None:
         """Submit queued batches to the writer."""
-        while self._queued and self._num_under_way < MAX_UNDER_WAY:
+        while self._queued and self._num_under_way < MAX_IN_FLIGHT:
             disk = self._index.disk
             attempt = disk.writing.begin() if disk.is_open else None
             batch = self._queued[0]

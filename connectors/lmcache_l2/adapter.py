@@ -40,12 +40,12 @@ T = TypeVar("T")
 INDEXING_WAIT_S = 5.0  # at the start; later lookups find objects that are indexed later
 
 
-class NotServed(ValueError):
+class UnsupportedEngine(ValueError):
     """The error for an LMCache version or configuration that the adapter does not support."""
 
 
 def check_lmcache(adapter: type, key: type, memory: type) -> None:
-    """Raise `NotServed` if LMCache's classes differ from those that the adapter was written for.
+    """Raise `UnsupportedEngine` if LMCache's classes differ from those that the adapter was written for.
 
     *adapter* and *memory* are abstract classes, *key* is the dataclass that names an object. If keys had a field that
     the adapter does not know, it would take objects that differ only in this field for the same object.
@@ -54,7 +54,7 @@ def check_lmcache(adapter: type, key: type, memory: type) -> None:
     unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS
     unknown |= {part for part in MEMORY_PARTS if not hasattr(memory, part)}
     if unknown:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter depends; "
             f"install lmcache {' or '.join(TESTED)}, or a kvtier that supports your version"
         )
@@ -139,7 +139,7 @@ class KVTierL2(L2AdapterInterface):
     """
 
     def __new__(cls, *arguments: object, **named: object) -> Self:
-        """Raise `NotServed` for an LMCache that the adapter does not support.
+        """Raise `UnsupportedEngine` for an LMCache that the adapter does not support.
 
         This happens before Python itself refuses a class that lacks one of the abstract methods.
         """

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
-from kvtier.connectors.sglang_storage.known_sglang import NotServed, check_config, check_pool, check_pool_name
+from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine, check_config, check_pool, check_pool_name
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 from kvtier.connectors.staged_disk import Rows, StagedDisk
 from kvtier.connectors.weights_lineage import WeightsLineage
@@ -105,7 +105,7 @@ class KVTierStorage(HiCacheStorage):
 
     SGLang creates the storage, registers the pool with it, and calls it from its prefetch and backup threads, which may
     wait. After a disk fault, a page is missing or was not stored; no exception is raised. Registering a pool raises
-    `NotServed` for an engine whose pages cannot be kept.
+    `UnsupportedEngine` for an engine whose pages cannot be kept.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
@@ -238,7 +238,7 @@ class KVTierStorage(HiCacheStorage):
             version = weights_version()
             if self._threads.any_ended() or version not in (None, self._version):
                 self._version = version
-                self._lineage.begin_anew()
+                self._lineage.start_new_lineage()
             return [self._lineage.name(name) for name in names_of(keys)]
 
     def _parent(self, extra_info: Any) -> BlockName | None:
@@ -256,4 +256,4 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).flatten()
 
 
-__all__ = ["KVTierStorage", "NotServed"]
+__all__ = ["KVTierStorage", "UnsupportedEngine"]

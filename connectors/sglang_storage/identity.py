@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.sglang_storage.known_sglang import NotServed
+from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
 from kvtier.connectors.sglang_storage.server_facts import folder_of_model
 from kvtier.engine.attached.model_files import weights_digest
 from kvtier.tiers.naming.block_hash import BlockName
@@ -67,11 +67,11 @@ def folder_of(path: str, config: Any) -> Path:
 
 
 def weights_of(model: str, revision: str | None) -> str:
-    """Return the digest of the model's files, given a path or hub id. Raise `NotServed` if there are no files."""
+    """Return the digest of the model's files, given a path or hub id. Raise `UnsupportedEngine` if there are no files."""
     try:
         return weights_digest(folder_of_model(model, revision))
     except (OSError, ValueError, ImportError) as error:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"cannot determine which weights {model} has ({error}); "
             'set "weights" in hicache-storage-backend-extra-config, for example to a revision'
         ) from None

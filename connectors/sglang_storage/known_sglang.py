@@ -8,29 +8,29 @@ _OF_POOLS = ("get_page_buffer_meta", "get_size_per_token", "layout", "dtype", "p
 KV_POOL = "kv"
 
 
-class NotServed(ValueError):
+class UnsupportedEngine(ValueError):
     """The error for an engine whose pages the backend cannot keep, with the reason and the remedy."""
 
 
 def check_config(config: Any) -> None:
-    """Raise `NotServed` if SGLang does not provide the facts that identify a page, or the engine is not supported."""
+    """Raise `UnsupportedEngine` if SGLang does not provide the facts that identify a page, or the engine is not supported."""
     _check(config, _FACTS)
     if config.is_mla_model and config.tp_size > 1:
-        raise NotServed(
+        raise UnsupportedEngine(
             "latent attention (MLA) with tensor parallelism is not supported, because one rank writes pages that all "
             "ranks read, and kvtier's disk belongs to one process; use --tp 1"
         )
 
 
 def check_pool(pool: Any) -> None:
-    """Raise `NotServed` for a host pool that does not reveal where its pages are."""
+    """Raise `UnsupportedEngine` for a host pool that does not reveal where its pages are."""
     _check(pool, _OF_POOLS)
 
 
 def check_pool_name(name: str) -> None:
-    """Raise `NotServed` for a pool of states, windows, indexers or drafts instead of keys and values."""
+    """Raise `UnsupportedEngine` for a pool of states, windows, indexers or drafts instead of keys and values."""
     if name != KV_POOL:
-        raise NotServed(
+        raise UnsupportedEngine(
             f'the pool "{name}" is not supported, because kvtier keeps only keys and values of full attention; run '
             "this model without --hicache-storage-backend"
         )
@@ -39,6 +39,6 @@ def check_pool_name(name: str) -> None:
 def _check(what: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(what, name)]
     if missing:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"this SGLang's {type(what).__name__} has no {', '.join(missing)}; tested version: {', '.join(TESTED)}"
         )

@@ -1,13 +1,13 @@
 """The SGLang options that decide the bytes of its KV cache: verdicts on every field of 0.5.23's `ServerArgs`."""
 
-from kvtier.connectors.judged_options import JudgedOptions
+from kvtier.connectors.judged_options import ClassifiedOptions
 
 
 def _options(text: str) -> list[str]:
     return text.split()
 
 
-JUDGED = JudgedOptions(
+JUDGED = ClassifiedOptions(
     decides={
         "load_format": "which files weights are read from, if any",
         "model_loader_extra_config": "where weights are read from",

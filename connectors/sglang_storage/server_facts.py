@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.sglang_storage.known_sglang import TESTED, NotServed
+from kvtier.connectors.sglang_storage.known_sglang import TESTED, UnsupportedEngine
 from kvtier.connectors.sglang_storage.options import JUDGED
 from kvtier.engine.attached.model_files import digest_of_file, weights_digest
 
@@ -16,7 +16,7 @@ def server_facts(read: Callable[[str], object]) -> dict[str, object]:
         read: Returns the value of one of the server's options, as SGLang has resolved it.
 
     Raises:
-        NotServed: If a file that an option names cannot be read.
+        UnsupportedEngine: If a file that an option names cannot be read.
     """
     scales = read("quantization_param_path")
     return {
@@ -33,7 +33,7 @@ def option_reader() -> Callable[[str], object]:
     """Return a function that returns the value of an option of this process's server, or None if it does not exist.
 
     Raises:
-        NotServed: If this SGLang does not reveal its options.
+        UnsupportedEngine: If this SGLang does not reveal its options.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -41,7 +41,7 @@ def option_reader() -> Callable[[str], object]:
         arguments: Any = get_server_args()
         return dict(arguments.resolved_dict()).get
     except (ImportError, AttributeError, ValueError) as error:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"this SGLang does not reveal its options ({error}), which decide what its pages contain; "
             f"install a tested version: {', '.join(TESTED)}"
         ) from None
@@ -91,6 +91,6 @@ def _digest(option: str, path: str, digest: Callable[[Path], str]) -> str:
     try:
         return digest(Path(path))
     except (OSError, ValueError, ImportError) as error:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"{option}: {path} cannot be read ({error}), but it decides what pages contain; give a path on this machine"
         ) from None

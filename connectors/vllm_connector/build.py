@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.connectors.vllm_connector.adapters import Adapters
 from kvtier.connectors.vllm_connector.digests import NUM_THREADS, Digests
 from kvtier.connectors.vllm_connector.engine_facts import engine_facts
-from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, namespace_of
 from kvtier.connectors.vllm_connector.scheduler_half import Heard, SchedulerHalf
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.connectors.vllm_connector.settings import Settings
@@ -38,7 +38,7 @@ def build_scheduler_half(
     """Return the scheduler's half, attached to the sidecar if one is running; otherwise it attaches later.
 
     Raises:
-        NotServed: If the sidecar refuses this engine, or if the engine's weights cannot be determined.
+        UnsupportedEngine: If the sidecar refuses this engine, or if the engine's weights cannot be determined.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     weights_key = '"weights" in kv_connector_extra_config'
@@ -55,10 +55,10 @@ def build_scheduler_half(
     attachment.wait_tried(ATTACH_WAIT_S)
     if why := attachment.why_refused:
         attachment.close()
-        raise NotServed(f"sidecar {settings.sidecar}: {why}")
+        raise UnsupportedEngine(f"sidecar {settings.sidecar}: {why}")
 
     half = SchedulerHalf()
-    heard = Heard(half.on_heard)
+    heard = Heard(half.on_answers)
     threads = ThreadPoolExecutor(NUM_THREADS, "kvtier-digests")
     transfers = TransferEngine({}, heard)
     groups = [layout.attention for layout in layouts]

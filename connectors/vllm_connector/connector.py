@@ -91,7 +91,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return True
 
         if not self._guard.run_always(plan, False) and num_external_tokens:
-            self._guard.run_always(lambda: side.on_not_planned(blocks.get_block_ids()), None)
+            self._guard.run_always(lambda: side.on_plan_failed(blocks.get_block_ids()), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         side = self._half.side
@@ -148,7 +148,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         rank, work = self._rank, self._work
-        if work.loads or work.unloadable:
+        if work.loads or work.unloadable_pages:
             self._guard.run_always(lambda: rank.load(work), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -161,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, see `handle_preemptions`."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._rank.take_unloaded()
+        return self._rank.pop_failed_pages()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         rank, work = self._rank, self._work

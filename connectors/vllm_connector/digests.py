@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 
-from kvtier.store.record import digest_among
+from kvtier.store.record import digest_for_threads
 from kvtier.transfer.host_memory import HostMemory
 
 NUM_THREADS = 2
@@ -44,5 +44,5 @@ class Digests:
 
 
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
-    digest = digest_among(NUM_THREADS)
+    digest = digest_for_threads(NUM_THREADS)
     return [digest(memory.host_block(slot)) for slot in slots]

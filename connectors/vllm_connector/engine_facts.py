@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvtier.connectors.judged_options import read_attribute
-from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_connector.options import JUDGED, length_facts
 from kvtier.engine.attached.model_files import weights_digest
 
@@ -15,10 +15,10 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, we
     """Return the facts of this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
 
     *weights* identifies the model's weights; without it their digest is computed. *weights_key* is the setting that the
-    message of `NotServed` recommends.
+    message of `UnsupportedEngine` recommends.
 
     Raises:
-        NotServed: If the engine's weights cannot be determined.
+        UnsupportedEngine: If the engine's weights cannot be determined.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
@@ -52,6 +52,6 @@ def _weights(model: Any, weights_key: str) -> str:
             path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
         return weights_digest(path)
     except (OSError, ValueError) as error:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"cannot determine which weights {model.model} has ({error}); set {weights_key}, for example to a revision"
         ) from None

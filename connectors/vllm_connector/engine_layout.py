@@ -13,7 +13,7 @@ VERSION = 1  # of the contents of a namespace, and of the order of pages in a sl
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-class NotServed(ValueError):
+class UnsupportedEngine(ValueError):
     """The error for an engine that cannot be served, with the reason and the remedy. Raised only at startup."""
 
 
@@ -43,7 +43,7 @@ class GroupLayout:
 
 def _sliding(spec: Any) -> AttentionGroup:
     if spec.extra_retained_tokens:
-        raise NotServed("the connector does not serve models that keep tokens below their window for drafts")
+        raise UnsupportedEngine("the connector does not serve models that keep tokens below their window for drafts")
     return SlidingWindow(spec.block_size, spec.sliding_window)
 
 
@@ -60,7 +60,7 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
     """Return the layouts of vLLM's groups, in vLLM's order.
 
     Raises:
-        NotServed: If the blocks of a group cannot be found by a prompt's hashes alone.
+        UnsupportedEngine: If the blocks of a group cannot be found by a prompt's hashes alone.
     """
     layouts = []
     for group in kv_cache_config.kv_cache_groups:
@@ -68,16 +68,16 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
         specs = [by_layer[name] if by_layer else group.kv_cache_spec for name in group.layer_names]
         for kind in sorted({type(spec).__name__ for spec in specs}):
             if kind not in ATTENTION:
-                raise NotServed(
+                raise UnsupportedEngine(
                     f"the connector does not serve layers of vLLM's kind {kind}; it serves {', '.join(ATTENTION)}"
                 )
         attentions = {ATTENTION[type(spec).__name__](spec) for spec in specs}
         if len(attentions) != 1:
-            raise NotServed("the connector does not serve a group of layers that forget differently")
+            raise UnsupportedEngine("the connector does not serve a group of layers that forget differently")
         page_bytes = tuple(int(spec.page_size_bytes) for spec in specs)
         layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))
     if not layouts:
-        raise NotServed("the model has no KV cache; start vLLM without the connector")
+        raise UnsupportedEngine("the model has no KV cache; start vLLM without the connector")
     return layouts
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 
 TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_connector.py
 HOOKS = (
@@ -15,29 +15,29 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
 def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `NotServed` if this vLLM lacks what the connector needs, or has a configuration it does not support.
+    """Raise `UnsupportedEngine` if this vLLM lacks what the connector needs, or has a configuration it does not support.
 
     *base* is vLLM's base class of connectors.
     """
     missing = [hook for hook in HOOKS if not hasattr(base, hook)]
     missing += [name for name in ("hash_block_size", "kv_cache_groups") if not hasattr(kv_cache_config, name)]
     if missing:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"this vLLM has no {', '.join(missing)}, which the connector needs; tested versions: {', '.join(TESTED)}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise NotServed("the connector does not serve pipeline parallelism; use tensor parallelism")
+        raise UnsupportedEngine("the connector does not serve pipeline parallelism; use tensor parallelism")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise NotServed(f"the connector does not serve {name} above 1")
+            raise UnsupportedEngine(f"the connector does not serve {name} above 1")
     if getattr(vllm_config, "speculative_config", None) is not None:
-        raise NotServed("the connector does not serve speculative decoding")
+        raise UnsupportedEngine("the connector does not serve speculative decoding")
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        raise NotServed('the connector stores and loads; set "kv_role":"kv_both"')
+        raise UnsupportedEngine('the connector stores and loads; set "kv_role":"kv_both"')
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
             f"use {' or '.join(CRYPTOGRAPHIC)}"
         )

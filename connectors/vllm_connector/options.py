@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kvtier.connectors.judged_options import JudgedOptions
+from kvtier.connectors.judged_options import ClassifiedOptions
 
-JUDGED = JudgedOptions(
+JUDGED = ClassifiedOptions(
     decides={
         "model_config.dtype": "keys and values are computed, and by default kept, in this type",
         "model_config.quantization": "weights and activations are rounded by this scheme",

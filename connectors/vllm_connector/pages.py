@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.connectors.page_moves import copy_pages
-from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine
 
 Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the host
 
@@ -87,7 +87,7 @@ class DevicePages:
 
 
 def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: int, rank: int) -> Pages:
-    """Return the pages of one group. Raise `NotServed` if a page is not one run of bytes.
+    """Return the pages of one group. Raise `UnsupportedEngine` if a page is not one run of bytes.
 
     *kv_caches* has vLLM's tensors by layer. The first index of each tensor is a page or an equal part of a page.
     """
@@ -95,7 +95,7 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
         start, end = end, end + page_bytes
         if not isinstance(kv_caches.get(name), torch.Tensor):
-            raise NotServed(f"layer {name} has no KV cache that is one tensor")
+            raise UnsupportedEngine(f"layer {name} has no KV cache that is one tensor")
         layers.append(_Layer(_as_pages(name, kv_caches[name], num_pages, page_bytes), slice(start, end)))
     is_here = all(layer.pages.device.type == "cpu" for layer in layers)
     return CpuPages(layers) if is_here else DevicePages(layers)
@@ -104,16 +104,18 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
 def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -> torch.Tensor:
     """Return a view of a layer's tensor as [num_pages, page_bytes] uint8."""
     if cache.shape[0] % num_pages:
-        raise NotServed(f"layer {name} has {cache.shape[0]} parts for {num_pages} blocks of KV cache")
+        raise UnsupportedEngine(f"layer {name} has {cache.shape[0]} parts for {num_pages} blocks of KV cache")
     parts, item = cache.shape[0] // num_pages, cache.element_size()
     inner = [*zip(cache.shape[1:], cache.stride()[1:], strict=True), *([(parts, cache.stride(0))] if parts > 1 else [])]
     run = 1
     for size, stride in sorted((each for each in inner if each[0] > 1), key=lambda each: each[1]):
         if stride != run:
-            raise NotServed(f"a block of layer {name} is not one run of bytes in this KV cache layout")
+            raise UnsupportedEngine(f"a block of layer {name} is not one run of bytes in this KV cache layout")
         run *= size
     if not run * item <= page_bytes <= parts * cache.stride(0) * item:
-        raise NotServed(f"a block of layer {name} has {run * item} bytes in memory, but vLLM reports {page_bytes}")
+        raise UnsupportedEngine(
+            f"a block of layer {name} has {run * item} bytes in memory, but vLLM reports {page_bytes}"
+        )
     flat = torch.tensor([], dtype=torch.uint8, device=cache.device)
     strides = (parts * cache.stride(0) * item, 1)
     return flat.set_(cache.untyped_storage(), cache.storage_offset() * item, (num_pages, page_bytes), strides)

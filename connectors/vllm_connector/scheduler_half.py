@@ -78,7 +78,7 @@ class SchedulerHalf:
             self._is_closing.wait(TOLD_LOOK_S)
         return self._tiers.is_told
 
-    def on_heard(self) -> None:
+    def on_answers(self) -> None:
         """Process the sidecar's answers; called by the thread that waits for them."""
         if not self._is_closing.is_set():
             self.guard.run_always(self._poll, None)
@@ -120,11 +120,11 @@ class SchedulerHalf:
             self.side.on_report(report)
 
     def reset(self) -> bool:
-        """Begin a new lineage and evict all stored blocks: see `SchedulerSide.begin_anew` and `SchedulerSide.clear`.
+        """Begin a new lineage and evict all stored blocks: see `SchedulerSide.start_new_lineage` and `SchedulerSide.clear`.
 
         Waits a few seconds at most for copies in flight.
         """
-        self.side.begin_anew()
+        self.side.start_new_lineage()
         self._settle()
         return self.side.clear()
 

@@ -26,7 +26,7 @@ OFFER_PAUSE_S = 0.02  # before the blocks of a request that found too few slots 
 
 
 @dataclass(slots=True)
-class Tracked:
+class TrackedRequest:
     """A vLLM request, from its first lookup until it ends."""
 
     request: VllmRequest
@@ -50,7 +50,7 @@ class _Computed:
     *placement* has the pages as they were in that step.
     """
 
-    tracked: Tracked
+    tracked: TrackedRequest
     offer: Offer
     placement: Placement
     num_tokens: int
@@ -62,7 +62,7 @@ class _Next:
 
     loads: list[PageCopies] = field(default_factory=list)
     loaded: list[Load] = field(default_factory=list)
-    unloadable: list[int] = field(default_factory=list)
+    unloadable_pages: list[int] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -115,7 +115,7 @@ class SchedulerSide:
         self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
         self._mapped: bytes | None = None  # boot id of the segment that all workers have reported as mapped
         self._waited_for: bytes | None = None  # boot id of a segment that they did not map within a deadline
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._computed: list[_Computed] = []  # by the last step
         self._lineage = WeightsLineage()
         self._next = _Next()
@@ -172,9 +172,9 @@ class SchedulerSide:
         tracked.asked_at, tracked.inquiry, tracked.is_settled = None, None, False
         self._refresh(tracked, end)
 
-    def on_not_planned(self, pages: Pages) -> None:
+    def on_plan_failed(self, pages: Pages) -> None:
         """Report all of the request's pages as not loaded, because `on_allocated` has failed."""
-        self._next.unloadable += [page for ids in pages for page in ids if page != NULL_PAGE]
+        self._next.unloadable_pages += [page for ids in pages for page in ids if page != NULL_PAGE]
 
     def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
         """Return the number of tokens just loaded for the request, by the tier that held them."""
@@ -197,8 +197,8 @@ class SchedulerSide:
         self._num_steps += 1
         number = self._num_steps
         stores = self._store_computed(number, is_storing, overwritten)
-        if self._next.unloadable:
-            self.on_unloaded(self._next.unloadable)
+        if self._next.unloadable_pages:
+            self.on_unloaded(self._next.unloadable_pages)
         if not self._taint.is_empty or self._next.loaded or self._loading:
             self._follow(num_scheduled, pages_of)
         for request_id, num_tokens in num_scheduled.items():
@@ -208,7 +208,7 @@ class SchedulerSide:
         gathered, self._next = self._next, _Next()  # last, so that `salvaged` has the loads if an earlier line fails
         if gathered.loaded:
             self._loading[number] = gathered.loaded
-        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
+        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable_pages)
         if work.is_reported:
             self._unreported.add(number)
         return work
@@ -221,9 +221,9 @@ class SchedulerSide:
         self._computed.clear()
         self._stores.on_step_done(self._num_steps, has_stored=False)
         pages = [page for copies in gathered.loads for page in copies.pages]
-        unloadable = [*gathered.unloadable, *pages]
-        self.on_unloaded(unloadable)
-        return StepWork(self._num_steps, unloadable=unloadable)
+        unloadable_pages = [*gathered.unloadable_pages, *pages]
+        self.on_unloaded(unloadable_pages)
+        return StepWork(self._num_steps, unloadable_pages=unloadable_pages)
 
     def poll(self) -> None:
         """Process the messages of the sidecar."""
@@ -269,13 +269,13 @@ class SchedulerSide:
                     self._count_unstored(tracked, tracked.offer, num_tokens)
                 self._end_placement(tracked)
 
-    def begin_anew(self) -> None:
+    def start_new_lineage(self) -> None:
         """Give blocks computed from now on names that no earlier block has, because the weights may have changed.
 
         vLLM resets its connector after a weight update and gives no other notice, see `WeightsLineage`. Blocks in
         flight are not published.
         """
-        self._lineage.begin_anew()
+        self._lineage.start_new_lineage()
         self._computed.clear()
         self._stores.discard_all()
         for tracked in self._requests.values():
@@ -305,10 +305,10 @@ class SchedulerSide:
         assert all(number <= self._num_steps for number in self._loading), "a step that does not exist copies blocks"
         assert self._unreported or not self._past, "placements are kept although no step can taint them any more"
 
-    def _tracked(self, request: VllmRequest) -> Tracked:
+    def _tracked(self, request: VllmRequest) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = Tracked(request)
+            tracked = self._requests[request.request_id] = TrackedRequest(request)
         if tracked.names is None:
             adapter = request.lora_request
             digest = NO_ADAPTER if adapter is None else self._adapters.digest(adapter)
@@ -317,7 +317,7 @@ class SchedulerSide:
                 tracked.offer = Offer(tracked.names, tenant_of(request.cache_salt), [0] * len(self._groups))
         return tracked
 
-    def _begin(self, tracked: Tracked, num_computed: int) -> int | None:
+    def _begin(self, tracked: TrackedRequest, num_computed: int) -> int | None:
         """Start to load a hit, if there is one. Return None if vLLM must look up again, or 0 without a hit."""
         if tracked.is_settled:
             return 0
@@ -354,7 +354,7 @@ class SchedulerSide:
             self._waited_for = boot
         return not is_late
 
-    def _has_asked(self, tracked: Tracked, names: RequestNames, num_computed: int) -> bool:
+    def _has_asked(self, tracked: TrackedRequest, names: RequestNames, num_computed: int) -> bool:
         """Query the remote tier for the blocks that no nearer tier holds. Return whether it has answered."""
         if tracked.inquiry is None:
             inquiries = []
@@ -380,7 +380,7 @@ class SchedulerSide:
         limit = min([limit, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
-    def _plan(self, tracked: Tracked, pages: Pages, start: int, end: int) -> None:
+    def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
         """Add copies of tokens *start* to before *end*, which were reported as a hit, into *pages* to the next step."""
         load, gathered = tracked.load, self._next
         for group_id, group in enumerate(self._groups):
@@ -388,7 +388,7 @@ class SchedulerSide:
             blocks = [i for i in range(start // size, min(end // size, len(ids))) if ids[i] != NULL_PAGE]
             slots = [None] * len(blocks) if load is None else load.slots_of(group_id, blocks)
             found = [(ids[i], slot) for i, slot in zip(blocks, slots, strict=True) if slot is not None]
-            gathered.unloadable += [ids[i] for i, slot in zip(blocks, slots, strict=True) if slot is None]
+            gathered.unloadable_pages += [ids[i] for i, slot in zip(blocks, slots, strict=True) if slot is None]
             if found:
                 gathered.loads.append(PageCopies(group_id, [page for page, _ in found], [slot for _, slot in found]))
         if load is not None:
@@ -399,7 +399,7 @@ class SchedulerSide:
             self.counts.disk_tokens += num_tokens[Tier.DISK]
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
-    def _refresh(self, tracked: Tracked, end: int) -> None:
+    def _refresh(self, tracked: TrackedRequest, end: int) -> None:
         """Mark the blocks from which the request continues after *end* tokens as just used, the first block last."""
         if tracked.names is None:
             return
@@ -408,7 +408,7 @@ class SchedulerSide:
             if names:
                 self._tiers.refresh(group_id, names[::-1], ())
 
-    def _is_late(self, tracked: Tracked) -> bool:
+    def _is_late(self, tracked: TrackedRequest) -> bool:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
@@ -443,7 +443,7 @@ class SchedulerSide:
         placement.pages = pages
         self._computed.append(_Computed(tracked, offer, placement, num_tokens))
 
-    def _count_unstored(self, tracked: Tracked, offer: Offer, num_tokens: int) -> None:
+    def _count_unstored(self, tracked: TrackedRequest, offer: Offer, num_tokens: int) -> None:
         self.counts.unstored_blocks[tracked.why_unstored] += self._stores.num_left(offer, num_tokens)
 
     def _why_unstored(self, is_storing: bool) -> Unstored | None:
@@ -469,13 +469,13 @@ class SchedulerSide:
                 placement.pages = pages
             self._taint.on_computed(placement, start, end)
 
-    def _end_placement(self, tracked: Tracked) -> None:
+    def _end_placement(self, tracked: TrackedRequest) -> None:
         """End the request's placement in its pages, although unreported steps may still compute in them."""
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)
         tracked.placement = None
 
-    def _drop(self, tracked: Tracked) -> None:
+    def _drop(self, tracked: TrackedRequest) -> None:
         if tracked.load is not None:
             tracked.load.release()
             tracked.load = None

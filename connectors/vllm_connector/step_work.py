@@ -32,14 +32,14 @@ class StepWork:
     """The copies that workers make in one step. Slots are in the segment that all workers have reported as mapped.
 
     *stores* are blocks of the previous step, and are copied before any page is written. *loads* follow, before the
-    step's forward pass. The pages in *unloadable* cannot be loaded, which the workers report to vLLM.
+    step's forward pass. The pages in *unloadable_pages* cannot be loaded, which the workers report to vLLM.
     """
 
     number: int
     wanted: Segment | None = None  # segment to map and to report on
     loads: Sequence[PageCopies] = ()
     stores: Sequence[PageCopies] = ()
-    unloadable: Sequence[int] = ()
+    unloadable_pages: Sequence[int] = ()
 
     @property
     def is_reported(self) -> bool:

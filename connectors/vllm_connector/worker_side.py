@@ -21,12 +21,12 @@ class WorkerSide:
         self._rank = rank
         self._segment = segment
         self._pages: list[Pages] = []
-        self._unloaded: set[int] = set()  # pages not yet returned by `take_unloaded`
+        self._unloaded: set[int] = set()  # pages not yet returned by `pop_failed_pages`
         self._unloaded_in_step: set[int] = set()
         self._stored_step: int | None = None  # the last step whose stores have all been copied
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
-        """Use *kv_caches* from now on. Raise `NotServed` if their layout cannot be copied as whole blocks."""
+        """Use *kv_caches* from now on. Raise `UnsupportedEngine` if their layout cannot be copied as whole blocks."""
         self._pages = [group_pages(layout, kv_caches, num_pages, self._rank) for layout in self._layouts]
 
     def begin(self, work: StepWork) -> None:
@@ -38,7 +38,7 @@ class WorkerSide:
     def load(self, work: StepWork) -> None:
         """Copy the blocks that the step's requests need into their pages."""
         missing = self._unloaded_in_step
-        missing.update(work.unloadable, *(copies.pages for copies in work.loads))
+        missing.update(work.unloadable_pages, *(copies.pages for copies in work.loads))
         try:
             for copies in work.loads:
                 self._pages[copies.group_id].load(copies.pages, copies.slots, self._segment.slots(copies.group_id))
@@ -52,7 +52,7 @@ class WorkerSide:
             self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
         self._stored_step = work.number
 
-    def take_unloaded(self) -> set[int]:
+    def pop_failed_pages(self) -> set[int]:
         """Return the pages whose load failed since the last call; none, unless an unexpected error occurred."""
         taken, self._unloaded = self._unloaded, set()
         return taken

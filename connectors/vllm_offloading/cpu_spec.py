@@ -13,7 +13,7 @@ from kvtier.connectors.vllm_offloading.known_vllm import check_cpu_spec
 class CpuTieringOffloadingSpec(TieringOffloadingSpec):
     """vLLM's own specification of a host pool and the tiers below it, with `CpuOffloadingWorker` for the copies.
 
-    Construction raises `NotServed` for a configuration that the worker cannot copy.
+    Construction raises `UnsupportedEngine` for a configuration that the worker cannot copy.
     """
 
     def __init__(self, config: Any) -> None:

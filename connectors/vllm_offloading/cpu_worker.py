@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_offloading.copy_thread import CopyThread
 from kvtier.connectors.vllm_offloading.page_copies import Ids, Layer, PageCopies, PageIds, Tensor
 
@@ -19,7 +19,7 @@ class CpuOffloadingWorker(OffloadingWorker):
     """
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:
-        """Start the threads. Raise `NotServed` if the KV cache is not in a CPU's memory.
+        """Start the threads. Raise `UnsupportedEngine` if the KV cache is not in a CPU's memory.
 
         *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is its `SharedOffloadRegion`, mapped for this rank.
         """
@@ -61,7 +61,7 @@ class CpuOffloadingWorker(OffloadingWorker):
 def _tensor(cache: Any, pages_per_chunk: int, region: Any) -> Tensor:
     """Return vLLM's `CanonicalKVCacheTensor` *cache* with its part of the host pool."""
     if cache.tensor.device.type != "cpu" or cache.tensor.dtype != torch.int8:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"a KV cache of {cache.tensor.dtype} on {cache.tensor.device} is not int8 in a CPU's memory; "
             'vLLM copies it itself: use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )

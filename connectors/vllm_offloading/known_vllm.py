@@ -6,7 +6,7 @@ from dataclasses import asdict
 from inspect import signature
 from typing import Any
 
-from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_connector.known_vllm import CRYPTOGRAPHIC
 
 TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_offloading.py
@@ -20,52 +20,56 @@ OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that may
 
 
 def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
-    """Raise `NotServed` if this vLLM lacks what copies on CPUs need, or has a configuration they do not support.
+    """Raise `UnsupportedEngine` if this vLLM lacks what copies on CPUs need, or has a configuration they do not support.
 
     *spec* is vLLM's `TieringOffloadingSpec`, *region* its class of the host pool's memory.
     """
     if platform != "cpu":
-        raise NotServed(
+        raise UnsupportedEngine(
             f"vLLM copies its KV cache on {platform} itself; "
             'use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
     missing = [name for name in OF_REGION if name not in signature(region).parameters]
     missing += [name for name in OF_SPEC if not hasattr(spec, name)]
     if missing:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"the offloading of this vLLM has no {', '.join(missing)}, which kvtier's copies need; "
             f"tested versions: {', '.join(TESTED)}"
         )
     if spec.config.canonical_layout:
-        raise NotServed("copies on CPUs do not serve canonical_layout; leave it out of kv_connector_extra_config")
+        raise UnsupportedEngine(
+            "copies on CPUs do not serve canonical_layout; leave it out of kv_connector_extra_config"
+        )
     if not spec.num_chunks:
-        raise NotServed("cpu_bytes_to_use has no room for one chunk; raise it")
+        raise UnsupportedEngine("cpu_bytes_to_use has no room for one chunk; raise it")
 
 
 def check_tier(base: type, vllm_config: Any) -> None:
-    """Raise `NotServed` if this vLLM lacks what the tier needs, or if a block's key does not determine its bytes.
+    """Raise `UnsupportedEngine` if this vLLM lacks what the tier needs, or if a block's key does not determine its bytes.
 
     *base* is vLLM's class of secondary tiers.
     """
     missing = [name for name in OF_TIER if name not in signature(base).parameters]
     if missing:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"the secondary tiers of this vLLM have no {', '.join(missing)}, which KVTier needs; "
             f"tested versions: {', '.join(TESTED)}"
         )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
-        raise NotServed(
+        raise UnsupportedEngine(
             f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
             f"use {' or '.join(CRYPTOGRAPHIC)}"
         )
     if vllm_config.lora_config is not None:
-        raise NotServed(
+        raise UnsupportedEngine(
             "vLLM does not pass LoRA adapters' weights to a tier, so two adapters with one name would get each other's "
             "blocks; use KVTierConnector, which knows the weights, or leave --enable-lora out"
         )
     if vllm_config.speculative_config is not None:
-        raise NotServed("KVTier does not serve speculative decoding, because a draft model has weights of its own")
+        raise UnsupportedEngine(
+            "KVTier does not serve speculative decoding, because a draft model has weights of its own"
+        )
 
 
 def connector_configs() -> tuple[Any, Any]:
@@ -76,7 +80,7 @@ def connector_configs() -> tuple[Any, Any]:
     they are read from its local variables.
 
     Raises:
-        NotServed: If no function on the call stack has them.
+        UnsupportedEngine: If no function on the call stack has them.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -84,7 +88,7 @@ def connector_configs() -> tuple[Any, Any]:
         if all(found):
             return found[0], found[1]
         frame = frame.f_back
-    raise NotServed(
+    raise UnsupportedEngine(
         "this vLLM creates secondary tiers in a place where KVTier cannot read vLLM's configuration; "
         f"tested versions: {', '.join(TESTED)}"
     )

@@ -44,9 +44,9 @@ class RowJobs:
         self._ended: deque[EndedRows] = deque()
         self._lineage = WeightsLineage()
 
-    def begin_anew(self) -> None:
+    def start_new_lineage(self) -> None:
         """Stop finding blocks stored so far, because the engine's weights may have changed: see `WeightsLineage`."""
-        self._lineage.begin_anew()
+        self._lineage.start_new_lineage()
 
     def holds(self, key: bytes) -> bool:
         """Return whether the block is on disk, without waiting."""

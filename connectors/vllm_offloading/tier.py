@@ -63,7 +63,7 @@ def open_tier(
     more after `TierSide.close`.
 
     Raises:
-        NotServed: If the engine's weights cannot be determined.
+        UnsupportedEngine: If the engine's weights cannot be determined.
         ValueError: If the disk cannot be used.
     """
     row_bytes = pool_rows.nbytes // len(pool_rows)
@@ -149,7 +149,7 @@ class KVTier(SecondaryTierManager):
         self._guard.run(lambda: self._offer_again(parent), None)
 
     def drain_jobs(self) -> None:
-        self._guard.run_always(self._side.begin_anew, None)  # only vLLM's `reset_cache` calls `drain_jobs`
+        self._guard.run_always(self._side.start_new_lineage, None)  # only vLLM's `reset_cache` calls `drain_jobs`
         if not self._guard.run_always(self._side.drain, True):
             log.error("kvtier: the disk did not finish its jobs in time and was closed; restart vLLM to use it again")
 
@@ -179,7 +179,7 @@ class KVTier(SecondaryTierManager):
 
     def _offer_again(self, parent: Any) -> None:
         """Store blocks that the disk refused when vLLM offered them, if vLLM still has them in host memory."""
-        holes = self._side.take_holes()
+        holes = self._side.take_unstored()
         if not holes:
             return
         context = ReqContext(f"kvtier-{next(self._offers)}")

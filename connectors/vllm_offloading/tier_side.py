@@ -128,7 +128,7 @@ class TierSide:
         for keys in chain.groups:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 
-    def take_holes(self) -> Mapping[bytes, bytes | None]:
+    def take_unstored(self) -> Mapping[bytes, bytes | None]:
         """Return the blocks to offer to the disk again now, each with the key of the block before it."""
         holes = self._holes.take()
         absent = set[bytes]()
@@ -150,12 +150,12 @@ class TierSide:
         tier = self._disk.statistics().tier
         return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
 
-    def begin_anew(self) -> None:
+    def start_new_lineage(self) -> None:
         """Stop finding blocks stored so far, because the weights may have changed.
 
         vLLM resets its cache after a weight update, and drains its tiers only for a reset.
         """
-        self._jobs.begin_anew()
+        self._jobs.start_new_lineage()
         self._holes.clear()
 
     def drain(self) -> bool:

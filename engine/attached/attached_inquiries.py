@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.engine.attached.wire import MAX_BLOCKS, FromEngine, Inquire, Inquired, joined, names_in
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
-from kvtier.tiers.lower.remote.presence import Presence
+from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 
 INQUIRY_S = 0.3  # timeout of a sidecar's answer; the sidecar itself gives up much earlier
@@ -22,7 +22,7 @@ class AttachedInquiry:
 class AttachedInquiries:
     """The lookups that wait for a sidecar's answer, which goes to *presence*. Owned by the tiers' thread."""
 
-    def __init__(self, presence: Presence, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
+    def __init__(self, presence: RemoteHints, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
         self._presence = presence
         self._send = send
         self._clock = clock

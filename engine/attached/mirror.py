@@ -9,7 +9,7 @@ from kvtier.tiers.device.block_pool import SlotIndex
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.disk_tier import DiskIndex
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
-from kvtier.tiers.lower.remote.presence import Presence
+from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -21,13 +21,13 @@ NAMES_AT_ONCE = 4096  # names per call that are reported as gone after the sidec
 class Mirror:
     """The sidecar's index as of its last message.
 
-    A block that is found here existed a moment ago. When it leaves the last tier, `take_lost` reports it, always after
+    A block that is found here existed a moment ago. When it leaves the last tier, `pop_lost` reports it, always after
     the last `find` that found it. Owned by the tiers' thread.
     """
 
     def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
         """Create an empty mirror; *block_sizes* by group, in tokens."""
-        self.remote = Presence(clock)  # hints of what the sidecar's remote tier has
+        self.remote = RemoteHints(clock)  # hints of what the sidecar's remote tier has
         self.num_changes = 0
         self._block_sizes = block_sizes
         self._events = events
@@ -118,12 +118,12 @@ class Mirror:
                 self._past.popleft()
             else:
                 self._tell(BlockRemoved(Tier.HOST, group_id, self._unknown(group_id, page, Tier.HOST)))
-        elif (forgotten := self._disk.forget_some()) is not None:
+        elif (forgotten := self._disk.pop_forgotten()) is not None:
             group_id, names = forgotten
             self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
 
-    def take_lost(self) -> Sequence[Lost]:
-        """Return, once, the blocks that left their last tier, see `LowerTiers.take_lost`."""
+    def pop_lost(self) -> Sequence[Lost]:
+        """Return, once, the blocks that left their last tier, see `LowerTiers.pop_lost`."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []

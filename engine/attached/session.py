@@ -73,7 +73,7 @@ class Session:
             self._unsent += frame_of(message)
             self.flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
-            self.hang_up()
+            self.disconnect()
 
     def send_hint(self, message: FromEngine) -> None:
         """Send a message that may be lost; drops it if the sidecar already has much to read."""
@@ -116,7 +116,7 @@ class Session:
             waiting.register(self._connection, select.POLLIN)
             waiting.poll(timeout_s * 1000)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Stop sending and receiving, but keep the connection, and with it the engine's leases, until `close`.
 
         Copies may still be in flight.
@@ -127,7 +127,7 @@ class Session:
 
     def close(self) -> None:
         """End the connection, and with it all leases of the engine."""
-        self.hang_up()
+        self.disconnect()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -141,13 +141,13 @@ class Session:
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the connection continues in the parent."""
-        self.hang_up()
+        self.disconnect()
         self._connection.close()
         self.close_file()
 
     def leave_open(self) -> None:
         """Hang up, but leave the connection open until this process ends, because a copy hangs."""
-        self.hang_up()
+        self.disconnect()
         self._connection.detach()
         self.close_file()
 

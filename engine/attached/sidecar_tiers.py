@@ -98,7 +98,7 @@ class Silence:
         """Whether the sidecar has been silent for too long."""
         return self._silent_s > LOST_AFTER_S
 
-    def on_heard(self) -> None:
+    def on_answers(self) -> None:
         """Record that the sidecar has sent something."""
         self._silent_s = 0.0
         self._is_asked = False
@@ -276,7 +276,7 @@ class SidecarTiers:
     def publish(
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
-        self._stocks[group_id].end_loan(slots)
+        self._stocks[group_id].return_lent_slots(slots)
         self._num_published += len(slots)
         names = [name for row in rows for name in row.names]
         chains = [Chain(row.start, row.end, row.parent) for row in rows]
@@ -285,7 +285,7 @@ class SidecarTiers:
         self._send(Publish(group_id, packed(slots), joined(names), chains, b"".join(digests), numbers, traced))
 
     def abandon(self, group_id: int, slots: Ids) -> None:
-        self._stocks[group_id].end_loan(slots)
+        self._stocks[group_id].return_lent_slots(slots)
         self._send(Abandon(group_id, packed(slots)))
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
@@ -337,7 +337,7 @@ class SidecarTiers:
             self._was_lost = True
             self._fail_waiting(Reason.DEADLINE)
         for group_id, stock in enumerate(self._stocks):
-            self._give_back(group_id, stock.take_idle())
+            self._give_back(group_id, stock.pop_idle())
             if self.is_attached:
                 stock.fill()
         self._mirror.go_on()
@@ -347,8 +347,8 @@ class SidecarTiers:
             fetch.fail(Reason.FAILED)
         self._wake_when_heard()
 
-    def take_lost(self) -> Sequence[Lost]:
-        return self._mirror.take_lost()
+    def pop_lost(self) -> Sequence[Lost]:
+        return self._mirror.pop_lost()
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._read_speeds[tier]
@@ -440,10 +440,10 @@ class SidecarTiers:
         if not is_asking and not any(stock.is_short for stock in self._stocks):
             return
 
-        def on_heard(transfer: Transfer) -> None:
+        def on_answers(transfer: Transfer) -> None:
             self._is_waking = False
 
-        self._is_waking = self._transfers.watch(self._answers, lambda: session.wait_readable(WAKE_S), on_heard)
+        self._is_waking = self._transfers.watch(self._answers, lambda: session.wait_readable(WAKE_S), on_answers)
 
     def _attach(self) -> None:
         """Attach to a sidecar that is ready, once the previous one's slots are released."""
@@ -463,7 +463,7 @@ class SidecarTiers:
         self._num_host_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
         self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(self._num_host_slots)]
         self._mirror.begin(self._num_host_slots)
-        self._silence.on_heard()
+        self._silence.on_answers()
         self._was_lost = False
         self._is_told = False
         self._state = NO_STATE
@@ -482,7 +482,7 @@ class SidecarTiers:
         if len(self._come) < MAX_COME:
             self._come += session.receive()
         if self._come:
-            self._silence.on_heard()
+            self._silence.on_answers()
             self._was_lost = False
         num_taken = 0
         try:
@@ -493,7 +493,7 @@ class SidecarTiers:
                     break
         except Malformed as error:  # a sidecar of this version does not send such a message
             log.warning("sidecar: %s sent an invalid message (%s); disconnecting", self._attachment.path, error)
-            session.hang_up()
+            session.disconnect()
             num_taken = len(self._come)  # its remaining messages are discarded
         del self._come[:num_taken]
         if not session.is_open and not self._come:
@@ -577,7 +577,7 @@ class SidecarTiers:
 
     def _detach(self, session: Session) -> None:
         """Handle the loss of the sidecar. Its leased slots stay mapped until they are released."""
-        session.hang_up()
+        session.disconnect()
         self._session = None
         self._ended = session
         self._is_told = False

@@ -75,13 +75,13 @@ class SlotStock:
         self.is_short = False
         self._ready += slots
 
-    def end_loan(self, slots: Ids) -> None:
+    def return_lent_slots(self, slots: Ids) -> None:
         """End the loan of slots that were filled or returned."""
         gone = set(slots.tolist())
         assert gone <= self.lent, "a slot that was not reserved is returned"
         self.lent -= gone
 
-    def take_idle(self) -> list[int]:
+    def pop_idle(self) -> list[int]:
         """Remove slots that have been ready but unused for long, and return them to be given back."""
         if self._clock() - self._used_at <= IDLE_S:
             return []

@@ -274,7 +274,7 @@ class Fetched(_Message, frozen=True):
 
 
 class Inquired(_Message, frozen=True):
-    """The blocks of an inquiry that a remote tier is believed to have, and no nearer tier; see `Presence`."""
+    """The blocks of an inquiry that a remote tier is believed to have, and no nearer tier; see `RemoteHints`."""
 
     number: int
     names: bytes

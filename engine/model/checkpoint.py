@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.extras import require_packages
 
 # Imported inside functions: the server needs a model's name seconds before torch and transformers are imported.
@@ -115,7 +115,7 @@ class Checkpoint:
     def _in_one_line(self) -> Iterator[None]:
         """Turn transformers' errors, which have many lines, into one line that names the model."""
         try:
-            with short_memory_raised(f"loading the model {self.name}"):
+            with oom_as_memory_error(f"loading the model {self.name}"):
                 yield
         except _UNUSABLE as error:
             if isinstance(error, _Unusable):

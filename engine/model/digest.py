@@ -69,7 +69,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def foreign_code(module: torch.nn.Module, harmless: tuple[str, ...] = LOOKING) -> str | None:
+def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LOOKING) -> str | None:
     """Return a description of the hook or replaced forward that a module computes with; None if there is none.
 
     *harmless* are the prefixes of the full names of hooks that change no result.
@@ -100,7 +100,7 @@ class _Digest:
     def module(self, name: str, module: torch.nn.Module) -> None:
         """Feed one module, without its submodules."""
         own = vars(module)
-        if (code := foreign_code(module)) is not None:
+        if (code := find_hook_or_forward(module)) is not None:
             self._refuse(name, f"has {code}", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def share_of_largest(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _try(path: str, subject: Hashable, largest_error: Callable[[], float], tolerance: float) -> bool:
     try:
-        with short_memory_raised(f"trying a fast path ({path})"):
+        with oom_as_memory_error(f"trying a fast path ({path})"):
             error = largest_error()
     except MemoryError:
         raise

@@ -11,7 +11,7 @@ from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.paged_segment import reads
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
@@ -97,7 +97,7 @@ class _Observation:
         self._masks[id(mask)] = (mask, kwargs["mask_function"])
         return mask
 
-    def attend(
+    def add_attendant(
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -189,8 +189,8 @@ class _Observation:
 
 # transformers finds both functions by a name that all threads share, but each thread has its own observation.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
-AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
-AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
+AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().add_attendant(*args, **kwargs))
+AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().add_attendant(*args, **kwargs))
 AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
 
 
@@ -199,7 +199,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
-        with short_memory_raised("looking at the model's attention"), torch.inference_mode():
+        with oom_as_memory_error("looking at the model's attention"), torch.inference_mode():
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
     except UnsupportedModel:
         raise

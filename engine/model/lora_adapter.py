@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvtier.engine.config import LoraConfig
 from kvtier.engine.model.adapter_folder import UnusableLora, check_adapter_folder
 from kvtier.engine.model.digest import tensor_digest
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
     folder = Path(folder).expanduser()
     check_adapter_folder(name, folder)
     try:
-        with short_memory_raised(f"loading the adapter {name}"):
+        with oom_as_memory_error(f"loading the adapter {name}"):
             deltas = _read(model, folder)
     except UnusableLora as error:
         raise UnusableLora(f"lora {name}: {error} ({folder})") from None

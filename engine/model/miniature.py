@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 
 # Windows, chunks, top-k, block sizes and similar limits are cut to this. The product of two is shorter than a prompt.
 LIMIT = 16
@@ -188,7 +188,7 @@ def _skeleton(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
         return _construct(kind, config)
 
 
-@short_memory_raised("making a small copy of the model to compare its attention")
+@oom_as_memory_error("making a small copy of the model to compare its attention")
 def _build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(7)
@@ -208,7 +208,7 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
     return model
 
 
-@short_memory_raised("running a small copy of the model to compare its attention")
+@oom_as_memory_error("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
     """Run the model once with its own attention, on more tokens than any limit that was cut."""
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
-from kvtier.engine.model.short_memory import short_memory_raised
+from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.engine.model.unsupported_model import ChangedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.tiers.naming.namespace import Namespace
@@ -51,7 +51,7 @@ class ModelRunner(PagedModel):
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
-            with short_memory_raised("comparing the model's attention with its own"):
+            with oom_as_memory_error("comparing the model's attention with its own"):
                 threads = self.kernel_threads
                 places = packed_linears(model, available_bytes())
                 self._stand_ins = StandIns([*places, *fused_norms(model, threads), *fused_rotations(model, threads)])
@@ -117,7 +117,7 @@ class ModelRunner(PagedModel):
         """Whether a change of the model was detected earlier. Reading the property checks nothing."""
         return self._change is not None
 
-    def is_as_loaded(self) -> bool:
+    def check_unchanged(self) -> bool:
         """Return whether samples of the weights show that the model is unchanged since load. Takes about 2 ms.
 
         Once a change is detected, every pass raises `ChangedModel`.
@@ -149,9 +149,11 @@ class ModelRunner(PagedModel):
         if self.device.type != "cuda":
             blocks = slab.blocks.numpy()
             return lambda num_host_slots, file: CpuMemory(blocks, num_host_slots, slab.num_layers, file)
-        from kvtier.transfer.cuda.memory import CudaMemory, choose_ways
+        from kvtier.transfer.cuda.memory import CudaMemory, choose_methods
 
-        choice = choose_ways(slab.block_bytes, self.device)  # measured now, because later it would slow down requests
+        choice = choose_methods(
+            slab.block_bytes, self.device
+        )  # measured now, because later it would slow down requests
         return lambda num_host_slots, file: CudaMemory(slab.blocks, num_host_slots, slab.num_layers, choice, file)
 
     @torch.inference_mode()

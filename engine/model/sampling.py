@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.naming.request_text import check_text
 
-if TYPE_CHECKING:  # an import cycle: that module raises WrongParameter
+if TYPE_CHECKING:  # an import cycle: that module raises InvalidParameter
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 MAX_BIAS = 100.0  # the limit of OpenAI and vLLM
 
 
-class WrongParameter(ValueError):
+class InvalidParameter(ValueError):
     """An error for an unusable sampling parameter. *name* is the parameter, *what* the rest of the message."""
 
     def __init__(self, name: str, message: str) -> None:
@@ -129,4 +129,4 @@ def _is_whole(number: object) -> bool:
 
 def _require(fine: bool, name: str, value: object, advice: str) -> None:
     if not fine:
-        raise WrongParameter(name, f"is {value!r}; {advice}")
+        raise InvalidParameter(name, f"is {value!r}; {advice}")

@@ -5,7 +5,7 @@ from typing import Self
 
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SamplingDefaults:
         defaults = cls(**settings)  # type: ignore[arg-type]  # checked next
         try:
             defaults.over(SamplingParams())
-        except (WrongParameter, TypeError) as error:
+        except (InvalidParameter, TypeError) as error:
             raise ValueError(f"the model's generation_config: {error}; set model.generation_config to none") from None
         return defaults
 

@@ -9,7 +9,7 @@ _SHORT = re.compile("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", re.I
 
 
 @contextmanager
-def short_memory_raised(doing: str) -> Iterator[None]:
+def oom_as_memory_error(doing: str) -> Iterator[None]:
     """Convert out-of-memory errors raised in the context to a MemoryError that says what *doing* was."""
     try:
         yield

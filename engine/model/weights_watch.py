@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvtier.engine.model.digest import LOOKING, config_digest, foreign_code
+from kvtier.engine.model.digest import LOOKING, config_digest, find_hook_or_forward
 
 NUM_SAMPLES = 16  # of each tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -58,7 +58,7 @@ class WeightsWatch:
 
     def _change_of_code(self) -> str | None:
         for name, module in self._model.named_modules():
-            if (code := foreign_code(module, _HARMLESS)) is not None:
+            if (code := find_hook_or_forward(module, _HARMLESS)) is not None:
                 return f"{name or 'the model'} has {code} now"
         if sum(1 for _ in _parts(self._model)) != len(self._parts):
             return "parts were added to it"

@@ -64,7 +64,7 @@ COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LoadingContext:
     """The cache, the clock and the limits shared by all loadings of one engine."""
 
     cache: TieredCache
@@ -88,7 +88,7 @@ class Loading:
     | event          | from                 | to                                                                   |
     |----------------|----------------------|----------------------------------------------------------------------|
     | `look_up`      | queued, found, room  | found; room stays room                                               |
-    | `stand_back`   | queued, found, room  | queued: another request computes what this one needs                 |
+    | `defer`   | queued, found, room  | queued: another request computes what this one needs                 |
     | `wait_turn`    | room                 | found: the load's time has not begun. Other states stay as they are  |
     | `ask_for_room` | found, room          | room                                                                 |
     | `begin`        | room                 | split if a part is computed; loaded if all is on device; else parked |
@@ -104,7 +104,7 @@ class Loading:
     the request's tables, which the request releases.
     """
 
-    def __init__(self, request: "Request", around: Surroundings) -> None:
+    def __init__(self, request: "Request", around: LoadingContext) -> None:
         self.state = State.QUEUED
         self._request = request
         self._around = around
@@ -203,7 +203,7 @@ class Loading:
             self._become(State.FOUND)
         return self._found.hit
 
-    def stand_back(self) -> None:
+    def defer(self) -> None:
         """Discard the hit, because another request is about to compute what this one needs."""
         self._expect(WAITING)
         if self.state is not State.QUEUED:
@@ -381,9 +381,9 @@ class Loading:
         hit = cache.lookup(request.chain, num_tokens)
         found_at = self._around.clock()
         if request.scores is not None and not request.scores.is_complete:
-            hit = cache.at_most(hit, request.scores.num_used, Reason.SCORED)
+            hit = cache.limit_hit(hit, request.scores.num_used, Reason.SCORED)
         if request.options.max_load_tokens is not None:
-            hit = cache.loading_at_most(hit, request.options.max_load_tokens)
+            hit = cache.limit_load(hit, request.options.max_load_tokens)
         hit = cache.plan_load(hit, num_tokens, self._around.busy_s(request))
         request.timeline.note(Stage.LOOKUP, began_at, found_at)
         request.timeline.note(Stage.PLAN, found_at, self._around.clock())
@@ -423,7 +423,7 @@ class Loading:
     def _arrive(self) -> None:
         """Hand over the part of the prefix that arrived; if a damaged block cut it short, promote the rest."""
         promotion = self._coming
-        if promotion.why_no_more in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
+        if promotion.reason_at_end in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(), start=0)  # what has arrived is on the device, so there is nothing to split
             if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume in between
                 self._promote(hit)

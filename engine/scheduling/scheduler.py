@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, State, Surroundings
+from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, LoadingContext, State
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.slot_demand import SlotDemand
@@ -74,7 +74,7 @@ class Scheduler:
         self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
-        self._around = Surroundings(cache, clock, load_timeout_s, CircuitBreaker(clock), self._busy_s)
+        self._around = LoadingContext(cache, clock, load_timeout_s, CircuitBreaker(clock), self._busy_s)
         self._planner = planner
         self._look_ahead = look_ahead
         self._trails = Trails() if trails is None else trails
@@ -224,7 +224,7 @@ class Scheduler:
                 continue
             if not self._shared_prefill.has_to_wait(request, prefilling):
                 return request
-            _loading_of(request).stand_back()
+            _loading_of(request).defer()
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:

@@ -24,7 +24,7 @@ WATCH_S = 1.0  # how often the thread checks that the folder still exists
 _END_TIMEOUT_S = 10.0  # for the thread to end after its process has ended
 
 
-class NotOpen(StrEnum):
+class WhyClosed(StrEnum):
     """The reason why a store is not open."""
 
     OPENING = "opening"  # opening may be slow, or hang
@@ -37,7 +37,7 @@ class NotOpen(StrEnum):
     FAILED = "failed"  # any other reason
 
     @classmethod
-    def of(cls, error: Exception) -> "NotOpen":
+    def of(cls, error: Exception) -> "WhyClosed":
         """Return the reason for an error of opening."""
         if isinstance(error, FolderInUse):
             return cls.IN_USE
@@ -48,11 +48,11 @@ class NotOpen(StrEnum):
 
 
 _REASONS = {
-    errno.EROFS: NotOpen.READ_ONLY,
-    errno.EACCES: NotOpen.FORBIDDEN,
-    errno.EPERM: NotOpen.FORBIDDEN,
-    errno.ENOSPC: NotOpen.NO_SPACE,
-    errno.EDQUOT: NotOpen.NO_SPACE,
+    errno.EROFS: WhyClosed.READ_ONLY,
+    errno.EACCES: WhyClosed.FORBIDDEN,
+    errno.EPERM: WhyClosed.FORBIDDEN,
+    errno.ENOSPC: WhyClosed.NO_SPACE,
+    errno.EDQUOT: WhyClosed.NO_SPACE,
 }
 
 
@@ -61,7 +61,7 @@ class StoreStanding:
     """State of a `ReopeningStore` at one moment."""
 
     folder: Path
-    not_open: NotOpen | None  # None if it is open
+    not_open: WhyClosed | None  # None if it is open
     why: str = ""  # one line that says why it is not open
     num_gone: int = 0  # how often the folder was removed or replaced while the store was open
     num_restarts: int = 0  # of its process
@@ -99,7 +99,7 @@ class ReopeningStore:
         # The process that is open or being opened, or whose opening failed.
         self._process = StoreProcess(settings, memories, timeout_s)
         self._num_openings = 0
-        self._not_open: NotOpen | None = NotOpen.OPENING
+        self._not_open: WhyClosed | None = WhyClosed.OPENING
         self._why = "it is still being opened"
         self._num_gone = 0
         self._before = (0, 0)  # restarts and ends of earlier processes
@@ -243,7 +243,7 @@ class ReopeningStore:
 
     def _on_failure(self, error: Exception) -> None:
         with self._lock:
-            self._not_open, self._why = NotOpen.of(error), _in_one_line(error)
+            self._not_open, self._why = WhyClosed.of(error), _in_one_line(error)
         self._process.close()
         self._attempted.set()
 
@@ -255,7 +255,7 @@ class ReopeningStore:
                     return True
         with self._lock:
             self._num_gone += 1
-            self._not_open, self._why = NotOpen.GONE, "its folder was removed or replaced"
+            self._not_open, self._why = WhyClosed.GONE, "its folder was removed or replaced"
         self._process.kill()
         return False
 

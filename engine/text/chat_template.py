@@ -22,7 +22,7 @@ class LostContent(ValueError):
     """Raised if the template leaves the text of a message out of the prompt."""
 
 
-class NotOfTheTemplate(ValueError):
+class ReservedVariable(ValueError):
     """Raised for a variable that is a parameter of applying the template, which callers may not set."""
 
 
@@ -47,12 +47,12 @@ def chat_text(
 
     Raises:
         jinja2.exceptions.TemplateError: If the template rejects the messages.
-        NotOfTheTemplate: If a variable is a parameter of applying the template.
+        ReservedVariable: If a variable is a parameter of applying the template.
         LostContent: If the template leaves out the message that is to be continued.
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
-            raise NotOfTheTemplate(f"{name}: is no variable of the template's own; leave it out")
+            raise ReservedVariable(f"{name}: is no variable of the template's own; leave it out")
     text = tokenizer.apply_chat_template(
         [*map(dict, messages[:-1]), _with_end_mark(messages[-1]) if is_continued else dict(messages[-1])],
         tools=[dict(tool) for tool in tools] or None,

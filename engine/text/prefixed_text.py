@@ -18,7 +18,7 @@ class PrefixedText:
         self._encoding: BatchEncoding = tokenizer(text, add_special_tokens=False)
         self.token_ids: list[int] = self._encoding["input_ids"]
 
-    def num_tokens_shared(self, other: str) -> int:
+    def num_common_tokens(self, other: str) -> int:
         """Return how many tokens lie completely within the common prefix of this text and *other*."""
         num_chars = num_common(self._text, other)
         if num_chars == len(self._text):

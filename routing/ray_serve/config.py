@@ -12,8 +12,8 @@ from kvtier.engine.config import (
     Table,
     config_from_dict,
     load_toml,
+    merge_tables,
     tree_from_dict,
-    with_tables,
 )
 from kvtier.routing.config import IndexConfig, PolicyConfig, TokensConfig
 from kvtier.sidecar.config import sidecar_config
@@ -48,7 +48,7 @@ class RayServeConfig(Table, frozen=True, kw_only=True):
 
     def engine_tables(self) -> Mapping[str, object]:
         """Return the given tables of the engine's configuration."""
-        return with_tables({} if self.config is None else load_toml(self.config), self.engine)
+        return merge_tables({} if self.config is None else load_toml(self.config), self.engine)
 
 
 def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:

@@ -17,7 +17,7 @@ from kvtier.routing.ray_serve.node_sidecar import sidecar_of_node
 from kvtier.routing.ray_serve.request_router import EVENTS, REPLAY
 from kvtier.server.access import Access, KeyCheck
 from kvtier.server.entrance import Entrance
-from kvtier.server.http_server import across_origins
+from kvtier.server.http_server import with_cors
 from kvtier.server.served_models import ServedModels
 from kvtier.server.serving_app import load_app
 from kvtier.web.api_keys import ApiKeys
@@ -99,7 +99,7 @@ class Engine:
         models = ServedModels(name, tuple(loaded.lora), int(time.time()), longest_request=None)
         named = with_tenant_names(loaded, keys)
         self._serving = await load_app(config.model, None, named, models, self._entrance, lambda stage: None)
-        checked = across_origins(KeyCheck(self._serving, self._entrance), loaded.server)
+        checked = with_cors(KeyCheck(self._serving, self._entrance), loaded.server)
         self._app: ASGIApp = Access(checked, self._entrance)
         self._publishes = await self._serving.service.llm.ask(_publishes)
 

@@ -20,7 +20,7 @@ from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, may_r
 from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
 from kvtier.routing.salts import Salts
-from kvtier.routing.token_cache import TokenArray, TokenCache, asker_of, asking, tokens_in
+from kvtier.routing.token_cache import TokenArray, TokenCache, asking, client_key, tokens_in
 from kvtier.server.entrance import browser_rules
 from kvtier.web.api_error import ApiError
 from kvtier.web.api_keys import ApiKeys
@@ -92,7 +92,7 @@ class Front:
         if not self._tokens_config.ask or question.tokenize is None:
             return None
         body = asking(question.tokenize)
-        asker = asker_of(next(iter(credentials.values()), ""), question.salt)
+        asker = client_key(next(iter(credentials.values()), ""), question.salt)
         if (kept := self._tokens.get(asker, body)) is not None:
             return kept
         headers = [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from kvtier.sidecar.config import sidecar_config
-from kvtier.sidecar.process import refuse_mistakes, run_process
+from kvtier.sidecar.process import run_process, validate
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,7 +21,7 @@ def main(parent: int, tables: dict[str, object]) -> int:
     if os.getppid() != parent:
         return 0
     config = sidecar_config(None, tables)
-    refuse_mistakes(config)
+    validate(config)
     return run_process(config)
 
 

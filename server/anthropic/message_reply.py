@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterator, Sequence
 
-from kvtier.engine.async_llm import Piece
+from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.server.anthropic.answer_blocks import BlockStream, typed_event, whole_blocks
 from kvtier.server.cache_usage import CacheUsage
@@ -21,11 +21,11 @@ from kvtier.web.event_stream import named_event
 class MessageReply:
     """A `Reply` with one choice. Its stream begins with the prompt's usage, and ends with the answer's usage."""
 
-    def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, only_warms: bool) -> None:
-        """Create a reply; with *only_warms* it contains nothing of the answer."""
+    def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, is_warmup: bool) -> None:
+        """Create a reply; with *is_warmup* it contains nothing of the answer."""
         self._usage = usage
         self._request_id = request_id
-        self._only_warms = only_warms
+        self._only_warms = is_warmup
         self._has_begun = False
         self._tools = tools
         self._reader = tools.reader()  # of the stream
@@ -45,7 +45,7 @@ class MessageReply:
             "kvtier": self._usage.kvtier(),
         }
 
-    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+    def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
             yield self._beginning(piece)
@@ -66,7 +66,7 @@ class MessageReply:
     def error_event(self, error: ApiError) -> bytes:
         return named_event("error", error_object(error, self._request_id))
 
-    def _beginning(self, piece: Piece) -> bytes:
+    def _beginning(self, piece: StreamChunk) -> bytes:
         usage = {**self._of_prompt(piece.tokens), "output_tokens": 0}
         message: dict[str, object] = {
             **self._head,

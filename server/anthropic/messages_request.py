@@ -89,7 +89,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Conversation.chat(self)  # runs the checks of ChatRequest
 
     @property
-    def is_begun(self) -> bool:
+    def continues_answer(self) -> bool:
         """Whether the conversation ends with the beginning of the assistant's answer."""
         return self.messages[-1].role == "assistant"
 
@@ -109,7 +109,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             tools=[tool.tool() for tool in self.tools],
             tool_choice=self.tool_choice.in_chat,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
-            continue_final_message=self.is_begun,
+            continue_final_message=self.continues_answer,
             response_format=None if asked is None else JsonSchemaFormat(NamedSchema("answer", asked.schema)),
             reasoning_effort=self.output_config.effort,
             cache_salt=self.cache_salt,
@@ -161,7 +161,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
     kvtier: KvtierOptions = KvtierOptions()
 
     @property
-    def only_warms(self) -> bool:
+    def is_warmup(self) -> bool:
         """Whether the prompt is computed without an answer."""
         return self.max_tokens == 0
 

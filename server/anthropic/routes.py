@@ -38,7 +38,7 @@ async def create_message(request: Request) -> Generation:
         service,
         chat,
         reply_of=lambda chat, _, __, usage, tools: MessageReply(
-            chat.model, usage, tools, facts.request_id, asked.only_warms
+            chat.model, usage, tools, facts.request_id, asked.is_warmup
         ),
     )
 

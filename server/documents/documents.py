@@ -19,9 +19,9 @@ from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.server.documents.document import MAX_PINNED_S, Document, check_id
 from kvtier.server.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.server.documents.file import Damaged, file_name, tenant_prefix
-from kvtier.server.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
+from kvtier.server.documents.folder_thread import DocumentFiles, FolderThread, MemoryFiles
 from kvtier.server.documents.kept_prefixes import Keeping, MarkedPrompt
-from kvtier.server.documents.worker import DocumentWorker, Residence, Status
+from kvtier.server.documents.worker import DocumentState, DocumentWorker, Status
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class Documents:
         async with AsyncExitStack() as undo:
             folder = await _open_folder(llm, config)
             undo.push_async_callback(folder.close)
-            worker = await llm.attend(lambda core: DocumentWorker(core, salt_of, num_tenants))
-            undo.callback(llm.neglect, worker)  # otherwise blocks would stay pinned without an owner
+            worker = await llm.add_attendant(lambda core: DocumentWorker(core, salt_of, num_tenants))
+            undo.callback(llm.remove_attendant, worker)  # otherwise blocks would stay pinned without an owner
             documents = cls(llm, worker, folder, config.documents.max_per_tenant)
             undo.callback(documents._stop)
             await documents._read()
@@ -100,7 +100,7 @@ class Documents:
         prefix = tenant_prefix(tenant)
         return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
 
-    def why_damaged(self, tenant: str | None, document_id: str) -> str | None:
+    def damage_reason(self, tenant: str | None, document_id: str) -> str | None:
         """Return why the document's file could not be read; None if it was read or does not exist."""
         return self._damaged.get(file_name(tenant, document_id))
 
@@ -136,14 +136,14 @@ class Documents:
         await self._ask(lambda worker: worker.extra_of(document))  # raises ValueError if its adapter is not configured
         return await self._make_change(tenant, lambda: self._put(document))
 
-    async def residence(self, document: Document) -> Residence:
+    async def residence(self, document: Document) -> DocumentState:
         """Return where the document is now."""
         (residence,) = await self.residences([document])
         return residence
 
-    async def residences(self, documents: Sequence[Document]) -> list[Residence]:
+    async def residences(self, documents: Sequence[Document]) -> list[DocumentState]:
         """Return where several documents are now; not a snapshot, because the engine steps in between."""
-        found: list[Residence] = []
+        found: list[DocumentState] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
             found += await self._ask(partial(_residences, some))
@@ -177,7 +177,7 @@ class Documents:
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
     async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Pin the cached part of a prompt up to its breakpoints, see `KeptPrefixes.keep`."""
+        """Pin the cached part of a prompt up to its breakpoints, see `PinnedPrefixes.keep`."""
         return await self._ask(lambda worker: worker.prefixes.keep(prompt))
 
     async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
@@ -368,8 +368,8 @@ def _pinned_s(document: Document) -> float:
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
-        log.info("documents end with this process; %s", how_to_keep(config.sidecar))
-        return NoFolder()
+        log.info("documents end with this process; %s", persistence_advice(config.sidecar))
+        return MemoryFiles()
     cipher = await llm.ask(lambda core: core.cipher)
     tokenizer = await llm.with_tokenizer(tokenizer_digest)
     return await FolderThread.open(path, cipher, tokenizer)
@@ -388,10 +388,10 @@ def documents_path(config: Config) -> Path | None:
     return store.with_name(f"{store.name}-documents")
 
 
-def how_to_keep(sidecar: str | None) -> str:
+def persistence_advice(sidecar: str | None) -> str:
     """Return advice on how to keep documents after the process has ended."""
     return f"to keep them, set documents.path{' or configure [disk]' if sidecar is None else ''}"
 
 
-def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[Residence]:
+def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[DocumentState]:
     return [worker.residence(document) for document in documents]

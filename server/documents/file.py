@@ -19,7 +19,7 @@ import xxhash
 
 from kvtier.server.documents.document import Document, Form
 from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
-from kvtier.store.folder import Folder, open_own, sync_folder
+from kvtier.store.folder import Folder, open_private, sync_folder
 from kvtier.store.owner_lock import FolderInUse, OwnerLock
 from kvtier.store.record import DIGEST_BYTES
 
@@ -107,7 +107,7 @@ class DocumentFolder:
         )
         name = file_name(document.tenant, document.id)
         file, unfinished = self._folder.here / name, self._folder.here / f"{name}{_UNFINISHED}"
-        with open(unfinished, "wb", opener=open_own) as output:
+        with open(unfinished, "wb", opener=open_private) as output:
             output.write(self._sealed(name, content))
             output.flush()
             os.fsync(output.fileno())
@@ -130,7 +130,7 @@ class DocumentFolder:
         Raises Damaged if the file does not hold a readable document.
         """
         try:
-            with open(self._folder.here / name, "rb", opener=open_own) as file:
+            with open(self._folder.here / name, "rb", opener=open_private) as file:
                 value = file.read()
         except OSError as error:
             raise Damaged(f"cannot be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""FolderThread: a DocumentFolder for coroutines, in its own thread. NoFolder: a stand-in that keeps nothing."""
+"""FolderThread: a DocumentFolder for coroutines, in its own thread. MemoryFiles: a stand-in that keeps nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
 
 
 class DocumentFiles(Protocol):
-    """Storage of documents that outlives the process (`FolderThread`), or keeps nothing (`NoFolder`)."""
+    """Storage of documents that outlives the process (`FolderThread`), or keeps nothing (`MemoryFiles`)."""
 
     is_kept: bool
 
@@ -83,7 +83,7 @@ class FolderThread:
         await asyncio.wrap_future(closing)
 
 
-class NoFolder:
+class MemoryFiles:
     """A stand-in for a folder that keeps no files: documents end with the process."""
 
     is_kept = False

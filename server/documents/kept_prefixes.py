@@ -1,4 +1,4 @@
-"""KeptPrefixes: prefixes of prompts that stay in host memory until they have not been read for a while."""
+"""PinnedPrefixes: prefixes of prompts that stay in host memory until they have not been read for a while."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class _Kept:
     pin: Pin  # of the tokens from *start* to *end*
 
 
-class KeptPrefixes:
+class PinnedPrefixes:
     """Pinned prefixes of prompts, within each tenant's share. Owned by the engine's thread.
 
     A prefix is pinned from the end of the longest kept prefix that it extends, so shared tokens count once. A prefix

@@ -7,7 +7,7 @@ from enum import StrEnum
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import keyed
 from kvtier.server.documents.document import Document
-from kvtier.server.documents.kept_prefixes import KeptPrefixes
+from kvtier.server.documents.kept_prefixes import PinnedPrefixes
 from kvtier.server.documents.pin_shares import PinShares
 from kvtier.server.documents.pins import DocumentPins
 from kvtier.server.documents.prefills import DocumentPrefills
@@ -28,7 +28,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
+class DocumentState:
     """A snapshot of where a document is. Each token counts for the warmest tier that has it."""
 
     status: Status
@@ -46,7 +46,7 @@ class DocumentWorker:
     """A worker that computes documents, and keeps documents and prompts in host memory.
 
     Owns their queue, their pins and the tenants' shares. It is created, called and ended in the engine's thread, which
-    calls `tick` after every step (`AsyncLLM.attend`).
+    calls `tick` after every step (`AsyncLLM.add_attendant`).
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
@@ -59,7 +59,7 @@ class DocumentWorker:
         self._shares = PinShares(core, num_tenants)
         self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
-        self.prefixes = KeptPrefixes(core, self._shares)
+        self.prefixes = PinnedPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
         """Return the extra keys of a document's block names; raise ValueError if its adapter is not configured."""
@@ -126,7 +126,7 @@ class DocumentWorker:
         self._prefills.tick()
         self._pins.tick()
 
-    def residence(self, document: Document) -> Residence:
+    def residence(self, document: Document) -> DocumentState:
         """Return where the document is now."""
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
@@ -138,7 +138,7 @@ class DocumentWorker:
         num_done = {Status.READY: document.num_tokens, Status.PREFILLING: self._prefills.num_computed}
         planner = core.planner
         compute_s = planner.compute_seconds(0, document.num_tokens) if planner.prefill.is_known else None
-        return Residence(
+        return DocumentState(
             status,
             self._errors.get(document),
             num_done.get(status, 0),

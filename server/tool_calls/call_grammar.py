@@ -49,7 +49,7 @@ class CallGrammar:
         start = f"start: TEXT | begun ( {first} ) {self._end}"
         return self._with_rules(start, f"TEXT: {_ANY_TEXT}", *begun)
 
-    def free_but_json(self) -> str:
+    def free_except_json(self) -> str:
         """Return the grammar of calls, or of any text that does not begin with a bracket of JSON."""
         return self._with_rules("start: calls | TEXT", r"TEXT: /[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/")
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.config import ToolCallParser
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.server.tool_calls.call_grammar import CallGrammar
 from kvtier.server.tool_calls.call_syntax import CallSyntax
@@ -78,7 +78,7 @@ class ToolUse:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text, calls included. Raises `WrongParameter` if it cannot be combined with calls."""
+        """Required format of the text, calls included. Raises `InvalidParameter` if it cannot be combined with calls."""
         answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
             return answer
@@ -89,12 +89,12 @@ class ToolUse:
         elif answer is not None:
             text = grammar.or_json(self._schema(answer), strict=answer.strict)
         else:
-            text = grammar.free_but_json() if syntax.is_bare else grammar.free(syntax.markers[0])
-        return StructuredOutputs(grammar=text, asked_as="tools")
+            text = grammar.free_except_json() if syntax.is_bare else grammar.free(syntax.markers[0])
+        return StructuredOutputs(grammar=text, parameter_name="tools")
 
     def _schema(self, answer: StructuredOutputs) -> Mapping[str, Any]:
         if answer.kind not in ("json", "json_object") or self._form.syntax.is_bare:
             advice = 'cannot be combined with tools here; send tool_choice "none" or "required"'
-            raise WrongParameter(answer.asked_as, advice)
+            raise InvalidParameter(answer.parameter_name, advice)
         schema: dict[str, Any] = json.loads(answer.text)
         return schema

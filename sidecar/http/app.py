@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from kvtier.engine.stores.remote_store import remote_stays
 from kvtier.sidecar.config import SidecarConfig
 from kvtier.sidecar.http.access import HEALTH
-from kvtier.sidecar.http.deeds import checked, spilled
+from kvtier.sidecar.http.actions import checked, spilled
 from kvtier.sidecar.http.explain_routes import EXPLAIN, ExplainRoutes
 from kvtier.sidecar.http.metrics import SidecarMetrics
 from kvtier.sidecar.http.operated_sidecar import OperatedSidecar

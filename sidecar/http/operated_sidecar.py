@@ -3,7 +3,7 @@
 import asyncio
 
 from kvtier.engine.stores.remote_store import remote_stays
-from kvtier.sidecar.http.deeds import checked, spilled
+from kvtier.sidecar.http.actions import checked, spilled
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.pin_routes import PinRequest, PinRoutes
 from kvtier.tiers.lower.purge import PurgeOrder

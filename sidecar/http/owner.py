@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvtier.sidecar.sidecar import Sidecar, TooManyAsked
+from kvtier.sidecar.sidecar import QueueFull, Sidecar
 from kvtier.web.api_error import ApiError
 
 ANSWER_S = 2.0  # the owner's thread answers within milliseconds; one that takes longer is stuck
@@ -35,5 +35,5 @@ class Owner:
             raise ApiError(503, f"the thread that owns the tiers has not answered for {wait_s:g} s", code="stuck")
         try:
             return answer.result()
-        except TooManyAsked as error:
+        except QueueFull as error:
             raise ApiError(503, f"{error}; it is stuck", code="stuck") from None

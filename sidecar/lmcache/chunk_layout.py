@@ -12,8 +12,6 @@ from kvtier.transfer.segment import Segment
 VERSION = 1  # of the digest's input
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """The KV layout of an engine, see `Layout`. Two engines share chunks only if all of it is equal.

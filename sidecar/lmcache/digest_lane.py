@@ -4,14 +4,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier.store.record import digest_among
+from kvtier.store.record import digest_for_threads
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20  # a millisecond's work, so that threads share a request and other requests have a turn soon
 BATCH_CHUNKS = 32
-MAX_UNDER_WAY = 8  # batches in the lane; the rest waits here, where clients take turns
+MAX_IN_FLIGHT = 8  # batches in the lane; the rest waits here, where clients take turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
 """A callback for each part of a request, with its places and their digests; None if these could not be taken."""
@@ -54,7 +54,7 @@ class DigestLane:
 
     def pump(self) -> None:
         """Hand waiting batches to the lane while it has room."""
-        while self._waiting and self._num_under_way < MAX_UNDER_WAY:
+        while self._waiting and self._num_under_way < MAX_IN_FLIGHT:
             client, batches = next(iter(self._waiting.items()))
             if not self._submit(batches[0]):
                 return
@@ -81,5 +81,5 @@ def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
     The digest for two threads releases the interpreter's lock, so the owner's thread, which answers engines, waits for
     none.
     """
-    digest = digest_among(2)
+    digest = digest_for_threads(2)
     return [digest(memory.host_block(slot)) for slot in slots]

@@ -210,7 +210,7 @@ class LmcacheEndpoint:
         """Process the frames that have arrived; return whether more frames wait for their turn."""
         for message in self._port.receive():
             self._serve(message)
-        for client in self._port.take_gone():
+        for client in self._port.take_disconnected():
             self._end_client(client)
         return self._port.has_more
 
@@ -225,7 +225,7 @@ class LmcacheEndpoint:
     def close(self) -> None:
         """Stop receiving frames, and end every connection and lease. From now on no slot may be given to a block."""
         self._port.close()
-        for client in self._port.take_gone():
+        for client in self._port.take_disconnected():
             client.connection.close()
             self._end_leases(client)
         self._ended.close()
@@ -233,7 +233,7 @@ class LmcacheEndpoint:
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """Ensure that what engines are storing is never found. Promises are kept, because engines count on them."""
         self._stores.void(layouts)
-        self._token_keys.forget_over()
+        self._token_keys.drop_ended()
 
     def clients(self) -> list[AttachedClient]:
         """Return all attached clients, by value."""

@@ -45,7 +45,7 @@ def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer,
     num_tokens, size = len(chain.token_ids), chain.block_size
     misses: tuple[tuple[int, Reason], ...] = ()
     if num_found < len(where):
-        misses = ((len(where) * size, tiers.why_missing(chain.names[num_found])),)
+        misses = ((len(where) * size, tiers.miss_reason(chain.names[num_found])),)
     depths = bytes(tier.depth for tier in where[:num_found] if tier is not None)
     trail = Trail(size, chain.names, depths, 0, misses)
     namespace = explainer.namespace_of(namespace_fields(tiers.layout))

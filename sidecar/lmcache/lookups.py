@@ -91,7 +91,7 @@ class Lookups:
 
         The chunks that it generated were never looked up.
         """
-        self._what_if.on_made(names, _chunk_bytes(tiers))
+        self._what_if.on_generated(names, _chunk_bytes(tiers))
         if self._tracer is not None:
             span, _ = self._tracer.begin(None, request_id)
             tiers.add_traced(span.header, names)

@@ -166,7 +166,7 @@ class GroupChunks:
         self.end = min(self.end, end)
         self.let_go()
 
-    def do_not_want(self, chunks: range) -> None:
+    def unwant(self, chunks: range) -> None:
         """Record that these chunks are not loaded from this promise."""
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
@@ -259,7 +259,7 @@ class Promise:
     former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
     lost: set[tuple[int, int]] = field(default_factory=set)  # chunks that cannot be loaded, as pairs of group and place
     inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
-    is_begun: bool = False
+    continues_answer: bool = False
     is_settled: bool = False
     num_chunks: int = 0  # that can be loaded, once it is settled
     is_ended: bool = False  # no load starts from it any more
@@ -325,7 +325,7 @@ class Promise:
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
         for own in self.every:
-            own.do_not_want(range(len(self.blocks.names)))
+            own.unwant(range(len(self.blocks.names)))
 
 
 class Promises:
@@ -404,7 +404,7 @@ class Promises:
                 continue
             here = promise.places(chunks)
             for own in promise.chunks:
-                own.do_not_want(range(max(0, here.start), max(0, here.stop)))
+                own.unwant(range(max(0, here.start), max(0, here.stop)))
 
     def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
         """Record that the worker has loaded these chunks of the request's prefix, or will not.
@@ -464,7 +464,7 @@ class Promises:
         self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
-        if not promise.is_begun and not self._begin_chunks(promise):
+        if not promise.continues_answer and not self._begin_chunks(promise):
             return
         for own in promise.chunks:
             own.verify_arrived()
@@ -509,7 +509,7 @@ class Promises:
         share = self._shares.of(promise.client)
         self._lease(promise, SharedHit(promise.tiers, promise.groups, promise.blocks.names, share, promise.lost))
         for own in left:
-            own.do_not_want(range(own.num_chunks))
+            own.unwant(range(own.num_chunks))
         promise.former = [own for own in [*promise.former, *left] if not own.is_over]
 
     def _lease(self, promise: Promise, hit: SharedHit) -> None:
@@ -536,23 +536,23 @@ class Promises:
             missing = [*promise.before[promise.num_before :], *names]
             if self._may_come(promise, dict.fromkeys(lasting, missing)):
                 return False
-            promise.is_begun = True
-            promise.misses = Misses(((len(names), tiers.why_missing(missing[0])),))
+            promise.continues_answer = True
+            promise.misses = Misses(((len(names), tiers.miss_reason(missing[0])),))
             return True
         share = self._shares.of(promise.client)
         hit = SharedHit(tiers, promise.groups, names, share)
-        if hit.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
+        if hit.is_read and share.pending_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
             return False
         num_beyond = hit.num_there - hit.num_chunks
         if hit.num_there < len(names) and not num_beyond and self._may_come(promise, hit.missing()):
             return False
-        promise.is_begun = True
+        promise.continues_answer = True
         for group_id in lasting if promise.before else ():
             tiers.refresh(group_id, promise.before[::-1], ())
         self.counts.num_over_share += num_beyond
         promise.misses = Misses(((len(names), Reason.CAPACITY),))
         if hit.num_there < len(names):
-            why = tiers.why_missing(names[hit.num_there])
+            why = tiers.miss_reason(names[hit.num_there])
             promise.misses = Misses(((hit.num_there, Reason.CAPACITY), (len(names), why)))
         self._lease(promise, hit)
         return True
@@ -580,7 +580,7 @@ class Promises:
 
         The disk may just have a long queue, or it may hang.
         """
-        promise.is_begun = True
+        promise.continues_answer = True
         end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
         promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)

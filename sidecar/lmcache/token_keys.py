@@ -126,7 +126,7 @@ class TokenKeys:
             while self._num_over_bytes > MAX_OVER_BYTES:
                 self._drop_over()
 
-    def forget_over(self) -> None:
+    def drop_ended(self) -> None:
         """Drop what is kept for requests that have ended."""
         while self._over:
             self._drop_over()

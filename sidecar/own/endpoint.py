@@ -152,7 +152,7 @@ class EngineEndpoint:
         for session, _, _ in self._sessions.values():
             session.end()
         self._sessions.clear()
-        for client in self._port.take_gone():
+        for client in self._port.take_disconnected():
             client.connection.close()
         self._mappers.close()
 
@@ -327,7 +327,7 @@ class EngineEndpoint:
     def _end_gone(self) -> None:
         """Release what belonged to connections that have ended."""
         self._mappers.poll()
-        for client in self._port.take_gone():
+        for client in self._port.take_disconnected():
             self._clearing = [each for each in self._clearing if each[0] is not client]
             if client in self._sessions:
                 self._end_session(client, self._sessions.pop(client))

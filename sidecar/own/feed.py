@@ -29,7 +29,7 @@ from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 PAGE_BLOCKS = 1024  # blocks of host memory per frame for an engine that has just attached
-LOOKED_THROUGH = 1 << 16  # slots examined per such frame
+MAX_SLOTS_PER_PAGE = 1 << 16  # slots examined per such frame
 MAX_UNREAD_BYTES = 256 << 10  # backpressure for such frames; the port's own limit is higher
 STATE_S = 0.5  # maximum age of the tiers' state that engines were sent
 
@@ -152,7 +152,7 @@ class Feed:
         for group_id, host in enumerate(index.host):
             start = 0
             while start < host.pool.num_slots:
-                slots = np.arange(start, min(start + LOOKED_THROUGH, host.pool.num_slots))
+                slots = np.arange(start, min(start + MAX_SLOTS_PER_PAGE, host.pool.num_slots))
                 start = int(slots[-1]) + 1
                 slots = slots[host.pool.are_named(slots)]
                 if len(slots) > PAGE_BLOCKS:

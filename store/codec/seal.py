@@ -10,7 +10,16 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec, codec_by_id
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.record import NAMESPACE_BYTES, NO_CIPHER_ID, NO_DIGEST, NO_KEY_ID, Fault, Record, digest, digest_among
+from kvtier.store.record import (
+    NAMESPACE_BYTES,
+    NO_CIPHER_ID,
+    NO_DIGEST,
+    NO_KEY_ID,
+    Fault,
+    Record,
+    digest,
+    digest_for_threads,
+)
 from kvtier.store.slab import PAGE_BYTES as _PAGE_BYTES
 from kvtier.store.slab import slot_bytes
 
@@ -41,7 +50,7 @@ def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
     return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
 
 
-def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
+def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
     """Raise ValueError if one of *blobs* does not fit even an empty store."""
     for blob in blobs:
         if not 0 < blob.raw.nbytes <= MAX_BLOCK_BYTES:
@@ -98,7 +107,7 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
     return Sealed(blob.key, header, value.data, charged_bytes(length))
 
 
-def open_record(
+def unseal(
     key: bytes, header: bytes, payload: memoryview, out: memoryview, cipher: Cipher | None = None
 ) -> bytes | Fault:
     """Decrypt and decode the value at the start of *payload* into *out*, verify it, and return its digest or a fault.
@@ -128,7 +137,7 @@ def open_record(
             known = _decrypt(cipher, stored, header + key, codec, out)
     except ValueError:
         return Fault.CORRUPT
-    return known if digest_among(_NUM_READERS)(out) == known else Fault.CORRUPT
+    return known if digest_for_threads(_NUM_READERS)(out) == known else Fault.CORRUPT
 
 
 def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:
@@ -140,7 +149,7 @@ def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | No
         out = memoryview(bytearray(record.raw_length))
     except (MemoryError, OverflowError):  # no block has that length, although the checksum is right
         return Fault.TORN
-    result = open_record(key, header, payload, out, cipher)
+    result = unseal(key, header, payload, out, cipher)
     return result if isinstance(result, Fault) else None
 
 

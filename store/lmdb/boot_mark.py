@@ -13,7 +13,7 @@ from typing import Self
 
 import xxhash
 
-from kvtier.store.folder import open_or_make, open_own, sync_folder
+from kvtier.store.folder import open_or_make, open_private, sync_folder
 
 _LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have their own version
 _ANY_LAYOUT = b"kvtier-store-"
@@ -53,7 +53,7 @@ class BootMark:
         Raises OSError if the file cannot be read.
         """
         try:
-            with open(folder / _NAME, "rb", opener=open_own) as file:
+            with open(folder / _NAME, "rb", opener=open_private) as file:
                 content = file.read(_COPIES_AT[-1] + _COPY_BYTES)
         except FileNotFoundError:
             return None

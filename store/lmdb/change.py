@@ -119,7 +119,7 @@ class Change:
         self._num_written += sealed.payload.nbytes
         self._charge(tenant, sealed.charged_bytes)
 
-    def find_again(self, keys: Iterable[bytes]) -> None:
+    def verify_lookups(self, keys: Iterable[bytes]) -> None:
         """Raise `lmdb.CorruptedError` if a lookup does not find one of *keys*, which this change has added.
 
         A damaged page that misleads readers may look valid to LMDB, and no other check would find it.
@@ -172,7 +172,7 @@ class Change:
             self._tenants[tenant] = 0 if packed is None else BYTES_OF_TENANT.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
-    def leave_spare_pages(self) -> None:
+    def check_spare_pages(self) -> None:
         """Take as many pages as must be left free, and give them back. Raises `lmdb.MapFullError` if there are too few.
 
         A deletion needs new pages itself, so a map filled to the last page could never be emptied again.

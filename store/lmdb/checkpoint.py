@@ -14,7 +14,7 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from kvtier.store.folder import open_or_make, open_own, sync_folder
+from kvtier.store.folder import open_or_make, open_private, sync_folder
 from kvtier.store.lmdb.tables import Tables, keep_when_forked
 
 _NAME = "checkpoint"
@@ -43,7 +43,7 @@ class Checkpoint:
         reader = self._tables.env.begin()
         keep_when_forked(reader)
         try:
-            with open(self._folder / "data.mdb", "rb", opener=open_own) as data:
+            with open(self._folder / "data.mdb", "rb", opener=open_private) as data:
                 root = data.read(2 * self._tables.env.stat()["psize"])
             last_change = self._tables.counters(reader).num_changes
             _keep(self._folder, root)
@@ -64,11 +64,11 @@ class Checkpoint:
 def restore(folder: Path) -> bool:
     """Restore the data file in *folder* to its last checkpoint. Returns False if there is no valid one."""
     try:
-        with open(folder / _NAME, "rb", opener=open_own) as file:
+        with open(folder / _NAME, "rb", opener=open_private) as file:
             root = _whole(file.read())
         if root is None:
             return False
-        data = open_own(folder / "data.mdb", os.O_RDWR)
+        data = open_private(folder / "data.mdb", os.O_RDWR)
     except OSError:
         return False
     try:

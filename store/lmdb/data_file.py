@@ -18,7 +18,7 @@ from kvtier.store.slab import PAGE_BYTES, Slabs
 DATA = "data.mdb"
 MAX_CRASHES = 2  # in a row on one file: a single crash may have another cause, such as a page that was not read
 _COPY = "compact"  # the folder in which a compacted copy is made
-BESIDES_BYTES = 1 << 20  # limit on marks, lock files and the file system's own blocks
+OVERHEAD_BYTES = 1 << 20  # limit on marks, lock files and the file system's own blocks
 _MIN_INDEX_BYTES = 8 << 20
 # Errors of LMDB and of `tables` which mean that the tree itself is broken, not one payload. Such a file is not opened
 # again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors only end the transaction.
@@ -61,7 +61,7 @@ def index_bytes(capacity_bytes: int) -> int:
 
 def max_bytes(capacity_bytes: int) -> int:
     """Return the limit on the disk space of a store's folder."""
-    return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + BESIDES_BYTES
+    return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + OVERHEAD_BYTES
 
 
 def capacity_within(disk_bytes: int) -> int:

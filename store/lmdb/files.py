@@ -21,13 +21,13 @@ from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.change import REMOVAL_BYTES, Change, NoFreeSlot
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
-from kvtier.store.lmdb.index_file import LITTLE_BYTES
+from kvtier.store.lmdb.index_file import MIN_REMOVAL_BYTES
 from kvtier.store.lmdb.tables import Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
 _RECORDS_PER_CHANGE = 512  # deleted in one change: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 4  # deleted, and skipped, in one change if there is only room for `LITTLE_BYTES`
+_RECORDS_WHEN_FULL = 4  # deleted, and skipped, in one change if there is only room for `MIN_REMOVAL_BYTES`
 _HOLES_AT_ONCE = 4096
 CHECK_READERS_S = 10.0  # interval for freeing the reader slots of dead processes, which hold back pages
 
@@ -73,8 +73,8 @@ class OpenFolder:
 
     def sync(self) -> None:
         """Block until everything written is on disk. For the writer only. Raises OSError or lmdb.Error."""
-        if self.tables.file.is_doubtful:
-            self.tables.file.write_again()
+        if self.tables.file.sync_failed:
+            self.tables.file.rewrite()
         self.slabs.sync()
         self.tables.file.sync()
 
@@ -147,7 +147,7 @@ class MapUsers:
             self._gate.notify_all()
 
     @contextmanager
-    def kept_out(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Run the block while no thread uses the map. Existing users are waited for, and new ones wait.
 
         A thread that uses the map must not enter this block.
@@ -204,10 +204,10 @@ class LmdbFiles:
         with self.reading() as txn:
             counters = self.tables.counters(txn)
         if counters.capacity_bytes != self.capacity_bytes:
-            with self.changing(removal_bytes=LITTLE_BYTES) as change:
+            with self.changing(removal_bytes=MIN_REMOVAL_BYTES) as change:
                 change.counters.capacity_bytes = self.capacity_bytes
         self.give_back(data_file.slab_bytes(self.capacity_bytes))
-        if self.tables.file.taken_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.BESIDES_BYTES:
+        if self.tables.file.taken_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.OVERHEAD_BYTES:
             self._compact()
         if self._checkpoint is not None:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
@@ -339,7 +339,7 @@ class LmdbFiles:
             if error.errno != errno.ENOSPC:
                 raise
         self._reclaim()
-        with self.changing(removal_bytes=LITTLE_BYTES) as change:
+        with self.changing(removal_bytes=MIN_REMOVAL_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
     def free_pages(self, limit_bytes: int) -> None:
@@ -352,9 +352,9 @@ class LmdbFiles:
 
     def sync(self) -> None:
         """Block until every completed change is on disk. Raises OSError if that fails."""
-        if self.tables.file.is_doubtful:
+        if self.tables.file.sync_failed:
             with self.writer, self.using():
-                self.tables.file.write_again()
+                self.tables.file.rewrite()
         with self.using():  # without the writer's lock, so that changes continue meanwhile
             self.slabs.sync()
             self.tables.file.sync()
@@ -368,7 +368,7 @@ class LmdbFiles:
         with self.changing(new_bytes) as change:
             result = act(change)
             if self.tables.file.is_nearly_full(new_bytes):
-                change.leave_spare_pages()
+                change.check_spare_pages()
             return result
 
     def _must_fit(self, added_bytes: int, removal_bytes: int) -> bool:
@@ -377,7 +377,7 @@ class LmdbFiles:
         A change that removes or moves any number of records copies each page in use at most once. The moved rows fill
         no more pages than they take now.
         """
-        if removal_bytes > LITTLE_BYTES:
+        if removal_bytes > MIN_REMOVAL_BYTES:
             removal_bytes = 2 * self.tables.file.used_bytes()
         return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)
 
@@ -436,7 +436,7 @@ class LmdbFiles:
 
     def _compact(self) -> None:
         """Copy the index to a file without free pages. No change happens meanwhile, so CLEAN is true at every level."""
-        with self.writer, self._users.kept_out(), self._lmdb_errors():
+        with self.writer, self._users.exclusive(), self._lmdb_errors():
             self._opened.sync()
             self._opened.mark(FileState.CLEAN)
             self._release_checkpoint()
@@ -448,7 +448,7 @@ class LmdbFiles:
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
-        with self.changing(removal_bytes=LITTLE_BYTES):
+        with self.changing(removal_bytes=MIN_REMOVAL_BYTES):
             pass
 
     def _clear_stale_readers(self) -> None:
@@ -519,7 +519,7 @@ class LmdbFiles:
         """Reopen the index as it was before, if LMDB could not write its root. Raises OSError if that still fails."""
         if not self._has_panicked or self._users.is_closed:
             return
-        with self.writer, self._users.kept_out():
+        with self.writer, self._users.exclusive():
             if not self._has_panicked:
                 return
             self._release_checkpoint()

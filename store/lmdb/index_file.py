@@ -9,7 +9,7 @@ import lmdb
 from kvtier.store.slab import PAGE_BYTES
 
 SPARE_PAGES = 64  # left free by each change that adds: removing or moving 8 records needs them, three levels deep
-LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that removing or moving at most 8 records may need
+MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that removing or moving at most 8 records may need
 _AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 
@@ -23,7 +23,7 @@ class IndexFile:
         self.env = env
         self._descriptor: int | None = descriptor
         self._syncing = threading.Lock()
-        self.is_doubtful = False  # whether the last sync failed; `_syncing` guards it
+        self.sync_failed = False  # whether the last sync failed; `_syncing` guards it
         self.reserved_bytes = self.used_bytes()  # pages in use have their disk space
 
     @property
@@ -54,18 +54,18 @@ class IndexFile:
         """Block until the file, as it was at the call, is on disk.
 
         Raises OSError or lmdb.Error if that fails. From then on every call raises until the writer has called
-        `write_again`.
+        `rewrite`.
         """
         with self._syncing:
-            if self.is_doubtful:
+            if self.sync_failed:
                 raise OSError(errno.EIO, "an earlier sync of the index failed")
             try:
                 self.env.sync(True)
             except lmdb.Error:
-                self.is_doubtful = True
+                self.sync_failed = True
                 raise
 
-    def write_again(self) -> None:
+    def rewrite(self) -> None:
         """Write all pages to the file again, so that the next sync writes them to disk.
 
         The kernel reports only once that it could not write pages, and then takes them for written. The next sync would
@@ -77,7 +77,7 @@ class IndexFile:
                 pages = os.pread(descriptor, _AHEAD_BYTES, start)
                 if os.pwrite(descriptor, pages, start) < len(pages):
                     raise OSError(errno.EIO, "the index could not be written again")
-            self.is_doubtful = False
+            self.sync_failed = False
 
     def reserve(self, new_bytes: int) -> None:
         """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if there is none.
@@ -94,7 +94,7 @@ class IndexFile:
 
     def is_nearly_full(self, new_bytes: int) -> bool:
         """Return whether *new_bytes* and the spare pages might not fit after the last page in use."""
-        return self.used_bytes() + new_bytes + LITTLE_BYTES > self.env.info()["map_size"]
+        return self.used_bytes() + new_bytes + MIN_REMOVAL_BYTES > self.env.info()["map_size"]
 
     def _reserve_up_to(self, end: int) -> None:
         os.posix_fallocate(self._open_descriptor(), self.reserved_bytes, end - self.reserved_bytes)

@@ -13,7 +13,7 @@ from pathlib import Path
 import lmdb
 
 from kvtier.store.durability import Durability
-from kvtier.store.folder import Folder, open_own
+from kvtier.store.folder import Folder, open_private
 from kvtier.store.lmdb import roots as lmdb_roots
 from kvtier.store.lmdb.boot_mark import BootMark, FileState
 from kvtier.store.lmdb.data_file import DAMAGE, DATA, damage_of
@@ -172,7 +172,7 @@ def _file_bytes(folder: Path) -> int:
 def _content(folder: Folder) -> Content:
     try:
         lmdb_roots.check(folder.here / DATA)
-        os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
+        os.close(open_private(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
         # The map size is the owner's. So is the number of readers: the first process creates the table of readers.
         with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
             counters = Tables.counters_in(env)

@@ -121,7 +121,7 @@ class LmdbStore:
             capacity_bytes=self._writer.capacity_bytes,
             file_bytes=file_bytes,
             written_bytes_total=counters.written_bytes_total,
-            written_lately_bytes=counters.lately_bytes(time.time()),
+            recent_written_bytes=counters.lately_bytes(time.time()),
             read_bytes_total=read_bytes_total,
             evicted_total=counters.evicted_total,
             quota_evicted_total=counters.quota_evicted_total,

@@ -12,7 +12,7 @@ from itertools import chain
 
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import fault_of, open_record
+from kvtier.store.codec.seal import fault_of, unseal
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.record import Fault, is_plain
 from kvtier.store.slab import Slot
@@ -141,7 +141,7 @@ class LmdbReader:
             if place is None
             else Fault.IO_ERROR
             if place[1] in failed
-            else open_record(key, place[0], value, out, self._cipher)
+            else unseal(key, place[0], value, out, self._cipher)
             for (key, out), place, value in zip(pairs, found, values, strict=True)
         ]
 

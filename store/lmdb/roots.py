@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from kvtier.store.folder import open_own
+from kvtier.store.folder import open_private
 from kvtier.store.slab import PAGE_BYTES
 
 _META = struct.Struct("<II8xQ" + 2 * "IHH32xQ" + "QQ")
@@ -61,7 +61,7 @@ def check(data_file: Path) -> None:
     LMDB never reads the trees of the older root. After a failed write of a root, LMDB restores that root's transaction
     number and last page, but not its trees, which belong to a transaction that was never committed.
     """
-    with open(data_file, "rb", opener=open_own) as file:
+    with open(data_file, "rb", opener=open_private) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES
     starts = (0, PAGE_BYTES) if len(head) == 2 * PAGE_BYTES else ()
     roots = [_Root(*_META.unpack_from(head, start + _META_AT)) for start in starts]

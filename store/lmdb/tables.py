@@ -17,8 +17,8 @@ import xxhash
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
-from kvtier.store.folder import open_own
-from kvtier.store.lmdb.index_file import LITTLE_BYTES, IndexFile
+from kvtier.store.folder import open_private
+from kvtier.store.lmdb.index_file import MIN_REMOVAL_BYTES, IndexFile
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.slab import PAGE_BYTES, Slot
 
@@ -119,7 +119,7 @@ class Counters:
     written_bytes_total: int = 0
     evicted_total: int = 0
     capacity_bytes: int = 0  # with which the store was last opened
-    written_lately_bytes: int = 0  # decaying by two thirds a day
+    recent_written_bytes: int = 0  # decaying by two thirds a day
     written_lately_at: float = 0.0  # seconds since 1970
     num_changes: int = 0
     slab_bytes: int = 0  # of all slots that take disk space
@@ -138,12 +138,12 @@ class Counters:
     def on_written(self, num_bytes: int, now: float) -> None:
         """Count *num_bytes* of payload written at *now* (seconds since 1970)."""
         self.written_bytes_total += num_bytes
-        self.written_lately_bytes = self.lately_bytes(now) + num_bytes
+        self.recent_written_bytes = self.lately_bytes(now) + num_bytes
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """Return `written_lately_bytes`, decayed until *now*."""
-        return round(self.written_lately_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
+        """Return `recent_written_bytes`, decayed until *now*."""
+        return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
 class Row(NamedTuple):
@@ -330,7 +330,7 @@ class Tables:
 def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
     """Open the tables of the index in *folder*, creating them if there are none. Raises OSError or lmdb.Error."""
     _take_room(folder / "lock.mdb", _LOCK_BYTES)
-    descriptor = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
+    descriptor = open_private(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
     try:
         env = _opened(folder, map_bytes, durability)
     except BaseException:
@@ -342,7 +342,7 @@ def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
         env.reader_check()
         is_new = env.stat()["entries"] == 0
         if is_new:
-            file.reserve(LITTLE_BYTES)
+            file.reserve(MIN_REMOVAL_BYTES)
         tables = Tables(file, [_table(env, name, is_new) for name in _TABLES])
         with env.begin() as txn:
             tables.counters(txn)
@@ -396,7 +396,7 @@ def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Enviro
 
 def _take_room(path: Path, num_bytes: int) -> None:
     """Reserve disk space for the first *num_bytes* of a mapped file, as `IndexFile.reserve` does. Raises OSError."""
-    file = open_own(path, os.O_RDWR | os.O_CREAT)
+    file = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(file, 0, num_bytes)
     finally:

@@ -55,7 +55,7 @@ class Verification:
     num_stored: int  # records in the store; perhaps only a sample of them was read
     tallies: dict[bytes, Tally]  # by namespace
     miscount: str
-    went_back: bool  # whether it was restored to its last checkpoint after a machine crash
+    was_restored: bool  # whether it was restored to its last checkpoint after a machine crash
     num_deleted: int
     seconds: float  # spent reading records
 
@@ -99,7 +99,7 @@ def verify_store(
     require_store(folder)
     cipher = None if key_file is None else Cipher.from_file(key_file)
     yield Progress("opening")
-    went_back = standing(folder)[1] is NextStart.CHECKPOINT
+    was_restored = standing(folder)[1] is NextStart.CHECKPOINT
     with _opened(folder, owner, cipher) as store:
         yield Progress("counting")
         miscount = _miscount(store)
@@ -138,7 +138,7 @@ def verify_store(
         if miscount and num_deleted:  # a record without its payload is bad and miscounted
             yield Progress("counting again")
             miscount = _miscount(store)
-    yield Verification(statistics.num_records, tallies, miscount, went_back, num_deleted, seconds)
+    yield Verification(statistics.num_records, tallies, miscount, was_restored, num_deleted, seconds)
 
 
 def delete_namespaces(
@@ -162,7 +162,7 @@ def delete_namespaces(
     yield Deletion(num_records, num_bytes)
 
 
-def condemn(folder: Path) -> None:
+def mark_damaged(folder: Path) -> None:
     """Mark the store as damaged, so that the next engine that opens it starts empty. Raises FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)

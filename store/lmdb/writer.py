@@ -11,7 +11,7 @@ from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import Sealed, charged_bytes, max_charged_bytes, refuse_unfit, seal
+from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.change import Change
@@ -156,7 +156,7 @@ class LmdbWriter:
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         """See `BlobStore.put_many`."""
-        refuse_unfit(blobs, self._files.capacity_bytes, self._cipher)
+        check_fits(blobs, self._files.capacity_bytes, self._cipher)
         evicted: dict[bytes, None] = {}
         for part in _parts(blobs, data_file.part_bytes(self._files.capacity_bytes)):
             try:
@@ -187,11 +187,11 @@ class LmdbWriter:
         """See `BlobStore.delete`."""
         num_deleted, left = 0, list(keys)
 
-        def forget_some(change: Change, limit: int) -> list[bool]:
+        def pop_forgotten(change: Change, limit: int) -> list[bool]:
             return [change.forget(key) for key in left[:limit]]
 
         while left:
-            forgotten = self._files.remove(forget_some)
+            forgotten = self._files.remove(pop_forgotten)
             num_deleted += sum(forgotten)
             del left[: len(forgotten)]
         return num_deleted
@@ -253,7 +253,7 @@ class LmdbWriter:
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
-            change.find_again(blob.key for blob in new)
+            change.verify_lookups(blob.key for blob in new)
             return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), limit), {blob.key for blob in new}
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)

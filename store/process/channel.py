@@ -112,7 +112,7 @@ class NoAnswer(Exception):
     """Error raised if the other process has ended or timed out. Errors of the store are responses instead."""
 
     @property
-    def is_silence(self) -> bool:
+    def is_no_reply(self) -> bool:
         """Whether the other process may still be alive."""
         return not isinstance(self.__cause__, EOFError | OSError) or isinstance(self.__cause__, TimeoutError)
 
@@ -148,11 +148,11 @@ class Channel:
             raise NoAnswer("it answered another request")
         return answer
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close this process's end of the socket."""
         self._socket.close()
 
-    __del__ = hang_up
+    __del__ = disconnect
 
 
 _channels: WeakSet[Channel] = WeakSet()
@@ -160,7 +160,7 @@ _channels: WeakSet[Channel] = WeakSet()
 
 def _hang_up_all() -> None:
     for channel in list(_channels):
-        channel.hang_up()
+        channel.disconnect()
 
 
 os.register_at_fork(after_in_child=_hang_up_all)

@@ -434,7 +434,7 @@ class _Worker:
             if is_silent and not self.has_ended and crashes.is_computing(self._process.pid):
                 self._silence = f"no answer to {method} in {timeout_s:.0f} s while it was computing"
             why = str(error) or f"no free channel in {timeout_s:.0f} s"
-            self.end(why if isinstance(error, queue.Empty) or error.is_silence else "")
+            self.end(why if isinstance(error, queue.Empty) or error.is_no_reply else "")
             raise StoreDied(f"store {self._folder}: {method}: {why}, {_status(self._process.returncode)}") from error
         except BaseException:
             self.end("a call was interrupted")

@@ -34,7 +34,7 @@ class MemoryRemote:
         self._count(num_writes=len(records), written_bytes=sum(map(len, values.values())))
         return [True] * len(records)
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         self._check_open()
         self._count(num_questions=len(keys))
         return [key in self._values for key in keys]

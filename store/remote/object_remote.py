@@ -55,7 +55,7 @@ class ObjectRemote:
         if changed:  # their segments were replaced or deleted, so look for them again
             places = self._find(_chains(keys), call)
             values |= self._read({key: places[key] for key in changed if key in places}, call)
-        call.raise_if_in_vain()
+        call.raise_if_all_failed()
         absent = Fault.IO_ERROR if call.errors else Fault.MISSING
         return [values.get(key, absent) for key in keys]
 
@@ -64,7 +64,7 @@ class ObjectRemote:
         segments = cut(records)
         packed = [pack(segment.records) for segment in segments]  # copied now: the payloads are the caller's afterwards
         tags = call.run([partial(self._put, *put) for put in zip(segments, packed, strict=True)])
-        call.raise_if_in_vain()
+        call.raise_if_all_failed()
         done = {
             record.key
             for segment, tag in zip(segments, tags, strict=True)
@@ -73,12 +73,12 @@ class ObjectRemote:
         }
         return [record.key in done for record in records]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """See `RemoteStore`. What earlier calls found is not requested again, so it may be gone since."""
         call = self._call()
         places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
-            call.raise_if_in_vain()
+            call.raise_if_all_failed()
         not_found = None if call.errors else False
         return [True if key in places else not_found for key in keys]
 
@@ -231,7 +231,7 @@ class _Call:
         self._num_done += len(results) - len(errors)
         return [None if isinstance(result, RemoteUnavailable) else result for result in results]
 
-    def raise_if_in_vain(self) -> None:
+    def raise_if_all_failed(self) -> None:
         """Raise the first error if no request was answered."""
         if self.errors and not self._num_done:
             raise self.errors[0]

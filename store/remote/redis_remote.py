@@ -14,7 +14,7 @@ from kvtier.store.remote.redis.cluster import RedisCluster
 from kvtier.store.remote.redis.command import Command, Reply, batches
 from kvtier.store.remote.redis.node import RedisNode
 from kvtier.store.remote.redis.parts import HEAD_BYTES, Parts, in_parts, joined
-from kvtier.store.remote.redis.refusals import in_a_line, is_answer, is_no_value
+from kvtier.store.remote.redis.refusals import describe, is_answer, is_wrong_type
 from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsage
 
@@ -57,7 +57,7 @@ class RedisRemote:
         self._check(replies)
         return [not isinstance(reply, Exception) for reply in replies]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         replies = self._asked([Command(b"EXISTS", (self._name(key),)) for key in keys], self._deadline())
         self._count(RemoteUsage(num_questions=len(keys)))
         return [reply == 1 if is_answer(reply) else None for reply in replies]
@@ -118,11 +118,11 @@ class RedisRemote:
     def _unavailable(self, error: Exception) -> RemoteUnavailable:
         if self._is_closed:
             return RemoteUnavailable(f"{self.where}: the store is closed")
-        return RemoteUnavailable(in_a_line(error, self.where, self._settings.prefix))
+        return RemoteUnavailable(describe(error, self.where, self._settings.prefix))
 
     def _whole(self, name: bytes, value: memoryview | Fault, until: float) -> memoryview | Fault:
         """Return the record of which *value* is the whole or the first part."""
-        parts = None if isinstance(value, Fault) else Parts.named_in(value)
+        parts = None if isinstance(value, Fault) else Parts.parse_name(value)
         if isinstance(value, Fault) or parts is None:
             return value
         replies = self._ask([Command(b"GET", (part,)) for part in parts.names(name)], until)
@@ -149,7 +149,7 @@ class RedisRemote:
         them were accepted.
         """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
-        parts, old = Parts.named_in(first), Parts.named_in(before) if isinstance(before, memoryview) else None
+        parts, old = Parts.parse_name(first), Parts.parse_name(before) if isinstance(before, memoryview) else None
         assert parts is not None
         replies = self._set(list(zip(parts.names(name), rest, strict=True)), until)
         refusals = [reply for reply in replies if isinstance(reply, Exception)]
@@ -196,4 +196,4 @@ def _value_of(reply: Reply) -> memoryview | Fault:
         return reply
     if reply is None:
         return Fault.MISSING
-    return Fault.CORRUPT if is_no_value(reply) else Fault.IO_ERROR
+    return Fault.CORRUPT if is_wrong_type(reply) else Fault.IO_ERROR

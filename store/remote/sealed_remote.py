@@ -6,7 +6,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import open_record, seal
+from kvtier.store.codec.seal import seal, unseal
 from kvtier.store.record import HEADER_BYTES, Fault
 from kvtier.store.remote_store import RemoteRecord, RemoteStore, RemoteUsage
 
@@ -44,12 +44,12 @@ class SealedRemote:
         """
         return self._store.put_many([self._sealed(blob) for blob in blobs])
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether a record seems to exist, or None if the request failed; see `RemoteStore`.
 
         Raises `RemoteUnavailable`.
         """
-        return self._store.ask_many(keys, apart)
+        return self._store.exist_many(keys, apart)
 
     def _sealed(self, blob: Blob) -> RemoteRecord:
         sealed = seal(blob, self._codec, self._cipher)
@@ -58,4 +58,4 @@ class SealedRemote:
     def _open(self, key: bytes, value: memoryview | Fault, out: memoryview) -> bytes | Fault:
         if isinstance(value, Fault):
             return value
-        return open_record(key, bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], out, self._cipher)
+        return unseal(key, bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], out, self._cipher)

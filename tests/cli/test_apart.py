@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.apart import call_apart
+from kvtier.cli.subprocess_call import call_in_process
 
 
 class Unsendable(Exception):
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("for_children")
 @pytest.mark.parametrize("error", ["ConnectionAbortedError(103, 'oh')", "EOFError('oh')"])
 def test_an_error_of_the_functions_is_no_crash(error: str) -> None:
     with pytest.raises(type(eval(error)), match="oh"):
-        call_apart(fail, error)
+        call_in_process(fail, error)
 
 
 def test_an_error_that_cannot_be_sent_arrives_as_an_os_error_with_its_text() -> None:
     with pytest.raises(OSError, match="Unsendable: too much at noon") as raised:
-        call_apart(fail, "Unsendable('too much', 'at noon')")
+        call_in_process(fail, "Unsendable('too much', 'at noon')")
 
     assert raised.value.errno == errno.EIO
 
@@ -39,4 +39,4 @@ def test_a_file_in_the_working_directory_is_no_module_of_its(tmp_path: Path, mon
     (tmp_path / "tempfile.py").write_text("raise SystemExit('not the tempfile you wanted')")
     monkeypatch.chdir(tmp_path)
 
-    assert call_apart(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert call_in_process(sorted, [3, 1, 2]) == [1, 2, 3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_models import build
 
-from kvtier.cli.first_look import check_files, check_model
+from kvtier.cli.early_checks import check_files, check_model
 from kvtier.engine.config import as_config
 
 DEADLINE_S = 180.0  # for what takes a second: reached only when a test fails

@@ -38,7 +38,7 @@ def fill(url: str) -> None:
 
 def num_there(url: str, namespace: bytes) -> int:
     with remote_store(RemoteConfig(url=url)) as store:
-        return sum(store.ask_many(keys(namespace), apart=True))
+        return sum(store.exist_many(keys(namespace), apart=True))
 
 
 def test_the_named_namespace_is_deleted_and_others_stay(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from store_index import changed_index
 
-from kvtier.cli.apart import Crashed, call_apart, iterate_apart
 from kvtier.cli.main import main
+from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_process
 from kvtier.engine.config import size_text
 from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import Cipher
@@ -33,7 +33,7 @@ from kvtier.store.lmdb.upkeep import Tally, Verification
 from kvtier.store.record import Fault, Record, digest
 
 CAPACITY_BYTES = 10 << 20
-PATIENCE_S = 60.0  # reached only when a test fails
+HUNG_COPY_S = 60.0  # reached only when a test fails
 BLOCK_BYTES = 8192
 CHARGED_KIB = charged_bytes(BLOCK_BYTES) / 1024
 A, B, C = b"namespace number", b"namespace-number", b"model-A layout-1"
@@ -150,7 +150,7 @@ def owner_of(folder: Path) -> "Iterator[subprocess.Popen[str]]":
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         yield owner
-        owner.communicate(timeout=PATIENCE_S)
+        owner.communicate(timeout=HUNG_COPY_S)
 
 
 def wait_until_open(folder: Path, check: "subprocess.Popen[str]") -> None:
@@ -450,7 +450,7 @@ def test_check_tells_of_a_store_that_went_back_to_its_checkpoint(
 
 def test_a_crash_of_the_machine_during_a_check_costs_nothing(many: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(many, tmp_path / "store"))
-    with iterate_apart(upkeep.verify_store, store, os.getpid()) as items:
+    with iterate_in_process(upkeep.verify_store, store, os.getpid()) as items:
         while next(items) != upkeep.Progress("counting"):
             pass
         mark = BootMark.read(store)
@@ -581,7 +581,7 @@ def test_check_shows_its_progress_on_a_terminal(many: Path) -> None:
                     shown += read
             except OSError:  # the other end is closed
                 pass
-        out, _ = check.communicate(timeout=PATIENCE_S)
+        out, _ = check.communicate(timeout=HUNG_COPY_S)
 
     assert check.returncode == 0
     assert f"{NUM_MANY:,} records verified" in out
@@ -599,7 +599,7 @@ def test_ctrl_c_ends_a_check_and_leaves_the_store_closed(many: Path, tmp_path: P
             wait_until_open(store, check)
             with suppress(ProcessLookupError):
                 os.killpg(check.pid, signal.SIGINT)
-            out, err = check.communicate(timeout=PATIENCE_S)
+            out, err = check.communicate(timeout=HUNG_COPY_S)
         if check.returncode != 0:  # else it was done before
             break
 
@@ -697,15 +697,15 @@ def test_stats_says_what_a_crash_of_the_machine_left(capsys: pytest.CaptureFixtu
 def test_what_reads_stores_needs_neither_torch_nor_transformers(store: Path) -> None:
     script = f"""
 import sys
-from kvtier.cli.apart import call_apart
+from kvtier.cli.subprocess_call import call_in_process
 from kvtier.cli.main import main
 assert main(["check", {str(store)!r}]) == main(["stats", {str(store)!r}]) == 0
-there = call_apart(eval, "set(__import__('sys').modules)")
+there = call_in_process(eval, "set(__import__('sys').modules)")
 print(sorted({{"torch", "transformers"}} & (there | set(sys.modules))))
 """
 
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HUNG_COPY_S, check=True
     )
 
     assert done.stdout.splitlines()[-1] == "[]"
@@ -788,7 +788,7 @@ def test_rm_of_a_namespace_that_is_not_clear_is_one_line_and_deletes_nothing(
 
 def test_rm_without_a_terminal_wants_yes(store: Path) -> None:
     with start("store", "rm", store, "--all") as rm:
-        out, err = rm.communicate(timeout=PATIENCE_S)
+        out, err = rm.communicate(timeout=HUNG_COPY_S)
 
     assert (rm.returncode, out) == (2, "")
     assert "add --yes" in err
@@ -802,7 +802,7 @@ def test_rm_on_a_terminal_asks(store: Path, answer: str, left: dict[bytes, int] 
     with start("store", "rm", store, "--namespace", B.hex(), stdin=theirs) as rm:
         os.close(theirs)
         os.write(ours, answer.encode())
-        out, err = rm.communicate(timeout=PATIENCE_S)
+        out, err = rm.communicate(timeout=HUNG_COPY_S)
     os.close(ours)
 
     assert f"delete 7 records, {7 * CHARGED_KIB:.1f} KiB, of" in err
@@ -848,17 +848,17 @@ def crash(signal_number: int) -> None:
 
 def test_what_runs_apart_gives_its_items_its_result_and_its_errors(tmp_path: Path, for_children: None) -> None:
 
-    with iterate_apart(count_up, 5, str(tmp_path)) as items:
+    with iterate_in_process(count_up, 5, str(tmp_path)) as items:
         assert list(items) == list(range(5))
 
-    assert call_apart(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert call_in_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(ZeroDivisionError):
-        call_apart(divmod, 1, 0)
+        call_in_process(divmod, 1, 0)
 
 
 def test_what_runs_apart_is_closed_when_nobody_listens_any_more(tmp_path: Path, for_children: None) -> None:
 
-    with iterate_apart(count_up, 1 << 62, str(tmp_path)) as items:
+    with iterate_in_process(count_up, 1 << 62, str(tmp_path)) as items:
         assert next(items) == 0
         assert not (tmp_path / "closed").exists()
 
@@ -869,14 +869,14 @@ def test_what_runs_apart_is_closed_when_nobody_listens_any_more(tmp_path: Path, 
 def test_a_crash_of_what_runs_apart_is_an_error_that_names_the_signal(name: str, for_children: None) -> None:
 
     with pytest.raises(Crashed, match=name) as crashed:
-        call_apart(crash, signal.Signals[name])
+        call_in_process(crash, signal.Signals[name])
 
     assert crashed.value.signal_name == name
 
 
 def test_one_that_ends_apart_without_a_word_is_an_error_that_has_its_last_words() -> None:
     with pytest.raises(Crashed, match="there is no such thing") as crashed:
-        call_apart(exec, "import sys; sys.exit('there is no such thing')")
+        call_in_process(exec, "import sys; sys.exit('there is no such thing')")
 
     assert crashed.value.signal_name == ""
 

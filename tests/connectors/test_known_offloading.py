@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm_connector.engine_layout import NotServed
+from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_offloading.known_vllm import (
     check_cpu_spec,
     check_tier,
@@ -71,7 +71,7 @@ def test_what_is_known_is_served() -> None:
     ids=["another platform", "another region", "another spec", "canonical layout", "no room"],
 )
 def test_a_vllm_without_what_copies_rest_on_is_refused_with_what_to_do(given: Any, says: str) -> None:
-    with pytest.raises(NotServed, match=says):
+    with pytest.raises(UnsupportedEngine, match=says):
         check_cpu_spec(*given)
 
 
@@ -86,7 +86,7 @@ def test_a_vllm_without_what_copies_rest_on_is_refused_with_what_to_do(given: An
     ids=["another interface", "hashes that can be made", "adapters", "drafts"],
 )
 def test_keys_that_do_not_stand_for_bytes_are_refused_with_what_to_do(base: type, config: Any, says: str) -> None:
-    with pytest.raises(NotServed, match=says):
+    with pytest.raises(UnsupportedEngine, match=says):
         check_tier(base, config)
 
 
@@ -104,7 +104,7 @@ def test_the_configuration_is_that_of_the_connector_which_makes_the_tier() -> No
 
 
 def test_without_a_connector_that_knows_its_configuration_a_tier_is_refused() -> None:
-    with pytest.raises(NotServed, match=r"tested versions: 0\.32"):
+    with pytest.raises(UnsupportedEngine, match=r"tested versions: 0\.32"):
         connector_configs()
 
 

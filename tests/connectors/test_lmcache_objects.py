@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.lmcache_l2.adapter import ABSTRACT, NotServed, Outcomes, check_lmcache, settings_of
+from kvtier.connectors.lmcache_l2.adapter import ABSTRACT, Outcomes, UnsupportedEngine, check_lmcache, settings_of
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, layout_of, name_of, namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
 
@@ -177,12 +177,12 @@ class LmcacheMemory:
 def test_an_lmcache_whose_keys_tell_more_apart_is_refused() -> None:
     check_lmcache(adapter_class(), Key, LmcacheMemory)
 
-    with pytest.raises(NotServed, match=r"differs in lora.*install lmcache 0\.5\.6"):
+    with pytest.raises(UnsupportedEngine, match=r"differs in lora.*install lmcache 0\.5\.6"):
         check_lmcache(adapter_class(), KeyWithAdapter, LmcacheMemory)
 
 
 def test_an_lmcache_that_asks_more_of_an_adapter_is_refused() -> None:
-    with pytest.raises(NotServed, match="submit_rename_task"):
+    with pytest.raises(UnsupportedEngine, match="submit_rename_task"):
         check_lmcache(adapter_class("submit_rename_task"), Key, LmcacheMemory)
 
 
@@ -191,5 +191,5 @@ def test_an_lmcache_that_asks_where_bytes_are_is_served() -> None:
 
 
 def test_an_lmcache_whose_memory_is_another_is_refused() -> None:
-    with pytest.raises(NotServed, match="byte_array"):
+    with pytest.raises(UnsupportedEngine, match="byte_array"):
         check_lmcache(adapter_class(), Key, object)

@@ -17,7 +17,7 @@ import pytest
 from kvtier.connectors.sglang_storage import identity
 from kvtier.connectors.sglang_storage.backend import StorageThreads
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
-from kvtier.connectors.sglang_storage.known_sglang import NotServed
+from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
 from kvtier.connectors.sglang_storage.options import JUDGED
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 
@@ -153,7 +153,7 @@ def test_scales_of_an_fp8_cache_count_by_their_content(tmp_path: Path) -> None:
 
     assert len({first, second, namespace()}) == 3
     assert namespace(scales(tmp_path / "moved", "2.0")) == second
-    with pytest.raises(NotServed, match=r"quantization_param_path: .*none.json cannot be read"):
+    with pytest.raises(UnsupportedEngine, match=r"quantization_param_path: .*none.json cannot be read"):
         namespace({"quantization_param_path": str(tmp_path / "none.json")})
 
 
@@ -220,7 +220,7 @@ def test_each_rank_has_a_folder_of_its_own(name: str) -> None:
 
 def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotServed, match=r"lora_paths: .*empty cannot be read"):
+    with pytest.raises(UnsupportedEngine, match=r"lora_paths: .*empty cannot be read"):
         namespace({"lora_paths": [f"legal={tmp_path / 'empty'}"]})
 
 
@@ -230,7 +230,7 @@ def test_weights_are_those_of_the_models_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"two")
 
     assert weights_of(str(tmp_path), None) != one
-    with pytest.raises(NotServed, match="cannot determine which weights"):
+    with pytest.raises(UnsupportedEngine, match="cannot determine which weights"):
         weights_of(str(tmp_path / "none"), None)
 
 
@@ -263,10 +263,10 @@ def test_a_sglang_that_does_not_say_its_options_is_refused(runtime: Any) -> None
     def unset() -> None:
         raise ValueError("Global server args is not set yet!")
 
-    with pytest.raises(NotServed, match=r"does not reveal its options .*tested version: 0\.5\.23"):
+    with pytest.raises(UnsupportedEngine, match=r"does not reveal its options .*tested version: 0\.5\.23"):
         option_reader()
     runtime.get_server_args = unset
-    with pytest.raises(NotServed, match="is not set yet"):
+    with pytest.raises(UnsupportedEngine, match="is not set yet"):
         option_reader()
     assert weights_version() is None
 
@@ -301,5 +301,5 @@ def test_the_real_sglang_has_no_option_that_nobody_has_judged() -> None:
 
     options = list(ServerArgs.__struct_fields__)
 
-    assert JUDGED.unjudged(options) == []
-    assert JUDGED.judged - set(options) == set()
+    assert JUDGED.unclassified(options) == []
+    assert JUDGED.classified - set(options) == set()

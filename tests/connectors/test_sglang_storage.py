@@ -16,7 +16,7 @@ import pytest
 import torch
 from damaged_files import damage
 
-from kvtier.connectors.sglang_storage.known_sglang import NotServed
+from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
 
 pytestmark = pytest.mark.engines
 
@@ -285,5 +285,5 @@ def test_pools_of_states_and_windows_are_refused(tmp_path: Path) -> None:
     pool = mha_pool("page_first")
     with attached(tmp_path, pool) as controller:
         controller.storage_backend.register_mem_host_pool_v2(pool, "kv")
-        with pytest.raises(NotServed, match='the pool "mamba"'):
+        with pytest.raises(UnsupportedEngine, match='the pool "mamba"'):
             controller.storage_backend.register_mem_host_pool_v2(pool, "mamba")

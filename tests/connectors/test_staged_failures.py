@@ -11,7 +11,7 @@ from chaos import FakeClock
 from lmcache_bed import Lane
 
 from kvtier.connectors import staged_disk
-from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.job import Outcomes
 from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.staged_disk import NUM_PARTS, Rows, StagedDisk
@@ -68,7 +68,7 @@ class Disk(DiskBelow):
         super().__init__(self.tier, self._make_lanes, 2, 1 << 30, lambda group_id: ROW_BYTES, lambda: None, FakeClock())
         self.work()  # the index
 
-    def _make_lanes(self, finished: TakenAtOnce) -> Mapping[Route, AnyLane]:
+    def _make_lanes(self, finished: InlineQueue) -> Mapping[Route, AnyLane]:
         self.lanes = {Route.DISK_TO_HOST: Lane(finished), Route.HOST_TO_DISK: Lane(finished)}
         return dict(self.lanes)
 

@@ -11,7 +11,7 @@ import pytest
 from chaos import FakeClock
 from waiting import stop, wait_for
 
-from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
@@ -273,7 +273,7 @@ class Refusing:
         disk = DiskBelow(disk_tier, self._lanes, 1, 1 << 30, lambda group_id: ROW_BYTES, lambda: None, self.clock)
         self.tier = Tier(disk, pool, self.clock, LONGEST_JOB_S)
 
-    def _lanes(self, finished: TakenAtOnce) -> Mapping[Route, Lane]:
+    def _lanes(self, finished: InlineQueue) -> Mapping[Route, Lane]:
         return {route: ThreadLane(finished, route) for route in (Route.DISK_TO_HOST, Route.HOST_TO_DISK)}
 
 
@@ -284,9 +284,9 @@ def test_what_the_disk_did_not_take_is_offered_again_after_a_pause_with_its_pare
     refused = tier.store(prompt)
     refusing.is_full = False
 
-    too_soon = side.take_holes()
+    too_soon = side.take_unstored()
     refusing.clock.now += PAUSE_S
-    holes = side.take_holes()
+    holes = side.take_unstored()
     tier.store(prompt, list(holes))
     refusing.clock.now += PAUSE_S
 
@@ -294,7 +294,7 @@ def test_what_the_disk_did_not_take_is_offered_again_after_a_pause_with_its_pare
     assert too_soon == {}
     assert holes == {key: prompt.chain.parent(key) for key in prompt.keys}
     assert all(tier.held(prompt.keys))
-    assert side.take_holes() == {}
+    assert side.take_unstored() == {}
     assert side.counts.take() == {"stored_blocks": 10, "unstored_blocks": 10}
 
 
@@ -307,12 +307,12 @@ def test_holes_that_were_filled_meanwhile_or_stay_are_offered_as_such() -> None:
     tier.store(prompt, prompt.keys[:2])  # another request has computed them
     refusing.clock.now += PAUSE_S
 
-    holes = side.take_holes()
+    holes = side.take_unstored()
     side.put_back(holes)
     refusing.clock.now += PAUSE_S
 
     assert list(holes) == prompt.keys[2:]
-    assert side.take_holes() == holes
+    assert side.take_unstored() == holes
 
 
 def test_holes_of_a_group_are_filled_by_blocks_of_that_group_alone() -> None:
@@ -324,7 +324,7 @@ def test_holes_of_a_group_are_filled_by_blocks_of_that_group_alone() -> None:
     tier.store(prompt, [prompt.keys[0], prompt.keys[4], prompt.keys[5]])  # one of the first group, two of the second
     refusing.clock.now += PAUSE_S
 
-    assert set(side.take_holes()) == {prompt.keys[1], prompt.keys[2], prompt.keys[3]}
+    assert set(side.take_unstored()) == {prompt.keys[1], prompt.keys[2], prompt.keys[3]}
 
 
 def test_the_holes_that_were_noted_first_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +346,9 @@ def test_holes_are_offered_a_few_at_a_time() -> None:
         refusing.tier.store(prompt)
     refusing.clock.now += PAUSE_S
 
-    num_offered = [len(refusing.tier.side.take_holes())]
+    num_offered = [len(refusing.tier.side.take_unstored())]
     refusing.clock.now += PAUSE_S
-    num_offered.append(len(refusing.tier.side.take_holes()))
+    num_offered.append(len(refusing.tier.side.take_unstored()))
 
     assert num_offered == [MAX_AT_ONCE, 80 - MAX_AT_ONCE]
 

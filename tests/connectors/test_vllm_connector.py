@@ -30,7 +30,7 @@ NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
 BLOCK = 128
 ONE_DIGEST = """
 from kvtier.connectors.vllm_connector import digests
-digests.digest_among = lambda num_threads: lambda data: bytes(16)
+digests.digest_for_threads = lambda num_threads: lambda data: bytes(16)
 """
 
 FIRST_LOAD_FAILS = """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm_connector import engine_layout
-from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed, group_layouts, namespace_of
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, group_layouts, namespace_of
 from kvtier.connectors.vllm_connector.known_vllm import HOOKS, check_engine
 from kvtier.connectors.vllm_connector.settings import Settings, settings_of
 from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, SlidingWindow
@@ -101,7 +101,7 @@ def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
     ],
 )
 def test_groups_that_cannot_be_served_are_refused_with_a_sentence(groups: list[Group], why: str) -> None:
-    with pytest.raises(NotServed, match=why):
+    with pytest.raises(UnsupportedEngine, match=why):
         group_layouts(Config(groups), num_ranks=1)
 
 
@@ -182,7 +182,7 @@ def test_an_engine_as_it_should_be_is_served() -> None:
     ],
 )
 def test_an_engine_that_cannot_be_served_is_refused_with_a_sentence(base: type, config: Any, why: str) -> None:
-    with pytest.raises(NotServed, match=why):
+    with pytest.raises(UnsupportedEngine, match=why):
         check_engine(base, config, Config())
 
 

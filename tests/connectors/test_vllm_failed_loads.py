@@ -103,8 +103,8 @@ def test_pages_of_a_load_that_fails_half_way_are_told(full: ConnectorBed) -> Non
 
     full.step({first.request_id: 20, second.request_id: 20}, first, second)
 
-    assert full.worker.take_unloaded() == set(second.pages[0][:10])
-    assert not full.worker.take_unloaded()
+    assert full.worker.pop_failed_pages() == set(second.pages[0][:10])
+    assert not full.worker.pop_failed_pages()
     for request in (first, second):
         full.finish(request)
     assert found_by_another_engine(full, list(first.tokens)) == 60
@@ -120,7 +120,7 @@ def test_pages_of_every_group_of_a_load_that_fails_half_way_are_told() -> None:
     bed.step({request.request_id: 20}, request)
 
     loaded = [[page for page in ids[:10] if page] for ids in request.pages]
-    assert bed.worker.take_unloaded() == {*loaded[1], *loaded[2]}
+    assert bed.worker.pop_failed_pages() == {*loaded[1], *loaded[2]}
     bed.finish(request)
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
     bed.close()
@@ -368,8 +368,8 @@ def test_one_worker_that_fails_is_enough(rank: int) -> None:
     bed.step({request.request_id: 20}, request)
     bed.finish(request)
 
-    assert bed.workers[rank].take_unloaded() == set(request.pages[0][:10])
-    assert not bed.workers[1 - rank].take_unloaded()
+    assert bed.workers[rank].pop_failed_pages() == set(request.pages[0][:10])
+    assert not bed.workers[1 - rank].pop_failed_pages()
     assert found_by_another_engine(bed, tokens) == NUM_DOCUMENT
     bed.check()
     bed.close()
@@ -399,7 +399,7 @@ def test_a_load_that_is_given_up_stores_nothing_behind_it(bed: ConnectorBed) -> 
     bed.allocate(request, NUM_DOCUMENT)
 
     bed.step({request.request_id: 20}, request)
-    told = bed.worker.take_unloaded()
+    told = bed.worker.pop_failed_pages()
     bed.side.on_finished(request)
 
     assert not bed.step().stores
@@ -429,10 +429,10 @@ def test_an_allocation_that_could_not_be_taken_in_is_told_and_not_built_on(bed: 
     """The hook has failed after all that it did, so the pages of the load are filled, and the others are not."""
     tokens = stored(bed) + bed.prompt(20)
     request = promised(bed, tokens)
-    bed.side.on_not_planned(request.pages)
+    bed.side.on_plan_failed(request.pages)
 
     bed.step({request.request_id: 20}, request)
-    told = bed.worker.take_unloaded()
+    told = bed.worker.pop_failed_pages()
     bed.side.on_finished(request)
 
     assert told == {page for ids in request.pages for page in ids[10:]}
@@ -476,7 +476,7 @@ def test_pages_of_a_load_that_was_given_up_are_told_if_the_step_fails_too(full: 
         full.side.step({request.request_id: 20}, failing)
     full.work(full.side.salvaged())
 
-    assert full.worker.take_unloaded() == set(request.pages[0][:10])
+    assert full.worker.pop_failed_pages() == set(request.pages[0][:10])
 
 
 def test_pages_that_vllm_says_another_connector_has_not_loaded_are_not_built_on(full: ConnectorBed) -> None:

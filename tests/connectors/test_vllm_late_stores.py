@@ -228,7 +228,7 @@ def test_a_store_that_one_worker_fails_to_copy_is_never_found(rank: int) -> None
 
 def test_what_was_computed_with_the_weights_before_an_update_is_not_stored_after_it(full: ConnectorBed) -> None:
     request = computed(full)
-    full.side.begin_anew()
+    full.side.start_new_lineage()
 
     assert not full.step().stores
     full.side.on_finished(request)

@@ -17,10 +17,10 @@ import torch
 from foreign.running import HERE, ROOT, make_model
 from waiting import wait_for
 
-from kvtier.connectors.judged_options import JudgedOptions
+from kvtier.connectors.judged_options import ClassifiedOptions
 from kvtier.connectors.vllm_connector import engine_facts as facts_module
 from kvtier.connectors.vllm_connector.engine_facts import engine_facts
-from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, namespace_of
 from kvtier.connectors.vllm_connector.options import JUDGED
 from kvtier.connectors.vllm_offloading.tier import TierSettings, open_tier, tier_namespace
 from kvtier.connectors.vllm_offloading.tier_side import TierSide
@@ -59,7 +59,7 @@ def set_at(root: object, path: str, value: object) -> None:
 def config(**changes: object) -> SimpleNamespace:
     """A configuration of vLLM's with every option that has a verdict; *changes* by path, `__` for a dot."""
     made = SimpleNamespace()
-    for path in sorted(JUDGED.judged, key=lambda path: path.count("."), reverse=True):
+    for path in sorted(JUDGED.classified, key=lambda path: path.count("."), reverse=True):
         if not path.endswith(".*"):
             set_at(made, path, f"{path} as it is")
     made.model_config.hf_config = HfConfig()
@@ -200,7 +200,7 @@ def test_weights_are_their_files_unless_they_are_named(tmp_path: Path) -> None:
         assert namespace(config(model_config__model=str(tmp_path))) == namespace(config())
 
     assert len(seen) == 2
-    with pytest.raises(NotServed, match=r'cannot determine which weights .* set "weights"'):
+    with pytest.raises(UnsupportedEngine, match=r'cannot determine which weights .* set "weights"'):
         namespace(config(model_config__model=str(tmp_path / "empty")), weights=None)
 
 
@@ -235,30 +235,36 @@ def test_the_longest_prompt_counts_only_where_a_model_computes_otherwise(model: 
 
 def test_an_option_has_one_verdict() -> None:
     with pytest.raises(ValueError, match=r"two verdicts: cache\.dtype"):
-        JudgedOptions({"cache.dtype": "kept in it"}, {}, {"memory": ["cache.size", "cache.dtype"]})
+        ClassifiedOptions({"cache.dtype": "kept in it"}, {}, {"memory": ["cache.size", "cache.dtype"]})
 
 
 def test_what_nobody_has_judged_is_named() -> None:
-    judged = JudgedOptions({"model": "its weights", "kernels": "all of it"}, {}, {"logs": ["log.*", "cache.size"]})
+    classified = ClassifiedOptions(
+        {"model": "its weights", "kernels": "all of it"}, {}, {"logs": ["log.*", "cache.size"]}
+    )
 
-    assert judged.unjudged(["model", "kernels.moe.backend", "log.level", "cache.size"]) == []
-    assert judged.unjudged(["cache.dtype", "logs.level", "modelling"]) == ["cache.dtype", "logs.level", "modelling"]
+    assert classified.unclassified(["model", "kernels.moe.backend", "log.level", "cache.size"]) == []
+    assert classified.unclassified(["cache.dtype", "logs.level", "modelling"]) == [
+        "cache.dtype",
+        "logs.level",
+        "modelling",
+    ]
 
 
 def test_an_object_is_the_same_text_wherever_it_is_in_memory() -> None:
-    judged = JudgedOptions({"hook": "why"}, {}, {})
+    classified = ClassifiedOptions({"hook": "why"}, {}, {})
 
-    one, other = (judged.values(lambda _, hook=hook: hook) for hook in ([lambda: 1], [lambda: 2]))  # type: ignore[misc]
+    one, other = (classified.values(lambda _, hook=hook: hook) for hook in ([lambda: 1], [lambda: 2]))  # type: ignore[misc]
 
     assert one == other
     assert "<lambda>" in one["hook"]
 
 
 def test_a_set_is_the_same_text_in_every_process() -> None:
-    judged = JudgedOptions({"names": "why"}, {}, {})
+    classified = ClassifiedOptions({"names": "why"}, {}, {})
     value = {"b", "a", "c"}
 
-    assert judged.values(lambda _: value) == {"names": json.dumps(["'a'", "'b'", "'c'"])}
+    assert classified.values(lambda _: value) == {"names": json.dumps(["'a'", "'b'", "'c'"])}
 
 
 # The tier below vLLM's own offloading.
@@ -370,8 +376,8 @@ def test_the_real_vllm_has_no_option_that_nobody_has_judged(real: Any) -> None:
     options = set(real["options"])
     groups = {option.rpartition(".")[0] for option in options} | options
 
-    assert JUDGED.unjudged(sorted(options)) == []
-    assert {name for name in JUDGED.judged if name.removesuffix(".*") not in groups} == OLDER_OPTIONS
+    assert JUDGED.unclassified(sorted(options)) == []
+    assert {name for name in JUDGED.classified if name.removesuffix(".*") not in groups} == OLDER_OPTIONS
 
 
 @needs_vllm

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, NotServed
+from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine
 from kvtier.connectors.vllm_connector.pages import DevicePages, Pages, group_pages
 from kvtier.tiers.naming.groups import FullAttention
 
@@ -108,7 +108,7 @@ def test_heads_and_tokens_may_come_in_any_order_inside_a_block() -> None:
     ],
 )
 def test_what_cannot_be_copied_as_whole_blocks_is_refused(tensors: dict[str, torch.Tensor], why: str) -> None:
-    with pytest.raises(NotServed, match=why):
+    with pytest.raises(UnsupportedEngine, match=why):
         group_pages(layout(), tensors, NUM_PAGES, 0)
 
 

@@ -284,7 +284,7 @@ def test_what_was_promised_is_right_although_the_sidecar_is_killed(bed: Connecto
     bed.compute(request)
 
     assert num_matched == 40
-    assert not bed.worker.take_unloaded()
+    assert not bed.worker.pop_failed_pages()
 
 
 def test_a_flipped_byte_is_found_counted_and_computed_again(full: ConnectorBed) -> None:
@@ -634,7 +634,7 @@ def test_what_found_its_slots_in_a_later_step_is_not_counted(full: ConnectorBed)
 def test_slots_lie_ready_at_once_after_a_reset(bed: ConnectorBed) -> None:
     """A reset gives back what lay ready."""
     bed.run(bed.request(bed.prompt(8)))
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     assert bed.side.clear()
     bed.listen()
     request = bed.request(bed.prompt(NUM_TOKENS))
@@ -677,7 +677,7 @@ def test_what_vllm_was_told_of_is_told_to_be_missing_if_a_step_fails(full: Conne
         full.side.step({request.request_id: 2}, failing)
     full.work(full.side.salvaged())
 
-    assert full.worker.take_unloaded() == set(request.pages[0][:10])
+    assert full.worker.pop_failed_pages() == set(request.pages[0][:10])
     assert full.leased() == 0
 
 
@@ -685,7 +685,7 @@ def test_reset_forgets_all_of_it(bed: ConnectorBed) -> None:
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     assert bed.side.clear()
 
     bed.listen()
@@ -712,6 +712,6 @@ def test_whatever_becomes_of_the_sidecar_no_page_is_wrong(groups: Sequence[Atten
     bed.make_well()
 
     assert num_loaded
-    assert not bed.worker.take_unloaded()
+    assert not bed.worker.pop_failed_pages()
     assert bed.leased() == 0
     bed.close()

@@ -37,7 +37,7 @@ def bed() -> Iterator[ConnectorBed]:
 
 
 class Stopped:
-    """The bed's engine, which has no turn until it `goes_on`; another one has taken its place."""
+    """The bed's engine, which has no turn until it `should_continue`; another one has taken its place."""
 
     def __init__(self, bed: ConnectorBed) -> None:
         self._bed = bed
@@ -60,7 +60,7 @@ class Stopped:
         for _ in range(40):
             self._bed.run(self._bed.request(self._bed.prompt(41)))
 
-    def goes_on(self) -> dict[str, Any]:
+    def should_continue(self) -> dict[str, Any]:
         """Put the engine back in its place; the parts of the other one."""
         other = {name: getattr(self._bed, name) for name in OF_AN_ENGINE}
         for name, part in self._parts.items():
@@ -89,11 +89,11 @@ def test_an_engine_that_is_stopped_before_its_copy_loads_what_it_was_promised(be
     stopped = Stopped(bed)
     stopped.wait_let_go()
 
-    other = stopped.goes_on()
+    other = stopped.should_continue()
     bed.work(work)
 
     bed.check_pages(request)
-    assert bed.worker.take_unloaded() == set()
+    assert bed.worker.pop_failed_pages() == set()
     close(other)
 
 
@@ -116,7 +116,7 @@ def test_an_engine_that_is_stopped_in_its_copy_writes_to_no_slot_of_another_one(
     assert not given & own
 
     bed.tiers.abandon(0, np.array(sorted(given), np.intp))
-    other = stopped.goes_on()
+    other = stopped.should_continue()
     bed.work(work)
     bed.listen()
     assert bed.match(bed.request(request.tokens)) == 0, "what it published too late was found"
@@ -131,7 +131,7 @@ def test_slots_are_free_again_once_a_stopped_engine_has_gone_on(bed: ConnectorBe
     (held,) = quarantine.clients()
     assert sum(lease.num_chunks for lease in held.leases) >= 10
 
-    other = stopped.goes_on()
+    other = stopped.should_continue()
     bed.listen()
     assert not bed.tiers.is_attached
     assert len(quarantine) == 1, "its worker may be copying"
@@ -149,7 +149,7 @@ def test_slots_of_a_stopped_engine_are_free_when_it_and_its_worker_have_ended(be
     stopped.wait_let_go()
     quarantine = bed.sidecar.layouts.quarantine
 
-    other = stopped.goes_on()
+    other = stopped.should_continue()
     bed.tiers.close()
     bed.sidecar.turn()
     assert len(quarantine) == 1, "its worker maps the memory"

@@ -36,7 +36,7 @@ def test_a_lineage_has_names_of_its_own_and_each_new_one_again() -> None:
 
     seen = {NAME}
     for each in (lineage, other, lineage):
-        each.begin_anew()
+        each.start_new_lineage()
         seen.add(each.name(NAME))
 
     assert len(seen) == 4
@@ -51,7 +51,7 @@ def test_what_is_computed_after_a_reset_is_found_by_this_engine_and_by_no_other(
     prompt = bed.prompt(NUM_TOKENS)
     bed.run(bed.request(prompt))
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     assert bed.side.clear()
 
     assert bed.run(bed.request(prompt)) == 0
@@ -68,7 +68,7 @@ def test_a_reset_while_the_sidecar_is_away_finds_nothing_of_before_once_it_is_ba
     bed.sidecar.die()
     bed.listen()
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     assert bed.side.clear(), "there is no sidecar to clear"
     bed.make_well()
 
@@ -92,7 +92,7 @@ def test_what_a_step_copies_while_the_cache_is_reset_is_never_published(bed: Con
 
     bed.step({request.request_id: NUM_TOKENS}, request)
     request.num_computed_tokens = NUM_TOKENS
-    assert bed.step({request.request_id: 0}, request, meet=bed.side.begin_anew).stores
+    assert bed.step({request.request_id: 0}, request, meet=bed.side.start_new_lineage).stores
     bed.listen()
     bed.finish(request)
 
@@ -112,7 +112,7 @@ def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed:
     bed.step({request.request_id: 0}, request)
     assert bed.side.is_digesting
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     bed.threads.is_held = False
     bed.threads.go_on()
 
@@ -128,7 +128,7 @@ def test_a_request_that_waits_beyond_a_reset_finds_nothing_of_before(bed: Connec
     waiting = bed.request(prompt)
     bed.side.num_matched(waiting, 0)
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
 
     assert bed.match(waiting) == 0
     bed.side.on_finished(waiting)
@@ -142,7 +142,7 @@ def test_a_request_that_runs_beyond_a_reset_stores_nothing_more(bed: ConnectorBe
     request.num_computed_tokens = 20
     num_stored = bed.side.counts.stored_blocks
 
-    bed.side.begin_anew()
+    bed.side.start_new_lineage()
     bed.clock.now += 1.0
     bed.step({request.request_id: 22}, request)
     request.num_computed_tokens = NUM_TOKENS
@@ -197,7 +197,7 @@ def test_a_disk_below_vllms_offloading_keeps_blocks_before_and_after_a_reset_apa
     tier.store(b"old\n")
     assert tier.num_held() == 5
 
-    tier.side.begin_anew()
+    tier.side.start_new_lineage()
     assert tier.num_held() == 0
     tier.store(b"new\n")
     assert (tier.num_held(), tier.load()) == (5, b"new")
@@ -212,9 +212,9 @@ def test_what_the_disk_did_not_take_before_a_reset_is_not_offered_again_after_it
     tier = Tier(tmp_path / "store")
     tier.side.put_back(dict.fromkeys(KEYS, None))
 
-    tier.side.begin_anew()
+    tier.side.start_new_lineage()
     tier.side.put_back({KEYS[0]: None})
 
     tier.clock.now += PAUSE_S
-    assert list(tier.side.take_holes()) == [KEYS[0]]
+    assert list(tier.side.take_unstored()) == [KEYS[0]]
     tier.side.close()

@@ -179,7 +179,7 @@ def test_what_is_to_be_looked_after_and_whose_asker_was_cancelled_is_ended_and_n
 
     async def story() -> None:
         async with device_only(model) as llm:
-            assert await cancelled_at(llm.attend(Attendant), 0, late=late)
+            assert await cancelled_at(llm.add_attendant(Attendant), 0, late=late)
             await llm.ask(lambda core: None)
             assert calls[-1:] == ([] if "made" not in calls else ["end"])
             calls.clear()

@@ -10,7 +10,7 @@ from chaos import FakeClock
 
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
-from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
@@ -134,7 +134,7 @@ def test_processes_of_the_store_that_end_and_are_started_again(engine: Engine) -
 
 def test_a_store_that_is_not_open_and_opens_later(engine: Engine) -> None:
     why = "folder /kv is open in process 7; stop it, or give this one a folder of its own"
-    engine.standing = StoreStanding(Path("/kv"), NotOpen.IN_USE, why)
+    engine.standing = StoreStanding(Path("/kv"), WhyClosed.IN_USE, why)
     at_first = engine.look()
     engine.clock.now += QUIET_S
     engine.standing = OPEN
@@ -144,7 +144,7 @@ def test_a_store_that_is_not_open_and_opens_later(engine: Engine) -> None:
 
 
 def test_a_folder_that_is_gone_is_told_of_once(engine: Engine) -> None:
-    engine.standing = replace(OPEN, num_gone=1, not_open=NotOpen.GONE, why="its folder was removed or replaced")
+    engine.standing = replace(OPEN, num_gone=1, not_open=WhyClosed.GONE, why="its folder was removed or replaced")
     gone = engine.look()
     engine.standing = replace(OPEN, num_gone=1)
 
@@ -165,7 +165,7 @@ def test_a_flush_that_is_not_complete_has_its_true_cause(engine: Engine) -> None
     late = flush_fault(engine.standing, engine.disk(), 120.0)
     engine.open_breaker("write", "[Errno 28] No space left on device")
     full = flush_fault(engine.standing, engine.disk(), 120.0)
-    engine.standing = StoreStanding(Path("/kv"), NotOpen.READ_ONLY, "[Errno 30] Read-only file system: '/kv'")
+    engine.standing = StoreStanding(Path("/kv"), WhyClosed.READ_ONLY, "[Errno 30] Read-only file system: '/kv'")
 
     assert late == "not all were written within 120 s, or there is no room for them"
     assert full == "[Errno 28] No space left on device"

@@ -619,9 +619,7 @@ def test_closing_gives_up_after_its_time_limit(
     publisher.close(timeout_s=0.1)  # does not wait for the gate
     gate.opened.set()
 
-    assert [record.message for record in caplog.records] == [
-        "events: the publisher hangs; closing without it"
-    ]
+    assert [record.message for record in caplog.records] == ["events: the publisher hangs; closing without it"]
 
 
 def test_a_taken_endpoint_is_one_clear_error(publish: Publish) -> None:

@@ -425,7 +425,10 @@ def test_an_llm_that_could_not_start_leaves_the_store_to_the_next(model: PreTrai
             "gpu_memory_utilization 0.5: there is no GPU; set device.capacity instead",
         ),
         ({"device": {"capacity": 1}}, "device capacity: 1 bytes hold 0 blocks"),
-        ({"device": {"capacity": "900000TB"}}, "device capacity: .* bytes cannot be allocated on cpu; lower device.capacity"),
+        (
+            {"device": {"capacity": "900000TB"}},
+            "device capacity: .* bytes cannot be allocated on cpu; lower device.capacity",
+        ),
         ({"host": {"capacity": "900000TB"}}, "host capacity: cannot allocate .* bytes .*; lower it"),
     ],
 )

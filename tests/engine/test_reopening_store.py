@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engine.stores.reopening_store import MAX_REST_S, WATCH_S, NotOpen, ReopeningStore
+from kvtier.engine.stores.reopening_store import MAX_REST_S, WATCH_S, ReopeningStore, WhyClosed
 from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import FolderInUse
@@ -97,7 +97,7 @@ def test_a_store_that_another_has_open_is_opened_once_that_is_closed(tmp_path: P
             rests.end()
             rests.next()  # it is open, and watched
 
-            assert (is_open, standing.not_open) == (False, NotOpen.IN_USE)
+            assert (is_open, standing.not_open) == (False, WhyClosed.IN_USE)
             assert f"is open in process {os.getpid()}; stop it" in standing.why
             assert (empty.num_records, empty.capacity_bytes) == (0, CAPACITY_BYTES)
             assert store.opening() == 1
@@ -117,7 +117,7 @@ def test_rests_between_attempts_double_up_to_a_minute(tmp_path: Path) -> None:
         standing = store.standing()
 
     assert seen == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, MAX_REST_S]
-    assert (standing.not_open, standing.num_ended) == (NotOpen.FAILED, 0)
+    assert (standing.not_open, standing.num_ended) == (WhyClosed.FAILED, 0)
     assert "is not a folder" in standing.why
 
 
@@ -208,19 +208,19 @@ def test_a_store_that_hangs_while_opening_is_closed_at_once_and_gives_its_lock_b
     closing.join(DEADLINE_S)
 
     assert not closing.is_alive()
-    assert standing.not_open is NotOpen.OPENING
+    assert standing.not_open is WhyClosed.OPENING
     with LmdbStore(tmp_path / "store", CAPACITY_BYTES) as opened:
         assert list(opened.keys()) == []
 
 
 def test_every_error_of_opening_has_a_reason() -> None:
     reasons = {
-        NotOpen.IN_USE: FolderInUse("open in process 1"),
-        NotOpen.DIED: StoreDied("its process ended"),
-        NotOpen.READ_ONLY: OSError(errno.EROFS, "Read-only file system"),
-        NotOpen.FORBIDDEN: PermissionError(errno.EACCES, "Permission denied"),
-        NotOpen.NO_SPACE: OSError(errno.ENOSPC, "No space left on device"),
-        NotOpen.FAILED: KeyError("a row of a damaged index"),
+        WhyClosed.IN_USE: FolderInUse("open in process 1"),
+        WhyClosed.DIED: StoreDied("its process ended"),
+        WhyClosed.READ_ONLY: OSError(errno.EROFS, "Read-only file system"),
+        WhyClosed.FORBIDDEN: PermissionError(errno.EACCES, "Permission denied"),
+        WhyClosed.NO_SPACE: OSError(errno.ENOSPC, "No space left on device"),
+        WhyClosed.FAILED: KeyError("a row of a damaged index"),
     }
 
-    assert {reason: NotOpen.of(error) for reason, error in reasons.items()} == {reason: reason for reason in reasons}
+    assert {reason: WhyClosed.of(error) for reason, error in reasons.items()} == {reason: reason for reason in reasons}

@@ -12,8 +12,8 @@ import pytest
 from lora_adapters import ADAPTERS, save_adapter
 from small_models import build, byte_tokenizer
 
-from kvtier import LLM, AsyncLLM, Completion, FinishReason, Piece, SamplingParams, StructuredOutputs
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier import LLM, AsyncLLM, Completion, FinishReason, SamplingParams, StreamChunk, StructuredOutputs
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.grammar import Grammar
 from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.scheduling.request import Request
@@ -209,7 +209,7 @@ def test_an_adapter_and_its_base_model_answer_validly(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
-    with pytest.raises(WrongParameter, match="structured_outputs cannot be used"):
+    with pytest.raises(InvalidParameter, match="structured_outputs cannot be used"):
         llm.generate(PROMPT, params_of(StructuredOutputs(regex="(")))
 
     assert together(llm, [PROMPT], [params_of(StructuredOutputs(choice=["fine"]))])[0].text == "fine"
@@ -235,7 +235,7 @@ def test_while_a_grammar_is_compiled_others_are_answered(monkeypatch: pytest.Mon
         assert may_end.wait(DEADLINE_S)
         return compiled(grammars, asked)
 
-    async def last_of(pieces: AsyncIterator[Piece]) -> Completion:
+    async def last_of(pieces: AsyncIterator[StreamChunk]) -> Completion:
         *_, last = [piece async for piece in pieces]
         assert last.completion is not None
         return last.completion
@@ -265,7 +265,7 @@ def test_many_callers_at_once_stream_valid_answers() -> None:
 
     async def answers() -> list[str]:
         async with AsyncLLM(build("llama"), config_of(), TOKENIZER) as llm:
-            with pytest.raises(WrongParameter):
+            with pytest.raises(InvalidParameter):
                 await anext(llm.generate(PROMPT, params_of(StructuredOutputs(regex="("))))
             return await asyncio.gather(*(answer(llm, seed) for seed in range(8)))
 

@@ -190,12 +190,12 @@ def test_a_refused_host_names_the_option_and_with_the_replicas_keys_none_is_refu
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 def test_each_part_of_a_stream_comes_before_the_next_is_sent(path: str) -> None:
     async def play() -> None:
-        goes_on = asyncio.Event()
+        should_continue = asyncio.Event()
 
         async def streams(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
             await begin_events(writer)
             await event(writer, "one")
-            await goes_on.wait()
+            await should_continue.wait()
             await event(writer, "two")
             await end_events(writer)
 
@@ -206,7 +206,7 @@ def test_each_part_of_a_stream_comes_before_the_next_is_sent(path: str) -> None:
         ):
             lines = answer.aiter_lines()
             assert await anext(lines) == "data: one"
-            goes_on.set()
+            should_continue.set()
             assert [line async for line in lines if line] == ["data: two"]
             assert answer.headers["content-type"] == "text/event-stream"
 
@@ -545,7 +545,7 @@ def test_a_replica_that_was_out_of_reach_is_believed_again_when_its_events_come(
             async with replica, routing(replica, endpoints=endpoints, health={**HEALTH, "every_s": 0.01}) as routed:
                 router = routed.server.router
                 await come_true(lambda: router.index.num_prefixes > 0)
-                router.bury("a")
+                router.mark_dead("a")
                 await come_true(lambda: router.replicas["a"].is_open)
                 publishers[0].publish(stored([7] * 16))
                 await come_true(lambda: router.index.num_prefixes == 13)
@@ -744,12 +744,12 @@ def test_without_operators_nobody_drains() -> None:
 
 def test_told_to_end_the_router_lets_answers_go_on_and_refuses_new_requests() -> None:
     async def play() -> None:
-        goes_on = asyncio.Event()
+        should_continue = asyncio.Event()
 
         async def streams(_: FakeReplica, __: Heard, writer: asyncio.StreamWriter) -> None:
             await begin_events(writer)
             await event(writer, "one")
-            await goes_on.wait()
+            await should_continue.wait()
             await event(writer, "two")
             await end_events(writer)
 
@@ -760,7 +760,7 @@ def test_told_to_end_the_router_lets_answers_go_on_and_refuses_new_requests() ->
                 routed.server.stop()
                 await come_true(lambda: routed.server.app.is_ending)
                 refused = await routed.complete()
-                goes_on.set()
+                should_continue.set()
 
                 assert [line async for line in lines if line] == ["data: two"]
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")

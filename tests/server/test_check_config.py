@@ -13,8 +13,8 @@ from kvtier.cli.main import main
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.model.gpu_share import LIBRARY_BYTES
-from kvtier.server.dead_settings import dead_settings
 from kvtier.server.plan import make_plan
+from kvtier.server.settings_without_effect import settings_without_effect
 
 BLOCK_BYTES = 16 * 1024  # of every small model in float32, at 16 tokens
 
@@ -112,7 +112,8 @@ def test_a_part_of_a_gpu_that_is_not_there_is_one_line(
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
     assert (
-        "gpu_memory_utilization 0.9: there is no GPU; set device.capacity instead, for example --device-memory 2GiB" in err
+        "gpu_memory_utilization 0.9: there is no GPU; set device.capacity instead, for example --device-memory 2GiB"
+        in err
     )
     assert [line for line in err.splitlines() if line.startswith("kvtier: ")] == err.splitlines()[-1:]
 
@@ -162,7 +163,7 @@ host = "1GiB"
 def test_a_size_beside_a_part_of_the_gpu_does_nothing() -> None:
     config = as_config({"device": {"capacity": "8MiB", "gpu_memory_utilization": 0.5}})
 
-    assert dead_settings(config, [], None) == ["device.capacity: gpu_memory_utilization takes its place"]
+    assert settings_without_effect(config, [], None) == ["device.capacity: gpu_memory_utilization takes its place"]
 
 
 def test_what_is_left_at_its_default_is_not_called_dead(

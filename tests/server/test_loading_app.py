@@ -36,7 +36,7 @@ def loading(keys: ApiKeys | None = None) -> tuple[LoadingApp, Callable[..., http
 
 def test_it_is_alive_and_not_ready_and_says_how_far_it_is() -> None:
     app, ask = loading()
-    app.tell_stage("loading the weights")
+    app.set_stage("loading the weights")
 
     assert ask("GET", "/health").json() == {"status": "alive"}
     ready = ask("GET", "/ready")
@@ -63,7 +63,7 @@ def test_it_is_alive_and_not_ready_and_says_how_far_it_is() -> None:
 )
 def test_all_else_is_told_to_come_again_and_when(method: str, path: str) -> None:
     app, ask = loading()
-    app.tell_stage("loading the weights")
+    app.set_stage("loading the weights")
 
     answer = ask(method, path)
 

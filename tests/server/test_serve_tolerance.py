@@ -9,7 +9,7 @@ from plain_http import NO_TLS
 from serving import MODEL, ServerInThread, chat_tokenizer, serving, tables
 from small_models import VOCAB, build, byte_tokenizer
 
-from kvtier.server.ignored_fields import MAX_NAMES, tell_ignored
+from kvtier.server.ignored_fields import MAX_NAMES, log_unknown_fields
 from kvtier.web.request_body import MAX_VALUES
 
 QUESTION = {"role": "user", "content": "Hello?"}
@@ -51,7 +51,7 @@ def test_unknown_fields_of_messages_change_nothing_and_are_told_once(
 def test_a_client_that_makes_names_up_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvtier.server.ignored_fields"):
         for number in range(3 * MAX_NAMES):
-            tell_ignored([f"{number}-{'x' * 10_000}"])
+            log_unknown_fields([f"{number}-{'x' * 10_000}"])
 
     assert len(caplog.records) <= MAX_NAMES
     assert all(len(record.getMessage()) < 120 for record in caplog.records)

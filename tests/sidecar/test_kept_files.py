@@ -12,7 +12,7 @@ from chaos import FakeClock
 from kvtier.sidecar.inherited import Inherited
 from kvtier.sidecar.kept_files import KeptFiles
 from kvtier.sidecar.systemd import Systemd
-from kvtier.transfer.segment import Segment, drop_left
+from kvtier.transfer.segment import Segment, discard_handover
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def test_a_new_segment_is_kept_also_where_its_number_is_that_of_the_one_which_wa
     assert fcntl.fcntl(useless, fcntl.F_DUPFD, number) == number
     os.close(useless)
     kept = kept_files(systemd, number)
-    drop_left(number)
+    discard_handover(number)
 
     with Segment(MIB, tmp_path) as segment:
         assert segment.lock_file == number, "this test does not test what it means to"

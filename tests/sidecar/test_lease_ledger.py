@@ -10,7 +10,7 @@ from layout_bed import EXTENT_BYTES, LayoutBed, layout
 
 from kvtier.sidecar.extents import Extents
 from kvtier.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
-from kvtier.transfer.segment import Segment, drop_left, leftovers, name_of, why_not_left
+from kvtier.transfer.segment import Segment, discard_handover, handover_error, leftovers, name_of
 
 SHM = Path("/dev/shm")
 NUM_EXTENTS = 8
@@ -39,7 +39,7 @@ def ledger_of(segment: Segment) -> LeaseLedger:
 
 def test_a_segment_that_was_left_is_the_same_file_by_the_same_name(left: int) -> None:
     name = name_of(left)
-    assert why_not_left(left) == ""
+    assert handover_error(left) == ""
     assert why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS) == ""
     assert list(leftovers(SHM)) == [], "it was removed as if nobody had it"
 
@@ -120,7 +120,7 @@ def test_what_clients_have_leased_is_in_the_ledger_and_pins_are_not() -> None:
 )
 def test_a_segment_of_another_size_is_not_taken_over(left: int, extent_bytes: int, num_extents: int, why: str) -> None:
     assert why in why_not_taken_over(left, extent_bytes, num_extents)
-    drop_left(left)
+    discard_handover(left)
 
 
 def test_a_segment_of_another_version_is_not_taken_over(left: int) -> None:
@@ -128,7 +128,7 @@ def test_a_segment_of_another_version_is_not_taken_over(left: int) -> None:
 
     assert why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS) == "it is of another version, or has other extents"
     name = name_of(left)
-    drop_left(left)
+    discard_handover(left)
     assert not (SHM / name).exists()
 
 
@@ -136,14 +136,14 @@ def test_a_segment_of_which_most_is_left_out_is_not_taken_over(left: int) -> Non
     os.pwrite(left, np.ones(5, np.uint32).tobytes(), NUM_BYTES + 32)
 
     assert "more than half" in why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS)
-    drop_left(left)
+    discard_handover(left)
 
 
 def test_what_is_no_segment_of_ours_is_closed_and_stays_where_it_is(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("mine")
     for opened in (os.open(file, os.O_RDWR), os.open(tmp_path, os.O_RDONLY), os.memfd_create("x")):
-        assert why_not_left(opened)
-        drop_left(opened)
+        assert handover_error(opened)
+        discard_handover(opened)
 
     assert file.read_text() == "mine"

@@ -117,9 +117,9 @@ def test_what_comes_from_disk_counts_from_the_moment_it_is_asked_for_and_once(
     assert share.num_affordable([wanted]) == 56
     assert share.num_affordable([Wanted(memory, np.full(1, ON_DISK), [name(99)])]) == 0
     assert shares.of(Client()).num_affordable([wanted]) == 7
-    share.do_not_expect(memory, names)
+    share.remove_pending(memory, names)
     assert share.num_bytes == 8 * memory.slot_bytes
-    share.do_not_expect(memory, names[:8])
+    share.remove_pending(memory, names[:8])
     assert (share.num_bytes, shares.num_free_bytes) == (0, NUM_SLOTS * memory.slot_bytes)
     del client
 

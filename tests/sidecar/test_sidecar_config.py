@@ -51,7 +51,10 @@ def test_http_on_this_machine_alone_needs_no_token_and_elsewhere_one(tmp_path: P
             "[lmcache]\nlisten = 'udp://127.0.0.1:1'",
             r"\$.lmcache.listen: is not an address; write it as tcp://127.0.0.1:5555",
         ),
-        ("[tracing]\nendpoint = 'collector'", r"\$.tracing.endpoint: is not an address; write it as http://127.0.0.1:4318"),
+        (
+            "[tracing]\nendpoint = 'collector'",
+            r"\$.tracing.endpoint: is not an address; write it as http://127.0.0.1:4318",
+        ),
         ("[lmcache]\nchunk_tokens = 3", r"\$.lmcache.chunk_tokens"),
         ("[http]\nhost = '0.0.0.0'", "host 0.0.0.0 can be reached from other machines: give token_file"),
         ("[http]\nhost = '::'", "host :: can be reached from other machines"),

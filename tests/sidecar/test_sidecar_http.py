@@ -18,7 +18,7 @@ from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts, Lease, Leas
 from kvtier.sidecar.http.access import HEALTH, token_of
 from kvtier.sidecar.http.app import PATHS
 from kvtier.sidecar.http.build import LIMITS, limits_of, serve_http
-from kvtier.sidecar.sidecar import MAX_ASKED
+from kvtier.sidecar.sidecar import MAX_QUESTIONS
 from kvtier.web.dashboard.assets import PAGE
 from kvtier.web.paths import DATA_PATHS, EXPLAIN
 
@@ -125,12 +125,12 @@ def test_questions_to_a_stuck_owner_do_not_pile_up() -> None:
     with running_sidecar(small_config(), answer_s=0.001) as running:
         let_go = running.hold()
         with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(lambda _: running.get("/health"), range(MAX_ASKED + 20)))
+            answers = list(threads.map(lambda _: running.get("/health"), range(MAX_QUESTIONS + 20)))
         num_waiting = running.sidecar.num_asked
         let_go()
 
         assert {answer.status_code for answer in answers} == {503}
-        assert num_waiting == MAX_ASKED
+        assert num_waiting == MAX_QUESTIONS
         wait_for(lambda: running.get("/health").status_code == 200)
 
 

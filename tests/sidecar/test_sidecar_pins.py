@@ -31,7 +31,7 @@ def pins(bed: LayoutBed) -> Iterator[Pins]:
     for pin in made:
         made.unpin(pin.pin_id)
     made.check()
-    assert bed.layouts.shares.leased.num_bytes == bed.layouts.shares.num_coming_bytes == 0
+    assert bed.layouts.shares.leased.num_bytes == bed.layouts.shares.pending_bytes == 0
 
 
 def fill(bed: LayoutBed, model: str = "m") -> None:

@@ -188,7 +188,7 @@ def test_a_bad_record_replaced_before_it_could_be_deleted_stays(
         return Fault.CORRUPT
 
     for module in (lmdb_reader, memory_store):
-        monkeypatch.setattr(module, "open_record", see_the_old_while_another_writes)
+        monkeypatch.setattr(module, "unseal", see_the_old_while_another_writes)
     read(store, key_of(1))
 
     assert store.contains(key_of(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier import AsyncLLM, Completion, Piece, SamplingParams
+from kvtier import AsyncLLM, Completion, SamplingParams, StreamChunk
 from kvtier.engine.core import EngineCore
 
 BLOCK_SIZE = 16
@@ -48,11 +48,11 @@ def greedy(max_tokens: int = 8, **others: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
 
 
-async def read(stream: AsyncIterator[Piece]) -> list[Piece]:
+async def read(stream: AsyncIterator[StreamChunk]) -> list[StreamChunk]:
     return [piece async for piece in stream]
 
 
-def completion_of(pieces: list[Piece]) -> Completion:
+def completion_of(pieces: list[StreamChunk]) -> Completion:
     assert all(piece.completion is None for piece in pieces[:-1])
     assert pieces[-1].completion is not None
     return pieces[-1].completion

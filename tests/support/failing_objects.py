@@ -30,7 +30,7 @@ class FailingObjects(ThreadingHTTPServer):
         self._connections.append(request)
         super().process_request(request, client_address)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """End connections that clients keep."""
         for connection in self._connections:
             with suppress(OSError):
@@ -45,7 +45,7 @@ def failing_objects() -> Iterator[FailingObjects]:
         yield server
         server.shutdown()
         thread.join()
-        server.hang_up()
+        server.disconnect()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -288,7 +288,7 @@ class Bed:
         self.endpoint.check()
         self.layouts.check()
         shares = self.layouts.shares
-        assert self.num_leases() or not (shares.leased.num_bytes or shares.num_coming_bytes), "shares are left"
+        assert self.num_leases() or not (shares.leased.num_bytes or shares.pending_bytes), "shares are left"
 
 
 @contextmanager

@@ -47,9 +47,9 @@ class LyingRemote:
                 self._inner.put_many(kept)
             return [not self._happens(self._vices.lies) for _ in records]
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         with self._asked():
-            return [self._told(is_there) for is_there in self._inner.ask_many(keys, apart)]
+            return [self._told(is_there) for is_there in self._inner.exist_many(keys, apart)]
 
     def forget(self, namespace: bytes) -> None:
         with self._asked():

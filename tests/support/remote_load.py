@@ -31,7 +31,7 @@ class RemoteLoad:
         self._good = [blob.digest for blob in blobs]
         self._is_over = threading.Event()
         reads: list[Callable[[], object]] = [self._read] * NUM_READERS
-        calls = [*reads, lambda: self._store.ask_many(self._keys), lambda: self._store.put_many(blobs)]
+        calls = [*reads, lambda: self._store.exist_many(self._keys), lambda: self._store.put_many(blobs)]
         self._threads = [threading.Thread(target=self._play, args=(call,)) for call in calls]
 
     def __enter__(self) -> Self:

@@ -250,8 +250,8 @@ class UnreliableTiers:
         for tell in self._take(self._to_tell):
             tell()
 
-    def take_lost(self) -> Sequence[Lost]:
-        self._lost += self.inner.take_lost() if self.is_alive else ()
+    def pop_lost(self) -> Sequence[Lost]:
+        self._lost += self.inner.pop_lost() if self.is_alive else ()
         if self._rng.random() < SOON:
             return ()
         lost, self._lost = self._lost, []

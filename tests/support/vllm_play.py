@@ -119,7 +119,7 @@ class VllmPlay:
                 self.bed.compute_tokens(request, start, end)
 
         report = self.bed.work_unheard(step.work, compute)
-        unloaded = {page for worker in self.bed.workers for page in worker.take_unloaded()}
+        unloaded = {page for worker in self.bed.workers for page in worker.pop_failed_pages()}
         failed = self._on_unloaded(unloaded, step) if unloaded else []
         for request, _, _ in step.parts:
             for running in [each for each in self._running if each.request_id == request.request_id]:

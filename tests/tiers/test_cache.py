@@ -210,7 +210,7 @@ def test_a_copy_that_failed_publishes_nothing_and_the_next_try_finds_the_block_w
 
     assert promotion.done
     assert promotion.num_blocks == 0
-    assert promotion.why_no_more is Reason.FAILED
+    assert promotion.reason_at_end is Reason.FAILED
     w.check()
     w.lanes[route].failing = 0.0
     w.clock.now += 2  # the disk's rest
@@ -231,7 +231,7 @@ def test_a_late_promotion_is_done_with_what_has_arrived() -> None:
 
     assert promotion.done
     assert promotion.num_blocks == 0
-    assert promotion.why_no_more is Reason.DEADLINE
+    assert promotion.reason_at_end is Reason.DEADLINE
     w.check()
     w.settle()  # what comes too late is kept for the next one
     assert w.cache.lookup(chain, DOCUMENT + 1).num_blocks == 10
@@ -252,7 +252,7 @@ def test_a_hit_larger_than_what_is_free_is_cut_to_what_fits() -> None:
     w.settle()
 
     assert promotion.num_blocks == 7
-    assert promotion.why_no_more is Reason.CAPACITY
+    assert promotion.reason_at_end is Reason.CAPACITY
     w.check()
 
 
@@ -483,7 +483,7 @@ def test_a_record_that_left_the_disk_meanwhile_is_a_miss_and_not_corrupt() -> No
     w.settle()
 
     assert promotion.num_blocks == 0
-    assert promotion.why_no_more is Reason.EVICTED_FROM_DISK
+    assert promotion.reason_at_end is Reason.EVICTED_FROM_DISK
     assert sum(w.cache.statistics().tiers[Tier.DISK].corrupt.values()) == 0
 
 

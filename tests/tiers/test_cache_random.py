@@ -262,14 +262,14 @@ DISK_QUOTAS = {tenant_of(document): 5 * 4608 for document in DOCUMENTS[:4]}
 
 PARTS = [  # what is done at once, and how much is under way at most
     (promoter, "PART", [1, 3, 128]),
-    (promoter, "MAX_UNDER_WAY", [1, 4, 512]),
+    (promoter, "MAX_IN_FLIGHT", [1, 4, 512]),
     (pins, "PART", [1, 3, 128]),
-    (pins, "MAX_UNDER_WAY", [1, 4, 512]),
+    (pins, "MAX_IN_FLIGHT", [1, 4, 512]),
     (reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (promoter, "REFRESH_PART", [1, 3, 128]),
     (purge, "PARTS_S", [0, 1]),
-    (slot_purge, "LOOKED_THROUGH", [1, 3, 128]),
+    (slot_purge, "MAX_SLOTS_PER_PAGE", [1, 3, 128]),
     (slot_purge, "MAX_EVICTED", [1, 3, 128]),
     (disk_purge, "MAX_EVICTED", [1, 3, 128]),
 ]

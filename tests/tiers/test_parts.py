@@ -28,9 +28,9 @@ DOCUMENT = NUM_BLOCKS * BLOCK_SIZE
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "PART", 4)
-    monkeypatch.setattr(promoter, "MAX_UNDER_WAY", 10)
+    monkeypatch.setattr(promoter, "MAX_IN_FLIGHT", 10)
     monkeypatch.setattr(pins, "PART", 4)
-    monkeypatch.setattr(pins, "MAX_UNDER_WAY", 10)
+    monkeypatch.setattr(pins, "MAX_IN_FLIGHT", 10)
     monkeypatch.setattr(promoter, "REFRESH_PART", 4)
 
 
@@ -104,7 +104,7 @@ def test_who_leaves_a_long_prefix_gives_up_what_is_under_way_and_nothing_of_the_
     w.check()
 
     assert w.cache.free_slots() == [80]
-    assert promotion.why_no_more is Reason.DEADLINE
+    assert promotion.reason_at_end is Reason.DEADLINE
     w.settle()
     assert sum(tier is not Tier.DISK for tier in w.cache.where(promotion.chain)) <= 4
 
@@ -119,7 +119,7 @@ def test_slots_of_what_is_to_come_are_given_to_nobody_else() -> None:
     assert w.cache.free_slots() == [0]
     assert w.cache.allocate([1]) is None
     assert second.num_blocks == 10
-    assert second.why_no_more is Reason.CAPACITY
+    assert second.reason_at_end is Reason.CAPACITY
     until_done(w, first)
     until_done(w, second)
     assert (first.num_blocks, second.num_blocks) == (NUM_BLOCKS, 10)
@@ -184,7 +184,7 @@ def test_a_late_long_prefix_is_as_long_as_what_has_arrived_from_its_front() -> N
 
     assert promotion.done
     assert 0 < promotion.num_blocks < NUM_BLOCKS
-    assert promotion.why_no_more is Reason.DEADLINE
+    assert promotion.reason_at_end is Reason.DEADLINE
     w.check()
 
 
@@ -198,7 +198,7 @@ def test_a_long_prefix_of_which_nothing_was_begun_in_time_is_no_hit() -> None:
     w.clock.now += 2.0
     w.cache.poll()
 
-    assert (late.done, late.num_blocks, late.why_no_more) == (True, 0, Reason.DEADLINE)
+    assert (late.done, late.num_blocks, late.reason_at_end) == (True, 0, Reason.DEADLINE)
     for other in others:
         until_done(w, other)
 
@@ -348,7 +348,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
-    monkeypatch.setattr(promoter, "MAX_UNDER_WAY", NUM_BLOCKS)
+    monkeypatch.setattr(promoter, "MAX_IN_FLIGHT", NUM_BLOCKS)
     monkeypatch.setattr(reads, "BATCH_BLOCKS", 10)
     monkeypatch.setattr(uploads, "BATCH_BLOCKS", 10)
     w = world()

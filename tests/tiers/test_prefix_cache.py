@@ -552,7 +552,7 @@ def test_of_a_hit_only_as_much_is_taken_as_is_wanted_and_what_else_was_found_has
     prompt = [*text(1, 40), *text(2, 40)]
     found = desk.lookup(prompt)
 
-    taken = {limit: desk.cache.at_most(found, limit, Reason.SCORED) for limit in (0, 20, 40)}
+    taken = {limit: desk.cache.limit_hit(found, limit, Reason.SCORED) for limit in (0, 20, 40)}
 
     assert (found.num_tokens, found.partial.num_tokens) == (32, 8)
     assert {limit: hit.num_tokens for limit, hit in taken.items()} == {0: 0, 20: 16, 40: 32}
@@ -1641,7 +1641,7 @@ def test_a_read_that_failed_does_not_tell_the_block_away_that_is_still_found() -
     reader = desk.arrive(text(1, 33))
     desk.settle()
 
-    assert reader.promotion.why_no_more is Reason.FAILED
+    assert reader.promotion.reason_at_end is Reason.FAILED
     assert desk.lookup(text(1, 33)).num_tokens == 32
     book.take_in(desk.log.take())
     assert book.blocks[Tier.DISK] == contents(desk)[Tier.DISK]

@@ -91,7 +91,7 @@ def test_what_a_reset_forgets_is_remembered_as_cleared(below: str) -> None:
 
     for document in "ab":
         assert how_lost(w, document) == {(Tier.DEVICE, EvictionCause.CLEARED, 77.0)}
-        assert read(w, document).why_no_more is Reason.EVICTED_FROM_DEVICE
+        assert read(w, document).reason_at_end is Reason.EVICTED_FROM_DEVICE
 
 
 def test_what_a_reset_takes_from_a_tier_below_was_lost_there() -> None:

@@ -16,7 +16,7 @@ from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice
 from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.cuda.copy_choice import COPIES
-from kvtier.transfer.cuda.memory import CudaMemory, choose_ways
+from kvtier.transfer.cuda.memory import CudaMemory, choose_methods
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.host_slab import HostSlab
 from kvtier.transfer.poisoned_memory import POISON, PoisonedMemory
@@ -85,7 +85,7 @@ def on_cpu_attached() -> Device:
 
 def on_cuda_attached(monkeypatch: pytest.MonkeyPatch) -> Device:
     blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=GPU_0)
-    choice = choose_ways(BLOCK_BYTES, GPU_0)
+    choice = choose_methods(BLOCK_BYTES, GPU_0)
     return Device(attached(lambda num_slots, file: CudaMemory(blocks, num_slots, way=choice, file=file)), blocks)
 
 

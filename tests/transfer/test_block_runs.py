@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from kvtier.transfer.block_runs import BlockRuns, Slots, merge_neighbours, slot_pairs
+from kvtier.transfer.block_runs import BlockRuns, Slots, merge_adjacent, slot_pairs
 
 
 def runs(device: list[int], host: list[int], slots_per_piece: int = 1000) -> list[tuple[int, int, int]]:
-    merged = merge_neighbours(np.array(device, np.int64), np.array(host, np.int64), slots_per_piece)
+    merged = merge_adjacent(np.array(device, np.int64), np.array(host, np.int64), slots_per_piece)
     return list(zip(merged.device.tolist(), merged.host.tolist(), merged.num_blocks.tolist(), strict=True))
 
 
@@ -57,7 +57,7 @@ def test_runs_are_the_pairs_in_order_and_stay_inside_pieces(seed: int) -> None:
     device: Slots = np.concatenate([start + np.arange(rng.integers(1, 10)) for start in starts])
     host = device[::-1].copy() if seed % 2 else device + 3
 
-    merged = merge_neighbours(device, host, slots_per_piece)
+    merged = merge_adjacent(device, host, slots_per_piece)
 
     assert single_blocks(merged) == list(zip(device.tolist(), host.tolist(), strict=True))
     last = merged.host + merged.num_blocks - 1

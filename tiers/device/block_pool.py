@@ -221,7 +221,7 @@ class BlockPool:
             return [slot]
         cut = len(blank) - num_slots
         if cut < 0:
-            return None if num_slots > self.num_free else self.evict_for(num_slots, self.order.victims(-cut))[0]
+            return None if num_slots > self.num_free else self.evict_and_lease(num_slots, self.order.victims(-cut))[0]
         slots = blank[cut:]
         del blank[cut:]
         slots.reverse()
@@ -383,7 +383,7 @@ class BlockPool:
         self._blank[:0] = freed[::-1].tolist()
         return names
 
-    def evict_for(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
+    def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
         """Lease all blank slots and the cached *victims*, *num_slots* in total; return the slots and evicted names."""
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)

@@ -207,7 +207,7 @@ class GroupSlots:
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
         self.num_lost = 0  # number of calls that reported lost copies
-        # [slot] spot of the block whose copy was evicted below; see `on_pushed_out`.
+        # [slot] spot of the block whose copy was evicted below; see `on_evicted_below`.
         self._pushed_out: npt.NDArray[np.int64] | None = None
         self._evicted = dict.fromkeys(EvictionCause, 0)
         self.dropped_spills = 0  # dirty blocks that were evicted
@@ -238,7 +238,7 @@ class GroupSlots:
             if self._pushed_out is not None:
                 self._pushed_out[ids] = NO_SPOT
 
-    def on_pushed_out(self, slots: Ids) -> None:
+    def on_evicted_below(self, slots: Ids) -> None:
         """Mark slots dirty whose blocks were evicted by the lower tiers on purpose."""
         if self.is_spilled and len(slots):
             self.on_copies_lost(slots)
@@ -268,7 +268,7 @@ class GroupSlots:
                 return None
             victims = self._choose(num_slots - pool.num_blank, window)
             were_dirty = self._clean(victims)
-            slots, names = pool.evict_for(num_slots, victims)
+            slots, names = pool.evict_and_lease(num_slots, victims)
             self._tell(victims, names, were_dirty, EvictionCause.ROOM)
             return slots
         return pool.allocate(num_slots)

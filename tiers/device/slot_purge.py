@@ -9,7 +9,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.eviction import EvictionCause
 
-LOOKED_THROUGH = 1 << 12  # entries of the eviction order examined per part
+MAX_SLOTS_PER_PAGE = 1 << 12  # entries of the eviction order examined per part
 MAX_EVICTED = 256  # blocks evicted per part, which takes half a millisecond including callbacks
 COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 
@@ -21,15 +21,15 @@ class SlotPurge:
         self,
         slots: GroupSlots,
         limit: int | None = None,
-        are_meant: Callable[[Ids], npt.NDArray[np.bool_]] | None = None,
+        matches: Callable[[Ids], npt.NDArray[np.bool_]] | None = None,
     ) -> None:
         """Prepare a purge of up to *limit* blocks (None: all).
 
-        *are_meant* returns which of the given slots hold a block to be purged; None means all of them.
+        *matches* returns which of the given slots hold a block to be purged; None means all of them.
         """
         self._slots = slots
         self._limit = limit
-        self._are_meant = are_meant
+        self._are_meant = matches
         self.num_evicted = 0
 
     @property
@@ -41,7 +41,7 @@ class SlotPurge:
         """Pass over the eviction order once, part by part; see `Purge.parts`."""
         start: int | None = 0
         while start is not None and self._num_left != 0:
-            slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)
+            slots, end = self._slots.pool.order.part(start, MAX_SLOTS_PER_PAGE)
             meant = self._meant(slots)
             going = meant[: MAX_EVICTED if self._num_left is None else min(MAX_EVICTED, self._num_left)]
             if len(going):

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.store.record import digest_among
+from kvtier.store.record import digest_for_threads
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import are_kept
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.residency import Residency
@@ -47,7 +47,7 @@ class HostSpill:
     """Copies device blocks to host memory shortly before they are evicted.
 
     Only blocks among the oldest `CleanAhead.num_blocks` are copied. So a block that is used again before costs nothing,
-    and host memory holds blocks that the device does not. Callers that need copies sooner use `copy_rest_down` and
+    and host memory holds blocks that the device does not. Callers that need copies sooner use `spill_all` and
     `copy_down`. Owned by the cache's thread.
     """
 
@@ -89,7 +89,7 @@ class HostSpill:
             if short > 0:  # slots that running requests release will be reused at once, so copy those blocks too
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
 
-    def copy_rest_down(self) -> None:
+    def spill_all(self) -> None:
         """Start copying the oldest blocks without a copy below, leased or not. Call again for the rest.
 
         Blocks that the lower tiers have evicted for lack of room are skipped. Otherwise lower tiers that are smaller
@@ -111,12 +111,12 @@ class HostSpill:
             ids = ids[limit:]
 
     @property
-    def is_moving(self) -> bool:
+    def is_making_progress(self) -> bool:
         """Whether copies are in flight that are not overdue, so that waiting for their slots makes sense.
 
         Copies behind an overdue one count as overdue, unless a later copy has ended recently.
         """
-        return self.copies.is_moving(self._clock() - PATIENCE_S)
+        return self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
     @property
     def num_dirty(self) -> int:
@@ -125,7 +125,7 @@ class HostSpill:
 
     @property
     def num_uncopied(self) -> int:
-        """Number of dirty device blocks that `copy_rest_down` would copy."""
+        """Number of dirty device blocks that `spill_all` would copy."""
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _is_clean(self, group: GroupTiers, window: int) -> bool:
@@ -203,7 +203,7 @@ class HostSpill:
         self._window.on_spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
         self._lower.publish(batch.group.id, batch.lower_slots, batch.rows, transfer.result, batch.owners)
-        batch.group.slots.dirty.remove(batch.upper_slots)
+        batch.group.slots.dirty.remove(batch.source_slots)
 
     def _end(self, batch: HostBatch, error: BaseException) -> None:
         self.copies.end(batch)
@@ -229,8 +229,8 @@ def _work(batch: HostBatch) -> Callable[[], list[bytes]]:
 
     def copy_down() -> list[bytes]:
         lower_slots = batch.lower_slots.tolist()
-        memory.to_host(batch.upper_slots.tolist(), lower_slots)
-        digest = digest_among(memory.num_copiers)
+        memory.to_host(batch.source_slots.tolist(), lower_slots)
+        digest = digest_for_threads(memory.num_copiers)
         return [digest(memory.host_block(slot)) for slot in lower_slots]
 
     return copy_down

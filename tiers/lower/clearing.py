@@ -9,7 +9,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 REST_S = 1.0  # pause after an error of the disk
 
 
-class Clearing:
+class RecordDeletion:
     """The page-by-page deletion of records that are on disk but not in the index.
 
     After the disk's index is emptied, its records are useless to this process, but the next process would find them.
@@ -39,9 +39,9 @@ class Clearing:
         """Submit the scan of the next page, unless one is in flight."""
         if not self._is_due or self._is_under_way or self._clock() < self._not_before:
             return
-        if self._disk.taken_in != self._disk.opening():
+        if self._disk.indexed_opening != self._disk.opening():
             self._was_opened_anew = True
-            self._disk.take_in_opening()
+            self._disk.follow_opening()
             self._disk.index.empty()
         if not self._disk.is_open:
             return
@@ -56,7 +56,7 @@ class Clearing:
         if not keys:
             self._is_due = False
             if self._was_opened_anew:  # reload the index: records written since must be found, the rest written again
-                self._was_opened_anew, self._disk.taken_in = False, 0
+                self._was_opened_anew, self._disk.indexed_opening = False, 0
             return
         unknown = [key for key in keys if self._is_unknown(key)]
         self._is_under_way = bool(unknown) and self._transfers.submit(

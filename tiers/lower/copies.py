@@ -14,7 +14,7 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-PATIENCE_S = 1.0  # after this long without progress, callers stop waiting for the slots of a copy
+HUNG_COPY_S = 1.0  # after this long without progress, callers stop waiting for the slots of a copy
 
 
 def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes: int = BATCH_BYTES) -> int:
@@ -26,12 +26,12 @@ def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes:
 class Batch:
     """Blocks of one attention group being copied down, in the order in which the lower tier should evict them.
 
-    The batch holds a lease on each of *upper_slots* until it ends.
+    The batch holds a lease on each of *source_slots* until it ends.
     """
 
     upper: BlockPool
     rows: Sequence[Row]
-    upper_slots: Ids
+    source_slots: Ids
     submitted_at: float  # monotonic seconds
     names: Sequence[BlockName] = field(init=False)
 
@@ -71,15 +71,15 @@ class Copies(Generic[AnyBatch]):
         Returns:
             False if the lane is full. The caller must then call `end` for the batch.
         """
-        batch.upper.lend(batch.upper_slots)
+        batch.upper.lend(batch.source_slots)
         self.batches.append(batch)
-        return self._transfers.submit(self._route, work, num_bytes, deliver, len(batch.upper_slots))
+        return self._transfers.submit(self._route, work, num_bytes, deliver, len(batch.source_slots))
 
     def end(self, batch: AnyBatch) -> None:
         """Release a batch's leases, whether it succeeded or not. Its slots return to their place in eviction order."""
         self.batches.remove(batch)
         self.ended_at = self._clock()
-        batch.upper.put_back(batch.upper_slots)
+        batch.upper.put_back(batch.source_slots)
 
     def max_blocks(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
         """Return the size limit of the next batch from *upper*; 0 if no batch may start now.
@@ -90,7 +90,7 @@ class Copies(Generic[AnyBatch]):
         under_way = [batch for batch in self.batches if batch.upper is upper]
         if len(under_way) >= self._max_in_flight:
             return 0
-        num_lent = sum(len(batch.upper_slots) for batch in under_way)
+        num_lent = sum(len(batch.source_slots) for batch in under_way)
         if num_lendable is None:
             num_lendable = upper.num_free + num_lent
         limit = min(batch_blocks, num_lendable // 4 - num_lent)
@@ -98,22 +98,22 @@ class Copies(Generic[AnyBatch]):
 
     def slots(self, upper: BlockPool) -> Ids:
         """Return the slots of the pool that batches are copied from."""
-        return np.concatenate([NOTHING, *(batch.upper_slots for batch in self.batches if batch.upper is upper)])
+        return np.concatenate([NOTHING, *(batch.source_slots for batch in self.batches if batch.upper is upper)])
 
     def num_leases(self, upper: BlockPool) -> int:
         """Return how many leases the batches hold on the pool."""
-        return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
+        return sum(len(batch.source_slots) for batch in self.batches if batch.upper is upper)
 
-    def under_way_since(self, before: float) -> list[AnyBatch]:
+    def stalled_since(self, before: float) -> list[AnyBatch]:
         """Return the batches submitted before *before* that have not ended.
 
         Returns an empty list while finished transfers have not been collected, because their outcome is still unknown.
         """
-        if self._transfers.has_finished:
+        if self._transfers.has_undelivered:
             return []
         return [batch for batch in self.batches if batch.submitted_at < before]
 
-    def is_moving(self, since: float) -> bool:
+    def is_making_progress(self, since: float) -> bool:
         """Return whether any batch is in flight and the lane is not stuck.
 
         The lane is making progress if the oldest batch was submitted after *since*, or if after *since* one batch was

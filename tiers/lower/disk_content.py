@@ -21,7 +21,7 @@ class DiskContent(Protocol):
     def load_index_page(self, keys: Sequence[bytes]) -> None:
         """Add one page of the keys that were in the store when it was opened."""
 
-    def forget_some_of_disk(self) -> None:
+    def report_forgotten(self) -> None:
         """Forget some blocks that were on disk before its store was reopened."""
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:

@@ -9,7 +9,7 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.host_memory import HostMemory
@@ -58,7 +58,7 @@ class DiskSpill:
 
     def spill(self) -> None:
         """Start the writes that are due, and report hung ones to the circuit breaker."""
-        for batch in self.copies.under_way_since(self._clock() - HUNG_S):
+        for batch in self.copies.stalled_since(self._clock() - HUNG_S):
             self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             num_started = 0
@@ -74,9 +74,9 @@ class DiskSpill:
                 other.pushed_out.update(name for name in other.names if (other.group_id, name) in blocks)
 
     @property
-    def is_moving(self) -> bool:
+    def is_making_progress(self) -> bool:
         """Whether writes are in flight and making progress, so that it makes sense to wait for their slots."""
-        return not self._disk.is_failing and self.copies.is_moving(self._clock() - PATIENCE_S)
+        return not self._disk.is_failing and self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
     @property
     def num_dirty(self) -> int:
@@ -128,7 +128,7 @@ class DiskSpill:
                 b"" if origin.parent is None else disk.key(batch.group_id, origin.parent),
                 origin.tenant,
             )
-            for name, slot in zip(batch.names, batch.upper_slots.tolist(), strict=True)
+            for name, slot in zip(batch.names, batch.source_slots.tolist(), strict=True)
             for origin in [self._index.origin_in_host(batch.group_id, slot)]
         ]
         return lambda: disk.write(blobs)
@@ -141,7 +141,7 @@ class DiskSpill:
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
             # The batch leases its slots until it ends, so an evicted block's slot has not been given to another block.
-            self._host[group_id].dirty.remove(batch.upper_slots)
+            self._host[group_id].dirty.remove(batch.source_slots)
             there = [name for name in batch.names if name not in batch.pushed_out]
             self.on_gone(transfer.result.evicted, besides=batch)
             self._index.on_written(group_id, there, transfer.result.evicted, cause)

@@ -35,7 +35,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
 FEW = 48  # names; up to this many, lookups one by one are faster than one vectorised lookup (measured)
-BUCKETS_AT_ONCE = 64  # buckets whose names one call of `forget_some` returns: about 220 names
+BUCKETS_AT_ONCE = 64  # buckets whose names one call of `pop_forgotten` returns: about 220 names
 TOLD_AT_ONCE = 256  # buckets whose names make up one page of `pages`: about 900 names
 EVERY_S = 1.0
 MAX_MARKERS = 4096
@@ -124,7 +124,7 @@ class DiskIndex:
         return group_id in self._names and self._names[group_id].discard(name)
 
     def begin_again(self) -> None:
-        """Empty the index and load it again from the first page; `forget_some` returns the names it had."""
+        """Empty the index and load it again from the first page; `pop_forgotten` returns the names it had."""
         for group_id, names in self._names.items():
             self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
         self._names.clear()
@@ -145,13 +145,13 @@ class DiskIndex:
             yield page
 
     def empty(self) -> None:
-        """Empty the index as `clear` does, but have `forget_some` return the names that it had."""
+        """Empty the index as `clear` does, but have `pop_forgotten` return the names that it had."""
         self.begin_again()
         self.is_loaded = True
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether `forget_some` still has names to return or memory to free."""
+        """Whether `pop_forgotten` still has names to return or memory to free."""
         return bool(self._past)
 
     def clear(self) -> None:
@@ -161,7 +161,7 @@ class DiskIndex:
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
-    def forget_some(self) -> tuple[int, list[BlockName]] | None:
+    def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
         """Return a group and some names it had before `begin_again`; None when there are no more.
 
         Each call also frees a part of their memory, because freeing 600 MB at once takes 30 ms.
@@ -175,7 +175,7 @@ class DiskIndex:
         return group_id, page or []
 
     def _let_go(self, names: dict[int, NameSet]) -> None:
-        """Empty *names* and let `forget_some` free the memory."""
+        """Empty *names* and let `pop_forgotten` free the memory."""
         self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
         names.clear()
 
@@ -271,10 +271,10 @@ class DiskTier:
         self.reading = CircuitBreaker(clock)
         self.writing = CircuitBreaker(clock)
         self.latest = store.statistics()
-        self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
+        self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.recent_written_bytes)
         self.opening = opening
         self.num_cleared = 0  # blocks evicted on an operator's or caller's request
-        self.taken_in = 0  # the opening that the index reflects; 0: none
+        self.indexed_opening = 0  # the opening that the index reflects; 0: none
         self._counted = 0  # the opening whose statistics were read last
         self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
         self._store = store
@@ -284,25 +284,25 @@ class DiskTier:
         self._latest_number = 0
         self._walk: Iterator[bytes] | None = None
 
-    def take_in_opening(self) -> None:
+    def follow_opening(self) -> None:
         """Switch to the store's current opening: discard what was known of an earlier one and reload the index.
 
         Bytes written to the store before this opening are charged to the budget, unless they already were.
         """
-        self.taken_in = self.opening()
+        self.indexed_opening = self.opening()
         self.index.begin_again()
         self.rewind_index()
-        if self.taken_in not in (0, self._counted):
-            self._counted = self.taken_in
+        if self.indexed_opening not in (0, self._counted):
+            self._counted = self.indexed_opening
             before, self.latest = self.latest, self._store.statistics()
-            self.budget.spend(max(0, self.latest.written_lately_bytes - before.written_lately_bytes))
+            self.budget.spend(max(0, self.latest.recent_written_bytes - before.recent_written_bytes))
             if self.life is not None:
                 self.life.begin(self.latest.written_bytes_total)
 
     @property
     def is_open(self) -> bool:
         """Whether the store is open and the index reflects its current opening."""
-        return self.taken_in != 0 and self.taken_in == self.opening()
+        return self.indexed_opening != 0 and self.indexed_opening == self.opening()
 
     def may_write(self) -> bool:
         """Return whether it makes sense to write a batch now."""
@@ -323,7 +323,7 @@ class DiskTier:
         total_bytes = written.statistics.written_bytes_total
         was_emptied = total_bytes < self.latest.written_bytes_total  # the store found damage and started empty
         if was_emptied:
-            self.taken_in = 0
+            self.indexed_opening = 0
         self.budget.spend(total_bytes if was_emptied else total_bytes - self.latest.written_bytes_total)
         self.latest, self._latest_number = written.statistics, written.number
 

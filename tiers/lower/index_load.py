@@ -40,23 +40,27 @@ class IndexLoad:
 
     def go_on(self) -> None:
         """Follow the store's openings, and read the next page unless one is being read or all have been."""
-        if self._disk.taken_in != self._disk.opening():
-            self._disk.take_in_opening()
+        if self._disk.indexed_opening != self._disk.opening():
+            self._disk.follow_opening()
             self._forsaken = iter(())
             self._withdraw()
         next(self._forsaken, None)
-        self._index.forget_some_of_disk()
+        self._index.report_forgotten()
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
         reading = self._reading
-        if reading is not None and self._clock() - reading.submitted_at > HUNG_S and not self._transfers.has_finished:
+        if (
+            reading is not None
+            and self._clock() - reading.submitted_at > HUNG_S
+            and not self._transfers.has_undelivered
+        ):
             self._disk.reading.on_hung(reading.attempt)
             self._disk.rewind_index()
             self._reading = None
         attempt = self._disk.reading.begin() if self._reading is None else None
         if attempt is None:
             return
-        page = _Page(attempt, self._disk.taken_in, self._clock())
+        page = _Page(attempt, self._disk.indexed_opening, self._clock())
         # Set before `submit`, because a lane without threads reads the page inside that call.
         self._reading = page
         if not self._transfers.submit(

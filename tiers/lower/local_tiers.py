@@ -14,7 +14,7 @@ from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.clearing import Clearing
+from kvtier.tiers.lower.clearing import RecordDeletion
 from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
@@ -107,7 +107,7 @@ class LocalFetch:
                 if place not in self._reads:
                     self.fail(place, Reason.EVICTED_FROM_HOST)
 
-    def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
+    def on_read(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
         """Lease a block that has been read, or record why its read failed."""
         del self._reads[place]
         if failure is None and block_read.host_slot is not None:
@@ -307,17 +307,17 @@ class LocalTiers:
         reads: dict[Tier, Reads] = {}
         if disk is not None:
             reads[Tier.DISK] = Reads(
-                self.index, source, memories, transfers, windows, lambda: self._disk_spill.is_moving, clock
+                self.index, source, memories, transfers, windows, lambda: self._disk_spill.is_making_progress, clock
             )
         self._remote: Link = NoLink()
         if remote is not None:
             self._remote = RemoteLink(
-                remote, self.index, memories, transfers, windows, lambda: self._disk_spill.is_moving, clock
+                remote, self.index, memories, transfers, windows, lambda: self._disk_spill.is_making_progress, clock
             )
         self._cold_reads = ColdReads(self.index, reads | self._remote.reads)
         self._disk_probe = ReadProbe(source, self._block_bytes.__getitem__, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
-        self._clearing = Clearing(self.index.disk, transfers, clock)
+        self._clearing = RecordDeletion(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._cold_reads)
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not provide since the last `spill`
@@ -354,7 +354,7 @@ class LocalTiers:
 
     @property
     def is_making_room(self) -> bool:
-        return self._disk_spill.is_moving
+        return self._disk_spill.is_making_progress
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return self.index.find(group_id, names)
@@ -452,7 +452,7 @@ class LocalTiers:
         if self.index.disk.is_there and not self.index.disk.clear():
             return False
         self._fetches.end_all()
-        self.index.lose_disk()
+        self.index.report_disk_lost()
         self.index.disk.index.clear()
         self.index.clear()
         self._remote.clear()
@@ -464,7 +464,7 @@ class LocalTiers:
         Unlike `clear`, this does not wait and does not end fetches, so blocks that are being read still come to host
         memory. Later polls report the blocks that have left the disk (see `is_forgetting`).
         """
-        self.index.lose_disk()
+        self.index.report_disk_lost()
         self.index.disk.index.empty()
         for host in self.index.host:
             host.evict(np.arange(host.pool.num_slots), EvictionCause.CLEARED)
@@ -526,8 +526,8 @@ class LocalTiers:
         """
         self._cold_reads.time_out_late(timeout_s)
 
-    def take_lost(self) -> Sequence[Lost]:
-        return self.index.take_lost()
+    def pop_lost(self) -> Sequence[Lost]:
+        return self.index.pop_lost()
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._transfers.speed(READS[tier])
@@ -589,7 +589,7 @@ class LocalTiers:
         if self._clearing.is_done:
             self._index_load.go_on()
         else:
-            self.index.forget_some_of_disk()
+            self.index.report_forgotten()
         self._disk_probe.go_on()
 
     def _is_roomy(self) -> bool:

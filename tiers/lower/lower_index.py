@@ -30,7 +30,7 @@ from kvtier.transfer.transfer_engine import Route
 class LowerIndex:
     """Which block is in which host slot and which is on disk, and the bookkeeping when a block arrives or leaves.
 
-    The index starts no copies and holds no bytes. `take_lost` reports the blocks that neither tier has any more,
+    The index starts no copies and holds no bytes. `pop_lost` reports the blocks that neither tier has any more,
     because the device may hold their last copy. Owned by the tiers' thread.
     """
 
@@ -101,7 +101,7 @@ class LowerIndex:
         """Return whether the block is in host memory or on disk."""
         return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
-    def take_lost(self) -> Sequence[Lost]:
+    def pop_lost(self) -> Sequence[Lost]:
         """Return, once, the blocks that have left the last of host memory and disk since the previous call."""
         if not self._lost:
             return ()
@@ -235,12 +235,12 @@ class LowerIndex:
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
-    def forget_some_of_disk(self) -> None:
+    def report_forgotten(self) -> None:
         """Forget some blocks of the disk's earlier content, and report their removal.
 
         The content is that from before the store was reopened; blocks known to be on disk now are not reported.
         """
-        group_id, names = self.disk.index.forget_some() or (0, [])
+        group_id, names = self.disk.index.pop_forgotten() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
             return
         if gone := list(compress(names, ~self.disk.index.are_held(group_id, names))):
@@ -258,7 +258,7 @@ class LowerIndex:
                 self.offer_to_disk(group_id, [slot for slot in slots if pool.name(slot) is not None])
                 yield
 
-    def lose_disk(self) -> None:
+    def report_disk_lost(self) -> None:
         """Record that all blocks are about to leave the disk because a caller asked for it.
 
         At most `NUM_GHOSTS` of them are reported by name as lost, because no more are remembered.

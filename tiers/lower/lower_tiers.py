@@ -160,7 +160,7 @@ class LowerTiers(Protocol):
 
     @property
     def epoch(self) -> int:
-        """A number that grows when blocks may have left the tiers below without being reported by `take_lost`.
+        """A number that grows when blocks may have left the tiers below without being reported by `pop_lost`.
 
         The caller must then look up again each of its blocks that it assumed to have a copy below.
         """
@@ -269,7 +269,7 @@ class LowerTiers(Protocol):
     def clear(self) -> bool:
         """Forget every block in all tiers below, and end every fetch. This is the only call that blocks, on the disk.
 
-        `take_lost` reports the blocks; of those on disk, as many as are remembered.
+        `pop_lost` reports the blocks; of those on disk, as many as are remembered.
 
         Returns:
             False if host slots are reserved, being read into or being written to disk, or if the disk fails. Then no
@@ -299,7 +299,7 @@ class LowerTiers(Protocol):
         The caller polls as long as anything is in flight, and before it plans, because nothing advances by itself.
         """
 
-    def take_lost(self) -> Sequence[Lost]:
+    def pop_lost(self) -> Sequence[Lost]:
         """Return, once, the blocks that have left the last tier below that had them.
 
         A copy of such a block above is now the last one.

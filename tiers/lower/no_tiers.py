@@ -115,7 +115,7 @@ class NoTiers:
             for place, reason in fetch.failures.items():
                 on_fetched(fetch, place, reason)
 
-    def take_lost(self) -> Sequence[Lost]:
+    def pop_lost(self) -> Sequence[Lost]:
         return ()
 
     def read_speed(self, tier: Tier) -> LaneSpeed:

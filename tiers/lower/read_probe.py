@@ -38,7 +38,7 @@ class ReadProbe:
         if source.is_readable:
             return
         for earlier, since in self._under_way.values():
-            if self._clock() - since > HUNG_S and not self._transfers.has_finished:
+            if self._clock() - since > HUNG_S and not self._transfers.has_undelivered:
                 source.reading.on_hung(earlier)
         block = source.find_any(besides=self._under_way) if source.reading.allows() else None
         attempt = None if block is None else source.reading.begin()

@@ -137,7 +137,7 @@ class BlockRead:
 class Waiter(Protocol):
     """A fetch that waits for blocks to be read."""
 
-    def on_landed(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
+    def on_read(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
         """Handle the end of the read of the block at *place*; *failure* is None if it is in host memory now."""
 
 
@@ -230,7 +230,7 @@ class Reads:
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         late = any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading)
-        if late and not self._transfers.has_finished:
+        if late and not self._transfers.has_undelivered:
             self.time_out()  # no promotion waits for a prefetch, so no promotion's deadline ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
@@ -251,7 +251,7 @@ class Reads:
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
-            if not self._transfers.has_finished:
+            if not self._transfers.has_undelivered:
                 self._source.reading.on_hung(read.attempt)
             for block_read in read.batch:
                 self._source.on_hung(block_read.group_id, block_read.name)
@@ -262,7 +262,7 @@ class Reads:
     def time_out_late(self, timeout_s: float) -> None:
         """Call `time_out` if a read has been in flight for *timeout_s*, including reads that no fetch waits for."""
         is_late = bool(self._reading) and self._clock() - self._reading[0].submitted_at >= timeout_s
-        if is_late and not self._transfers.has_finished:
+        if is_late and not self._transfers.has_undelivered:
             self.time_out()
 
     def num_leases(self, group_id: int) -> int:
@@ -377,7 +377,7 @@ class Reads:
         """Remove the block from the reads in flight and notify the fetches that wait for it."""
         del self._under_way[block_read.group_id][block_read.name]
         for waiter, place in list(block_read.waiters.items()):
-            waiter.on_landed(place, block_read, failure)
+            waiter.on_read(place, block_read, failure)
 
 
 class ColdReads:

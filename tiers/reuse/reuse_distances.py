@@ -62,7 +62,7 @@ class ReuseDistances:
         """Record the blocks that a prompt asked for. The list *names* is kept for a while and may only grow."""
         self._pend(Prompt(names, len(names), block_tokens, block_bytes))
 
-    def on_made(self, names: Sequence[BlockName], block_bytes: int) -> None:
+    def on_generated(self, names: Sequence[BlockName], block_bytes: int) -> None:
         """Record blocks of generated tokens, which were used but not asked for."""
         self._pend(Prompt(names, len(names), 0, block_bytes))
 

@@ -37,9 +37,9 @@ class WhatIf:
         self._distances.on_prompt(names, block_tokens, block_bytes)
         self._seen.now()[:] += [*(getattr(tokens, tier) for tier in _TIERS), tokens.num_tokens]
 
-    def on_made(self, names: Sequence[BlockName], block_bytes: int) -> None:
+    def on_generated(self, names: Sequence[BlockName], block_bytes: int) -> None:
         """Record blocks of generated tokens, which were used but not asked for."""
-        self._distances.on_made(names, block_bytes)
+        self._distances.on_generated(names, block_bytes)
 
     def hit_ratios(self, tiers: Mapping[Tier, TierStatistics]) -> HitRatios:
         """Return the hit ratio for each tier and each of `SIZES`; empty before the first prompt."""

@@ -114,7 +114,7 @@ class Backlogs:
         """Lease the blocks that are in host memory according to *below*, and reserve device slots for all *blocks*."""
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
-            is_new = ~self.are_coming(promotion.chain, group, ids)
+            is_new = ~self.are_in_flight(promotion.chain, group, ids)
             group.pool.reserve(int(np.count_nonzero(is_new)))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
@@ -125,7 +125,7 @@ class Backlogs:
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
 
-    def are_coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def are_in_flight(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return for each of the chain's blocks *ids* whether it is in any backlog."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
@@ -179,7 +179,7 @@ class Backlogs:
                 any_dropped = True
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
-                is_unwanted = ~self.are_coming(promotion.chain, group, ids)
+                is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)
                 group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
         return any_dropped
 

@@ -28,7 +28,7 @@ LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
 REFRESH_PART = 64  # blocks refreshed per call
 MAX_WAITING = 1 << 10  # queued refreshes; beyond that the oldest are dropped, which costs only their recency
 PART = 48  # blocks started per call, which takes half a millisecond
-MAX_UNDER_WAY = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, and little to cancel
+MAX_IN_FLIGHT = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, and little to cancel
 
 
 class Hits:
@@ -111,14 +111,14 @@ class Hits:
             return replace(hit, as_of=-1)
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
 
-    def still_there(self, hit: Hit) -> Hit:
+    def revalidate(self, hit: Hit) -> Hit:
         """Shorten the hit to the prefix that is still cached."""
         if hit.as_of == self._residency.num_changes and not self._residency.is_cut_off:
             return hit
         shorter = self.shorter(hit, hit.num_tokens)
         if shorter.num_tokens == hit.num_tokens:
             return shorter
-        why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
+        why = self._residency.miss_reason([hit.chain.names[shorter.num_blocks]])
         return replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
 
     def fitting(self, hit: Hit) -> tuple[Hit, list[npt.NDArray[np.int32]]]:
@@ -197,9 +197,9 @@ class Hits:
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return for each of these blocks of the hit whether another promotion is loading it."""
-        coming = self._backlogs.are_coming(hit.chain, group, ids)
+        coming = self._backlogs.are_in_flight(hit.chain, group, ids)
         if self._uploads.has_any(group):
-            coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
+            coming |= self._uploads.are_in_flight(group, group.names_of(hit.chain, ids))
         return coming
 
     def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
@@ -301,7 +301,7 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start to load the hit. The promotion is done at once if all its blocks are on the device."""
-        hit, slots = self.hits.fitting(self.hits.still_there(hit))
+        hit, slots = self.hits.fitting(self.hits.revalidate(hit))
         promotion = Promotion(
             hit.chain,
             hit.limit,
@@ -419,7 +419,7 @@ class Promoter:
             group.pool.lease(found[found != ABSENT] if len(absent) else found)
             if len(absent) and self._uploads.has_any(group):
                 names = group.names_of(promotion.chain, absent)
-                coming = self._uploads.are_coming(group, names)
+                coming = self._uploads.are_in_flight(group, names)
                 joined = [self._uploads.find(group, names[place]) for place in np.flatnonzero(coming).tolist()]
                 _join(promotion, group, absent[coming], [upload for upload in joined if upload is not None])
                 absent = absent[~coming]
@@ -471,7 +471,7 @@ class Promoter:
             while num_left > 0 and promotion in self._backlogs:
                 limit = num_left
                 if promotion not in self._kept_back:
-                    limit = min(limit, MAX_UNDER_WAY - len(promotion.waiting))
+                    limit = min(limit, MAX_IN_FLIGHT - len(promotion.waiting))
                 num_started = self._start_part(promotion, limit, window) if limit > 0 else 0
                 if not num_started:
                     break

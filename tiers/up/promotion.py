@@ -80,7 +80,7 @@ class Hit:
         return self.num_tokens // self.chain.block_size
 
     @property
-    def why_no_more(self) -> Reason:
+    def reason_at_end(self) -> Reason:
         """Reason why the first missing block was not found; LAST_BLOCK if all blocks were found."""
         return self.misses.first(self.num_tokens)
 
@@ -116,7 +116,7 @@ class Promotion:
         return self.num_tokens // self.chain.block_size
 
     @property
-    def why_no_more(self) -> Reason:
+    def reason_at_end(self) -> Reason:
         """Reason why the first computed token is computed; LAST_BLOCK if it is in the prompt's last block."""
         return self.misses.first(self.num_tokens + self.num_copied)
 

@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.record import digest_among
+from kvtier.store.record import digest_for_threads
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.copies import blocks_in_batch
@@ -79,7 +79,7 @@ class LayeredUpload:
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
     """Return for each host block whether its bytes still match its digest."""
-    digest = digest_among(memory.num_copiers)
+    digest = digest_for_threads(memory.num_copiers)
     return [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
 
 
@@ -138,7 +138,7 @@ class Uploads:
         """Return whether any block of the group is in flight."""
         return bool(self._uploads[group])
 
-    def are_coming(self, group: GroupTiers, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+    def are_in_flight(self, group: GroupTiers, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """Return for each block whether it is in flight."""
         return np.fromiter(map(self._uploads[group].__contains__, names), np.bool_, len(names))
 

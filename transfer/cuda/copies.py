@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtier.transfer.block_runs import BlockRuns, Slots, merge_neighbours
+from kvtier.transfer.block_runs import BlockRuns, Slots, merge_adjacent
 
 STAGING_BYTES = 4 << 20  # size of a staging buffer; each call uses two, so that filling and emptying overlap
 _WORD_BYTES = 8
@@ -36,7 +36,7 @@ class Ends:
 
     def runs(self, device: Slots, host: Slots) -> BlockRuns:
         """Return the contiguous copies that move these pairs of slots."""
-        return merge_neighbours(device, host, self.slots_per_piece)
+        return merge_adjacent(device, host, self.slots_per_piece)
 
 
 class BlockCopies(Protocol):

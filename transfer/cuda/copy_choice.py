@@ -16,8 +16,8 @@ from kvtier.transfer.cuda.kernel import KernelCopies
 
 log = logging.getLogger(__name__)
 
-Way = Callable[[Ends], BlockCopies]
-COPIES: Mapping[str, Way] = {
+CopyMethod = Callable[[Ends], BlockCopies]
+COPIES: Mapping[str, CopyMethod] = {
     "batch": BatchCopies,
     "loop": LoopCopies,
     "kernel": KernelCopies,
@@ -52,7 +52,7 @@ def num_trial_blocks(block_bytes: int) -> int:
     return min(max(2, TRIAL_BYTES // block_bytes), MAX_TRIAL_BLOCKS)
 
 
-def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
+def choose_copies(ways: Mapping[str, CopyMethod], scratch: Ends) -> CopyChoice:
     """Measure each method in *ways* on scattered blocks in *scratch*, and choose the fastest.
 
     Overwrites all slots of *scratch*. Among methods of about equal speed, the earlier one in *ways* wins. A method that

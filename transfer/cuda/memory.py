@@ -11,7 +11,7 @@ import torch
 from kvtier.transfer.block_memory import layer_bytes
 from kvtier.transfer.block_runs import Slots, slot_pairs
 from kvtier.transfer.cuda.copies import BatchCopies, Ends, LoopCopies
-from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, Way, choose_copies, num_trial_blocks
+from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, CopyMethod, choose_copies, num_trial_blocks
 from kvtier.transfer.host_slab import HostSlab, Pin
 from kvtier.transfer.pages import node_of_device
 
@@ -60,7 +60,7 @@ class CudaMemory:
     Copies run on the calling thread's current stream (the stream of a `CudaLane`) and synchronise it before they
     return. Only `copy`, which the computing thread calls, does not wait.
 
-    *way* is the name of a method in `COPIES`, or an earlier result of `choose_ways`; by default the methods are
+    *way* is the name of a method in `COPIES`, or an earlier result of `choose_methods`; by default the methods are
     measured. `choice` holds the chosen methods and their speeds; None without host slots or if *way* is a name. If the
     descriptor *file* is given, the host slots are the beginning of that file; see `HostSlab`.
     """
@@ -81,7 +81,7 @@ class CudaMemory:
         self._device = device_blocks
         gpu = device_blocks.device
         if num_host_slots and way is None:  # before the live slots are pinned, because pinning slows the trial down
-            way = choose_ways(self.block_bytes, gpu)
+            way = choose_methods(self.block_bytes, gpu)
         self.choice = way if isinstance(way, CopyChoice) else None
         down, up = (way.down, way.up) if isinstance(way, CopyChoice) else (way or "loop",) * 2
         self._slab = HostSlab(num_host_slots, self.block_bytes, cuda_pin(gpu), node_of_gpu(gpu), file)
@@ -140,7 +140,7 @@ class CudaMemory:
         return host < self._slab.num_pinned_slots
 
 
-def ways_to(is_pinned: bool) -> Mapping[str, Way]:
+def methods_for(is_pinned: bool) -> Mapping[str, CopyMethod]:
     """Return the copy methods to try, depending on whether all host memory is pinned.
 
     The kernel is left out for unpinned memory: reading it would destroy the CUDA context of the process.
@@ -148,7 +148,7 @@ def ways_to(is_pinned: bool) -> Mapping[str, Way]:
     return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
 
 
-def choose_ways(block_bytes: int, gpu: torch.device) -> CopyChoice:
+def choose_methods(block_bytes: int, gpu: torch.device) -> CopyChoice:
     """Measure the copy methods for blocks of *block_bytes*, on memory of the same kind as the live slots."""
     num_blocks = num_trial_blocks(block_bytes)
     slab = HostSlab(num_blocks, block_bytes, cuda_pin(gpu), node_of_gpu(gpu))
@@ -156,7 +156,7 @@ def choose_ways(block_bytes: int, gpu: torch.device) -> CopyChoice:
         slab.wait_prepared(TRIAL_WAIT_S)
         device_blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=gpu)
         ends = Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece)
-        choice = choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
+        choice = choose_copies(methods_for(slab.num_pinned_slots == num_blocks), ends)
     finally:
         slab.close()
     log.info("block copies of %d bytes: chose %s", block_bytes, choice)

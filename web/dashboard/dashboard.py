@@ -104,7 +104,7 @@ class Dashboard:
         if self.stream.num_viewers:
             self.stream.publish(event("tick", self._told(sample, row) | missed))
             is_due = self._num_ticks % OWN_EVERY_S == 0
-            await self._tell_own(self.stream.groups if is_due else self.stream.untold_groups)
+            await self._tell_own(self.stream.groups if is_due else self.stream.unsent_groups)
         if self._num_ticks % SAVE_EVERY_S == 0:
             self._keeper.save(self.history)
         self._num_ticks += 1

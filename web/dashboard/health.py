@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.engine.attached.standing import SidecarStanding
-from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
@@ -85,7 +85,7 @@ def _store(store: StoreStanding) -> Condition:
             return Condition("store", State.GOOD, f"{store.folder} is open")
         why = f": {store.why_ended}" if store.why_ended else ""
         return Condition("store", State.WATCH, f"open, but was lost {num_faults:,} times since the start{why}")
-    state = State.WATCH if store.not_open is NotOpen.OPENING else State.BAD
+    state = State.WATCH if store.not_open is WhyClosed.OPENING else State.BAD
     return Condition("store", state, f"not open ({store.not_open}): {store.why or 'retrying'}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvtier.engine.config import DashboardConfig, DiskConfig
-from kvtier.engine.thread_work import as_exception
+from kvtier.engine.thread_work import coroutine_safe
 from kvtier.web.dashboard.history import RESOLUTIONS, History, Place
 from kvtier.web.dashboard.ring_file import BadFile, RingFile, Shape
 
@@ -150,7 +150,7 @@ def in_daemon(work: Callable[[], _T]) -> "Future[_T]":
         try:
             result.set_result(work())
         except BaseException as error:  # top of the thread, so the future gets all errors
-            result.set_exception(as_exception(error))
+            result.set_exception(coroutine_safe(error))
 
     threading.Thread(target=run, name="kvtier-history", daemon=True).start()
     return result

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.store.folder import open_own
+from kvtier.store.folder import open_private
 from kvtier.web.dashboard.history import NEVER, History, Place, Resolution
 
 MAGIC = b"kvtier history 1"
@@ -101,7 +101,7 @@ class RingFile:
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._shape = shape
-        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
+        self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

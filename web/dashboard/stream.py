@@ -46,7 +46,7 @@ class Stream:
         return tuple(self._groups)
 
     @property
-    def untold_groups(self) -> tuple[str | None, ...]:
+    def unsent_groups(self) -> tuple[str | None, ...]:
         """Groups that have viewers and were sent no event of their own yet."""
         return tuple(group for group in self._groups if group not in self._own)
 

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from kvtier.store.folder import open_own
+from kvtier.store.folder import open_private
 from kvtier.web.request_ids import current_ids
 
 LOGGER = "kvtier.audit"
@@ -22,7 +22,7 @@ class _OwnFile(RotatingFileHandler):
     """A rotating log file that only its owner can access. Links and files of other users are never written to."""
 
     def _open(self) -> TextIOWrapper:
-        file = open_own(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = open_private(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return open(file, "a", encoding="utf-8")
 
 

@@ -64,7 +64,7 @@ def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
     return token_ids
 
 
-def take_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+def argmax_tokens(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
     """Return the most likely token of each row, the lowest id among equals, as for temperature 0."""
     return logits.argmax(dim=-1)
 

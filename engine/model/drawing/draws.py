@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
-from kvtier.engine.model.drawing.cuts import Cuts, draw, draw_uncut, take_likeliest
+from kvtier.engine.model.drawing.cuts import Cuts, argmax_tokens, draw, draw_uncut
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
 from kvtier.engine.model.structured.grammar import find_allowed
@@ -18,7 +18,7 @@ _Way = Callable[[torch.Tensor, Cuts, Scratch], torch.Tensor]
 
 
 @torch.inference_mode()
-def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """Return the next token id of each request from *logits* `[requests, vocab]`, float32, which are not changed.
 
     Greedy requests get the lowest of the most likely ids. Each sampler records its token. A row whose largest logit is
@@ -48,12 +48,12 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
     """Yield the rows that are sampled in the same way, at most *num_rows* at a time, with the function for it."""
-    ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], take_likeliest: []}
+    ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], argmax_tokens: []}
     for row, sampler in enumerate(samplers):
         if not sampler.is_greedy:
             ways[draw if sampler.cuts(vocab_size) else draw_uncut].append(row)
         elif sampler.changes_logits:
-            ways[take_likeliest].append(row)
+            ways[argmax_tokens].append(row)
     for way, rows in ways.items():
         for start in range(0, len(rows), num_rows):
             yield rows[start : start + num_rows], way

@@ -6,7 +6,7 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class TokenBans:
         """Return the bans of *params*, given the model's *end_token_ids*.
 
         Raises:
-            WrongParameter: If a bad word has a token that the model has no logit for.
+            InvalidParameter: If a bad word has a token that the model has no logit for.
         """
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_token_ids)
         bad_words = _tokenized(tokenizer, params.bad_words) if params.bad_words else ()
         if worst := max((token_id for word in bad_words for token_id in word if token_id >= vocab_size), default=0):
-            raise WrongParameter("bad_words", f"has token id {worst}; the model knows 0 to {vocab_size - 1}")
+            raise InvalidParameter("bad_words", f"has token id {worst}; the model knows 0 to {vocab_size - 1}")
         known = tuple(sorted(token_id for token_id in ends if 0 <= token_id < vocab_size))
         return cls(params.min_tokens, known if params.min_tokens else (), bad_words)
 

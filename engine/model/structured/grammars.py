@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.grammar import Grammar, Vocabulary
 from kvtier.engine.model.structured.notation import limits
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
-from kvtier.engine.model.structured.trial import Tried, try_out
+from kvtier.engine.model.structured.trial import TrialResult, run_trial
 from kvtier.extras import MissingExtra, extra
 
 if TYPE_CHECKING:  # an optional package
@@ -45,7 +45,7 @@ class Grammars:
 
         It takes a second for 150,000 tokens, during which no other thread runs.
         """
-        with suppress(WrongParameter):
+        with suppress(InvalidParameter):
             self._vocabulary("")
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
@@ -54,14 +54,14 @@ class Grammars:
         Compiling takes 0.1 s, so do not call this in the engine's thread.
 
         Raises:
-            WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
+            InvalidParameter: If *asked* is not a valid grammar, cannot be enforced, or takes too much time or memory.
         """
         with self._lock:
             if (kept := self._kept.get(asked)) is not None:
                 self._kept.move_to_end(asked)
                 return kept
-        tokens, vocabulary = self._vocabulary(asked.asked_as)
-        grammar = compiled(asked, try_out(asked), tokens, vocabulary)
+        tokens, vocabulary = self._vocabulary(asked.parameter_name)
+        grammar = compiled(asked, run_trial(asked), tokens, vocabulary)
         with self._lock:
             self._keep(asked, grammar)
         return grammar
@@ -75,20 +75,20 @@ class Grammars:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
 
-    def _vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
+    def _vocabulary(self, parameter_name: str) -> "tuple[LLTokenizer, Vocabulary]":
         with self._reading:
             if self._read is None:
-                self._read = self._read_vocabulary(asked_as)
+                self._read = self._read_vocabulary(parameter_name)
             return self._read
 
-    def _read_vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
+    def _read_vocabulary(self, parameter_name: str) -> "tuple[LLTokenizer, Vocabulary]":
         try:
-            with extra("structured", asked_as):
+            with extra("structured", parameter_name):
                 from llguidance import LLTokenizer
         except MissingExtra as error:
-            raise WrongParameter(asked_as, f"needs llguidance; {error.remedy}") from None
+            raise InvalidParameter(parameter_name, f"needs llguidance; {error.remedy}") from None
         if not self._tokenizer.is_fast:
-            raise WrongParameter(asked_as, "needs a fast tokenizer, which this model does not have")
+            raise InvalidParameter(parameter_name, "needs a fast tokenizer, which this model does not have")
         tokenizer = copy(self._tokenizer.backend_tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -97,16 +97,16 @@ class Grammars:
         try:
             tokens = LLTokenizer(tokenizer.to_str(), eos_token=end_mark)
         except ValueError as error:
-            raise WrongParameter(asked_as, f"cannot be used with this model's tokenizer: {error}") from None
+            raise InvalidParameter(parameter_name, f"cannot be used with this model's tokenizer: {error}") from None
         ends = [token_id for token_id in self._end_token_ids if token_id < self._vocab_size]
         return tokens, Vocabulary(self._vocab_size, ends, tokens.vocab_size, end_mark)
 
 
-def compiled(asked: StructuredOutputs, tried: Tried, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
-    """Compile a constraint that has passed its trial for the *tokens*. Raise `WrongParameter` if that fails."""
+def compiled(asked: StructuredOutputs, tried: TrialResult, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
+    """Compile a constraint that has passed its trial for the *tokens*. Raise `InvalidParameter` if that fails."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())
     if matcher.is_error():
-        raise WrongParameter(asked.asked_as, f"cannot be used: {matcher.get_error()}")
+        raise InvalidParameter(asked.parameter_name, f"cannot be used: {matcher.get_error()}")
     return Grammar(matcher, vocabulary, tried.num_bytes, tried.left_out)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.exact_integers import ExactIntegers, NotExact
 from kvtier.engine.model.structured.schema_keywords import (
     drop_inexact,
@@ -59,7 +59,7 @@ def notation(asked: StructuredOutputs) -> Notation:
     All keywords of a strict schema are enforced. Keywords of other schemas are dropped if they cannot be enforced.
 
     Raises:
-        WrongParameter: If a grammar in GBNF is invalid, or a strict schema has a keyword that cannot be enforced.
+        InvalidParameter: If a grammar in GBNF is invalid, or a strict schema has a keyword that cannot be enforced.
     """
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
@@ -74,11 +74,11 @@ def notation(asked: StructuredOutputs) -> Notation:
             try:
                 return Notation(grammar_from("grammar", schemas.rewritten(asked.text)), schemas.left_out)
             except ValueError as error:
-                raise WrongParameter(asked.asked_as, f"cannot be used: {error}") from None
+                raise InvalidParameter(asked.parameter_name, f"cannot be used: {error}") from None
     options = {"whitespace_pattern": WHITESPACE, "lenient": not asked.strict, "coerce_one_of": not asked.strict}
     schemas = _Schemas(asked)
     schema = json.loads(asked.text)
-    rules = schemas.rules(schema, options, "start", f"{asked.asked_as}.")
+    rules = schemas.rules(schema, options, "start", f"{asked.parameter_name}.")
     if rules:
         return Notation(LLMatcher.grammar_from_lark("\n".join(rules)), schemas.left_out)
     return Notation(_schema_grammar(schema, options), schemas.left_out)
@@ -141,7 +141,9 @@ class _Schemas:
             left_out += warned_of(schema, said.messages)
         if left_out and is_strict:
             what = ", ".join(where + each for each in left_out)
-            raise WrongParameter(self._asked.asked_as, f"cannot enforce {what}; leave it out, or do without strict")
+            raise InvalidParameter(
+                self._asked.parameter_name, f"cannot enforce {what}; leave it out, or do without strict"
+            )
         self.left_out += [where + each for each in left_out]
         return []
 

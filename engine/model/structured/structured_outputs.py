@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 
 MAX_CHARACTERS = 1 << 16
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -22,10 +22,10 @@ class StructuredOutputs:
     - *grammar*: a text of a context-free grammar in llguidance's dialect of Lark's notation, or in GBNF.
 
     If *strict*, a schema with keywords that cannot be enforced is refused; otherwise these keywords are ignored.
-    Errors refer to the parameter as *asked_as*.
+    Errors refer to the parameter as *parameter_name*.
 
     Raises:
-        WrongParameter: If the value is invalid, or has more than 65,536 characters.
+        InvalidParameter: If the value is invalid, or has more than 65,536 characters.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -34,22 +34,22 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     strict: bool = True
-    asked_as: str = field(default="structured_outputs", compare=False)
+    parameter_name: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             there = ", ".join(given) or "none of them"
-            raise WrongParameter(self.asked_as, f"has {there}; give exactly one of {', '.join(_KINDS)}")
+            raise InvalidParameter(self.parameter_name, f"has {there}; give exactly one of {', '.join(_KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", self._schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", self._checked_choice(self.choice))
         for kind in ("regex", "grammar"):
             if not isinstance(getattr(self, kind), str | None):
-                raise WrongParameter(self.asked_as, f"{kind} is not a string; give one")
+                raise InvalidParameter(self.parameter_name, f"{kind} is not a string; give one")
         if (length := len(self.text)) > MAX_CHARACTERS:
-            raise WrongParameter(self.asked_as, f"has {length:,} characters; send {MAX_CHARACTERS:,} at most")
+            raise InvalidParameter(self.parameter_name, f"has {length:,} characters; send {MAX_CHARACTERS:,} at most")
 
     @property
     def kind(self) -> str:
@@ -70,12 +70,14 @@ class StructuredOutputs:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise WrongParameter(self.asked_as, f"the schema is no JSON: {error}") from None
+            raise InvalidParameter(self.parameter_name, f"the schema is no JSON: {error}") from None
         if not isinstance(parsed, Mapping):
-            raise WrongParameter(self.asked_as, f"the schema is a {type(parsed).__name__}; give an object")
+            raise InvalidParameter(self.parameter_name, f"the schema is a {type(parsed).__name__}; give an object")
         return text
 
     def _checked_choice(self, choice: Sequence[str]) -> tuple[str, ...]:
         if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
-            raise WrongParameter(self.asked_as, "choice is no list of texts; give one or more, none of them empty")
+            raise InvalidParameter(
+                self.parameter_name, "choice is no list of texts; give one or more, none of them empty"
+            )
         return tuple(choice)

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.notation import limits, notation
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
@@ -36,7 +36,7 @@ _SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, which grammars name by
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialResult:
     """A grammar that has passed its trial, in llguidance's notation, with the memory that it took."""
 
     notation: str
@@ -44,13 +44,13 @@ class Tried:
     left_out: tuple[str, ...]  # keywords of schemas that are not enforced
 
 
-def try_out(asked: StructuredOutputs) -> Tried:
+def run_trial(asked: StructuredOutputs) -> TrialResult:
     """Compile the constraint *asked*, and follow it for a few hundred tokens, in a subprocess. Takes 0.1 s.
 
     Raises:
-        WrongParameter: If *asked* is not a valid grammar, cannot be enforced, or exceeds the limits on time or memory.
+        InvalidParameter: If *asked* is not a valid grammar, cannot be enforced, or exceeds the limits on time or memory.
     """
-    question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.asked_as])
+    question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.parameter_name])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -63,13 +63,13 @@ def try_out(asked: StructuredOutputs) -> Tried:
             env={**os.environ, "RUST_BACKTRACE": "0"},
         )
     except subprocess.TimeoutExpired:
-        raise WrongParameter(asked.asked_as, f"was not compiled in {DEADLINE_S:g} s; ask again later") from None
+        raise InvalidParameter(asked.parameter_name, f"was not compiled in {DEADLINE_S:g} s; ask again later") from None
     if done.returncode or not done.stdout:
-        raise WrongParameter(asked.asked_as, "takes too much time or memory to compile; make it smaller")
+        raise InvalidParameter(asked.parameter_name, "takes too much time or memory to compile; make it smaller")
     answer = json.loads(done.stdout)
     if (error := answer.get("error")) is not None:
-        raise WrongParameter(asked.asked_as, error)
-    return Tried(answer["notation"], answer["num_bytes"], tuple(answer["left_out"]))
+        raise InvalidParameter(asked.parameter_name, error)
+    return TrialResult(answer["notation"], answer["num_bytes"], tuple(answer["left_out"]))
 
 
 class _Bytes:
@@ -94,7 +94,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         found = notation(asked)
-    except WrongParameter as wrong:
+    except InvalidParameter as wrong:
         return {"error": _one_line(wrong.what)}
     tried, num_special = _with_own_ids(found.text)
     start = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes(num_special))), tried, log_level=0, limits=limits())
@@ -141,8 +141,8 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kind, given, strict, asked_as = json.load(sys.stdin)
-    asked = StructuredOutputs(**{kind: given}, strict=strict, asked_as=asked_as)
+    kind, given, strict, parameter_name = json.load(sys.stdin)
+    asked = StructuredOutputs(**{kind: given}, strict=strict, parameter_name=parameter_name)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=lambda: print(json.dumps(_outcome(asked))))
     thread.start()

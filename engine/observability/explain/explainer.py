@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.explain.known_prompts import KnownPrompts
 from kvtier.engine.observability.explain.past_requests import Past, PastRequests
-from kvtier.engine.observability.explain.prompt_print import KEY_BYTES, PromptPrint, PromptPrinter
+from kvtier.engine.observability.explain.prompt_print import KEY_BYTES, PromptFingerprint, PromptPrinter
 from kvtier.engine.observability.explain.seen_contents import SeenContents, Way
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.trail import Trail
@@ -81,7 +81,7 @@ class Explainer:
     ) -> None:
         """Remember a finished request. *chain* holds its prompt's tokens, *ghosts* the blocks evicted by its tiers."""
         namespace = self._namespace if namespace is None else namespace
-        prompt = self._printer.print_of(chain, trail.names, record.tokens.num_tokens, namespace)
+        prompt = self._printer.fingerprint_of(chain, trail.names, record.tokens.num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
         self._past.add(Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added))
         self._known.add(prompt)
@@ -115,7 +115,7 @@ class Explainer:
     ) -> Evidence:
         """Return the evidence of the hit that a prompt would have now. *tiers* has the tier of each of its blocks."""
         namespace = self._namespace if namespace is None else namespace
-        prompt = self._printer.print_of(chain, trail.names, num_tokens, namespace)
+        prompt = self._printer.fingerprint_of(chain, trail.names, num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, tenant)
         record = RequestRecord("", tenant, None, time.time(), TokenBalance(recomputed=num_tokens))
         past = Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added)
@@ -125,7 +125,7 @@ class Explainer:
         """Return whether the request had exactly this prompt. Any thread may call this."""
         if past.prompt.num_tokens != num_tokens:
             return False
-        own = self._printer.print_of(chain, chain.names, num_tokens, past.way.namespace)
+        own = self._printer.fingerprint_of(chain, chain.names, num_tokens, past.way.namespace)
         return _marked(past.prompt) == _marked(own)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Explainer:
         pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
         return any(
             past.before < own.before
-            and own.way.may_learn_of(past.way)
+            and own.way.may_see(past.way)
             and past.prompt.contents.get(1) != own.prompt.contents.get(1)
             for past in pasts
         )
@@ -184,5 +184,5 @@ def namespace_fields(namespace: Namespace) -> dict[str, str]:
     }
 
 
-def _marked(prompt: PromptPrint) -> bytes:
+def _marked(prompt: PromptFingerprint) -> bytes:
     return prompt.parents.tobytes() + prompt.marks.tobytes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.observability.explain.prompt_print import PromptPrint
+from kvtier.engine.observability.explain.prompt_print import PromptFingerprint
 
 MAX_PROMPTS = 4096
 MAX_TOKENS = 1 << 20  # of all prompts together, which are searched within some milliseconds
@@ -29,9 +29,9 @@ class Nearest:
 class OlderPrompts:
     """The prompts that were known at one time, oldest first. A search takes milliseconds; any thread may call it."""
 
-    prints: Sequence[PromptPrint]
+    prints: Sequence[PromptFingerprint]
 
-    def nearest(self, prompt: PromptPrint, num_found: int) -> Nearest | None:
+    def nearest(self, prompt: PromptFingerprint, num_found: int) -> Nearest | None:
         """Return the known prompt that shares the most tokens with *prompt*; None if none shares a token.
 
         *num_found* is the number of the prompt's first blocks that were in the cache.
@@ -50,15 +50,15 @@ class OlderPrompts:
             differ |= np.arange(prompt.block_size) >= np.minimum(lengths, own_length)[:, None]
             common = np.where(differ.any(axis=1), differ.argmax(axis=1), prompt.block_size)
             best = int(common.max())
-            goes_on = lengths[common == best] > best
-            departs = best < own_length and bool(goes_on.any())
+            should_continue = lengths[common == best] > best
+            departs = best < own_length and bool(should_continue.any())
         return Nearest(num_shared + best, departs) if num_shared + best else None
 
-    def has_all(self, prompt: PromptPrint) -> npt.NDArray[np.bool_]:
+    def has_all(self, prompt: PromptFingerprint) -> npt.NDArray[np.bool_]:
         """Return for each full block of the prompt whether a known prompt has it."""
         return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
 
-    def _siblings(self, parent: np.uint64) -> list[tuple[PromptPrint, int]]:
+    def _siblings(self, parent: np.uint64) -> list[tuple[PromptFingerprint, int]]:
         """Return the blocks that continue the same prefix, each as its prompt and its index there."""
         parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
         ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
@@ -74,11 +74,11 @@ class KnownPrompts:
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._prompts: deque[PromptPrint] = deque()  # the newest last
+        self._prompts: deque[PromptFingerprint] = deque()  # the newest last
         self._num_tokens = 0
         self.num_added = 0  # prompts added so far; serves as a time for `older`
 
-    def add(self, prompt: PromptPrint) -> None:
+    def add(self, prompt: PromptFingerprint) -> None:
         """Add a prompt, dropping the oldest ones if there are too many."""
         self._prompts.append(prompt)
         self._num_tokens += prompt.num_tokens

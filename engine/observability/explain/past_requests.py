@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtier.engine.observability.explain.prompt_print import PromptPrint
+from kvtier.engine.observability.explain.prompt_print import PromptFingerprint
 from kvtier.engine.observability.explain.seen_contents import Way
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.trail import Trail
@@ -22,7 +22,7 @@ class Past:
 
     record: RequestRecord
     trail: Trail
-    prompt: PromptPrint
+    prompt: PromptFingerprint
     way: Way
     ghosts: Ghosts  # of the tiers that were looked up
     before: int  # number of prompts known when it ended, see `KnownPrompts.older`

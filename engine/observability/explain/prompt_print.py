@@ -1,4 +1,4 @@
-"""PromptPrint: digests of a prompt for comparison with other prompts, from which no token can be recovered."""
+"""PromptFingerprint: digests of a prompt for comparison with other prompts, from which no token can be recovered."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _ROW = 512  # tokens per inner loop of numpy's multiplication; with 16 it takes 
 
 
 @dataclass(frozen=True)
-class PromptPrint:
+class PromptFingerprint:
     """A prompt as digests and hashes that depend on a secret of this process.
 
     A mark is 16 bits of a hash of a token and its position in the block. Two different tokens have different marks at
@@ -72,7 +72,9 @@ class PromptPrinter:
         factors = np.frombuffer(hashlib.shake_128(b"marks" + key).digest(4 * block_size), np.uint32) | np.uint32(1)
         self._factors = np.tile(factors, -(-_ROW // block_size))
 
-    def print_of(self, chain: BlockChain, names: Sequence[BlockName], num_tokens: int, namespace: str) -> PromptPrint:
+    def fingerprint_of(
+        self, chain: BlockChain, names: Sequence[BlockName], num_tokens: int, namespace: str
+    ) -> PromptFingerprint:
         """Return the print of the first *num_tokens* tokens of the chain in *namespace*.
 
         *names* are the names of their full blocks; the print keeps a reference to them.
@@ -85,7 +87,7 @@ class PromptPrinter:
         # An adapter is a key of every block, but after the first block the parent's name already includes it.
         own = extra if extra.lora is None else replace(extra, lora=None)
         num_keyed = min(num_blocks, max(1, -(-own.end // size)))
-        return PromptPrint(
+        return PromptFingerprint(
             contents,
             digest_of(extra.cache_salt.encode(), self._key) if extra.cache_salt else b"",
             "" if extra.lora is None else f"{extra.lora.name} {extra.lora.path}",

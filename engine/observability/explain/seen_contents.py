@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.engine.observability.explain.prompt_print import KEY_BYTES
-from kvtier.store.folder import open_own
+from kvtier.store.folder import open_private
 
 NUM_CONTENTS = 1 << 15
 NUM_WAYS = 8  # ways kept for each content, the newest
@@ -24,7 +24,7 @@ class Way(NamedTuple):
     namespace: str  # its name; `SeenContents` maps it to its fields
     tenant: str | None  # of the API key; decides who may learn of this way
 
-    def may_learn_of(self, other: "Way") -> bool:
+    def may_see(self, other: "Way") -> bool:
         """Return whether a request of this way may learn that a request of the *other* way existed.
 
         A tenant with an API key may learn of all its salts. Without API keys only salts separate clients, so requests
@@ -73,12 +73,10 @@ class SeenContents:
         """Return the fields in which *way* differs from the most similar other way in which the content was seen.
 
         The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways added when `num_added` was below
-        *before* count, and only if *way* may learn of them, see `Way.may_learn_of`. Without any the list is empty.
+        *before* count, and only if *way* may learn of them, see `Way.may_see`. Without any the list is empty.
         """
         ways = [
-            other
-            for other, first_at in self._ways.get(content, {}).items()
-            if first_at < before and way.may_learn_of(other)
+            other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)
         ]
         found = [self._fields(way, other) for other in ways if other != way]
         return min(reversed(found), key=len, default=[])
@@ -93,7 +91,7 @@ class SeenContents:
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
-        with open(new, "xb", opener=open_own) as file:
+        with open(new, "xb", opener=open_private) as file:
             file.write(msgspec.msgpack.encode(kept))
         new.replace(path)
 
@@ -105,7 +103,7 @@ class SeenContents:
         *new_key*.
         """
         try:
-            with open(path, "rb", opener=open_own) as file:
+            with open(path, "rb", opener=open_private) as file:
                 kept = msgspec.msgpack.decode(file.read(), type=_Kept)
         except (OSError, msgspec.MsgspecError):
             return cls(new_key)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from kvtier.engine.observability.metrics import names
-from kvtier.engine.stores.reopening_store import NotOpen, StoreStanding
+from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.statistics import DiskStatistics
@@ -36,6 +36,6 @@ def admission_metrics(admission: AdmissionStatistics) -> Iterator[Metric]:
 def store_metrics(store: StoreStanding) -> Iterator[Metric]:
     """Yield the metrics of the disk tier's store: whether it is open, and its failures."""
     yield names.DISK_OPEN.of(store.not_open is None)
-    yield names.DISK_NOT_OPEN.by({reason: reason is store.not_open for reason in NotOpen})
+    yield names.DISK_NOT_OPEN.by({reason: reason is store.not_open for reason in WhyClosed})
     yield names.DISK_FOLDER_GONE.of(store.num_gone)
     yield names.DISK_PROCESS_ENDED.of(store.num_ended)

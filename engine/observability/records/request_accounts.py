@@ -133,7 +133,7 @@ class RequestAccounts:
         num_asked = num_named if request.reads_cache else 0
         if num_asked:
             self._what_if.on_prompt(names[:num_asked], self._block_tokens, self._block_bytes, request.tokens)
-        self._what_if.on_made(names[num_asked:], self._block_bytes)
+        self._what_if.on_generated(names[num_asked:], self._block_bytes)
 
     def trace_spills(self) -> None:
         """Send the spans of copies down that ended since the last call."""

@@ -12,7 +12,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, ClusterDownError, InvalidResponse, MovedError
 from redis.exceptions import TimeoutError as NoAnswer
 
-from kvtier.store.remote.redis.cluster_member import ClusterMember, is_silence
+from kvtier.store.remote.redis.cluster_member import ClusterMember, is_no_reply
 from kvtier.store.remote.redis.command import Command, Reply
 from kvtier.store.remote.redis.node import RedisNode
 from kvtier.store.remote.redis_settings import Address, RedisSettings
@@ -189,7 +189,7 @@ def _has_come(future: "Future[list[Reply]]") -> bool:
 
 def _is_of_an_old_map(reply: Reply) -> bool:
     """Return whether *reply* suggests that the slot map is outdated."""
-    return is_silence(reply) or isinstance(reply, MovedError | ClusterDownError)
+    return is_no_reply(reply) or isinstance(reply, MovedError | ClusterDownError)
 
 
 def _owners_of(reply: Reply, told_by: Address) -> Owners | None:

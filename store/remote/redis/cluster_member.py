@@ -45,7 +45,7 @@ class ClusterMember:
 
     def _ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
         replies = self.node.ask(commands, until)
-        self.rests = all(is_silence(reply) for reply in replies)
+        self.rests = all(is_no_reply(reply) for reply in replies)
         return replies
 
     def _ping(self, until: float) -> None:
@@ -59,6 +59,6 @@ class ClusterMember:
         return answered
 
 
-def is_silence(reply: Reply) -> bool:
+def is_no_reply(reply: Reply) -> bool:
     """Return whether the server did not reply, because it is down or hangs. A refusal is a reply."""
     return isinstance(reply, NoConnection | NoAnswer) and not isinstance(reply, AuthenticationError)

@@ -27,7 +27,7 @@ class Parts(NamedTuple):
     num_parts: int
 
     @classmethod
-    def named_in(cls, value: memoryview | bytes) -> "Parts | None":
+    def parse_name(cls, value: memoryview | bytes) -> "Parts | None":
         """Return the parts that the start of *value* describes, or None if the value is whole."""
         if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
             return None

@@ -9,17 +9,17 @@ _NO_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 _RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots +asking"
 
 
-def is_no_value(reply: Reply) -> bool:
+def is_wrong_type(reply: Reply) -> bool:
     """Return whether the key holds something that was never put there, such as a list of another client."""
     return isinstance(reply, RedisError) and str(reply).startswith("WRONGTYPE")
 
 
 def is_answer(reply: Reply) -> bool:
     """Return whether the server handled the command. A full server that rejects a value has handled it too."""
-    return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_no_value(reply)
+    return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_wrong_type(reply)
 
 
-def in_a_line(error: Exception, where: str, prefix: str) -> str:
+def describe(error: Exception, where: str, prefix: str) -> str:
     """Describe in one line, without secrets, what happened at *where* and what to do."""
     said = " ".join(str(error).split())
     if isinstance(error, AuthenticationError):

@@ -9,8 +9,8 @@ from fake_completions import BLOCK_SIZE, Block, FakeServer, fake_server
 
 from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.judgement import Verdict
-from kvtier.cli.prove.proof import Order, Proof, prove
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.proof import Proof, ProofConfig, prove
+from kvtier.cli.prove.push_out import EvictionStep
 
 pytestmark = pytest.mark.long
 
@@ -34,13 +34,13 @@ def proof_of(server: FakeServer, other: FakeServer | None = None, **options: obj
     def note(what: str, *_: int) -> None:
         server.is_crowded = "at once" in what
 
-    return prove(Order(**(order | options)), note)
+    return prove(ProofConfig(**(order | options)), note)
 
 
-def after_reset(server: FakeServer) -> PushOut:
+def after_reset(server: FakeServer) -> EvictionStep:
     """The server forgets what is on its device."""
     script = f"import urllib.request as r; r.urlopen(r.Request('{server.url}/reset', b'{{}}')).read()"
-    return PushOut(0, f'{sys.executable} -c "{script}"')
+    return EvictionStep(0, f'{sys.executable} -c "{script}"')
 
 
 def families(proof: Proof) -> set[str]:
@@ -226,7 +226,7 @@ def test_prompts_of_as_many_tokens_as_are_wanted_push_others_out() -> None:
     with fake_server() as server:
         proof_of(server)
         num_asked = server.num_asked
-        proof_of(server, push_out=PushOut(10 * LENGTH - 1, None), seed=2)
+        proof_of(server, push_out=EvictionStep(10 * LENGTH - 1, None), seed=2)
 
     assert server.num_asked == 2 * num_asked + 10
 

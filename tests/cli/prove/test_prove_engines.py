@@ -13,11 +13,11 @@ from foreign.unchecked import UNCHECKED
 from lora_adapters import ATTENTION, save_adapter
 from transformers import LlamaForCausalLM
 
-from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.asker import ModelClient
 from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Verdict
-from kvtier.cli.prove.proof import Order, Proof, prove
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.proof import Proof, ProofConfig, prove
+from kvtier.cli.prove.push_out import EvictionStep
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 LENGTH = 600  # two chunks of 256 tokens, and a part of one
@@ -29,12 +29,12 @@ pytestmark = [
 
 
 @dataclass(frozen=True, slots=True)
-class InBetween(PushOut):
+class InBetween(EvictionStep):
     """Does deeds in place of a command."""
 
     deeds: Sequence[Callable[[], None]] = ()
 
-    def run_command(self, askers: Sequence[Asker]) -> None:
+    def run_command(self, askers: Sequence[ModelClient]) -> None:
         for deed in self.deeds:
             deed()
 
@@ -42,7 +42,7 @@ class InBetween(PushOut):
 def proof_of(
     server: NamedVllmServer, *deeds: Callable[[], None], other: NamedVllmServer | None = None, concurrency: int = 4
 ) -> Proof:
-    order = Order(
+    order = ProofConfig(
         endpoint=Endpoint(server.url, None),
         other=None if other is None else Endpoint(other.url, None),
         model=None,

@@ -15,11 +15,11 @@ from lora_adapters import save_adapters
 from serving import BLOCK_BYTES, Address, ServerProcess, chat_tokenizer, come_true, serving, serving_process, tables
 from small_models import build
 
-from kvtier.cli.prove.asker import Asker
+from kvtier.cli.prove.asker import ModelClient
 from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Verdict
-from kvtier.cli.prove.proof import Order, Proof, prove
-from kvtier.cli.prove.push_out import PushOut
+from kvtier.cli.prove.proof import Proof, ProofConfig, prove
+from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.server.generation_request import GenerationRequest
 from kvtier.tiers.naming.block_hash import ExtraKeys
@@ -49,17 +49,19 @@ load = "always"
 
 
 @dataclass(frozen=True, slots=True)
-class InBetween(PushOut):
+class InBetween(EvictionStep):
     """Does a deed in place of a command."""
 
     deed: Callable[[], None] = lambda: None
 
-    def run_command(self, askers: Sequence[Asker]) -> None:
+    def run_command(self, askers: Sequence[ModelClient]) -> None:
         self.deed()
 
 
-def proof_of(server: Address, other: Address | None = None, push_out: PushOut | None = None, seed: int = 1) -> Proof:
-    order = Order(
+def proof_of(
+    server: Address, other: Address | None = None, push_out: EvictionStep | None = None, seed: int = 1
+) -> Proof:
+    order = ProofConfig(
         endpoint=Endpoint(server.url, None),
         other=None if other is None else Endpoint(other.url, None),
         model=None,
@@ -170,7 +172,7 @@ def test_what_it_answers_from_host_memory_is_right_also_where_bits_have_flipped(
     tmp_path: Path, model_folder: Path
 ) -> None:
     with serving_tiers(tmp_path, model_folder) as server:
-        right = proof_of(server, push_out=PushOut(2 * 16 * FEW_SLOTS, None))
+        right = proof_of(server, push_out=EvictionStep(2 * 16 * FEW_SLOTS, None))
         from_host = hits(server, "host")
         flipped = InBetween(2 * 16 * FEW_SLOTS, None, lambda: flip_host(server))
         damaged = proof_of(server, push_out=flipped, seed=2)
@@ -186,7 +188,7 @@ def test_bits_that_flip_in_host_memory_are_found_where_it_is_not_verified(
     tmp_path: Path, model_folder: Path, unverified: None
 ) -> None:
     with serving_tiers(tmp_path, model_folder) as server:
-        right = proof_of(server, push_out=PushOut(2 * 16 * FEW_SLOTS, None))
+        right = proof_of(server, push_out=EvictionStep(2 * 16 * FEW_SLOTS, None))
         flipped = InBetween(2 * 16 * FEW_SLOTS, None, lambda: flip_host(server))
         damaged = proof_of(server, push_out=flipped, seed=2)
 

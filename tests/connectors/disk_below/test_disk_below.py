@@ -18,7 +18,7 @@ from damaged_files import damage
 from waiting import stop, wait_for
 
 from kvtier.connectors.disk_below import loads
-from kvtier.connectors.disk_below.disk_below import DiskBelow, TakenAtOnce
+from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.disk_below.row_index import Row
 from kvtier.connectors.disk_below.writes import Refusal
@@ -268,7 +268,7 @@ def test_threads_beside_each_other_never_see_a_wrong_byte(tmp_path: Path) -> Non
 class HeldLane:
     """A lane that begins nothing by itself; `work` does the first so many of what it has."""
 
-    finished: TakenAtOnce
+    finished: InlineQueue
     held: list[Transfer] = field(default_factory=list)
     submitted: list[int] = field(default_factory=list)  # blocks of each
 
@@ -326,7 +326,7 @@ class Bed:
         )
         self.reads.work()  # the index
 
-    def _lanes(self, finished: TakenAtOnce) -> Mapping[Route, Lane]:
+    def _lanes(self, finished: InlineQueue) -> Mapping[Route, Lane]:
         self.reads, self.writes = HeldLane(finished), HeldLane(finished)
         return {Route.DISK_TO_HOST: self.reads, Route.HOST_TO_DISK: self.writes}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.disk_below.mapped_file import open_behind
+from kvtier.connectors.disk_below.mapped_file import open_backing_file
 from kvtier.store.process.channel import SharedMemory
 
 PAGE = mmap.PAGESIZE
@@ -26,7 +26,7 @@ def other_end(shared: SharedMemory) -> mmap.mmap:
 
 def test_the_file_of_a_shared_mapping_is_the_same_memory(tmp_path: Path) -> None:
     memory = mapped(tmp_path / "a file", 4)
-    shared = open_behind(memory)
+    shared = open_backing_file(memory)
     assert shared is not None
     memory[PAGE] = 7
     there = other_end(shared)
@@ -38,7 +38,7 @@ def test_the_file_of_a_shared_mapping_is_the_same_memory(tmp_path: Path) -> None
 
 def test_a_mapping_of_a_part_is_named_from_the_files_beginning(tmp_path: Path) -> None:
     memory = mapped(tmp_path / "file", 2, first_page=3)
-    shared = open_behind(memory)
+    shared = open_backing_file(memory)
     assert shared is not None
     memory[0] = 9
     assert shared.num_bytes == 5 * PAGE
@@ -48,7 +48,7 @@ def test_a_mapping_of_a_part_is_named_from_the_files_beginning(tmp_path: Path) -
 
 def test_a_view_of_some_rows_leads_to_the_whole_file(tmp_path: Path) -> None:
     memory = mapped(tmp_path / "file", 4)
-    whole, part = open_behind(memory), open_behind(memory[PAGE + 1 : PAGE + 10])
+    whole, part = open_backing_file(memory), open_backing_file(memory[PAGE + 1 : PAGE + 10])
     assert whole is not None
     assert part is not None
     assert part[1:] == whole[1:]
@@ -57,9 +57,9 @@ def test_a_view_of_some_rows_leads_to_the_whole_file(tmp_path: Path) -> None:
 
 
 def test_private_memory_has_no_file(tmp_path: Path) -> None:
-    assert open_behind(memoryview(bytearray(100 * PAGE))) is None
-    assert open_behind(memoryview(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))) is None
-    assert open_behind(mapped(tmp_path / "file", 2, mmap.MAP_PRIVATE)) is None
+    assert open_backing_file(memoryview(bytearray(100 * PAGE))) is None
+    assert open_backing_file(memoryview(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))) is None
+    assert open_backing_file(mapped(tmp_path / "file", 2, mmap.MAP_PRIVATE)) is None
 
 
 def test_another_file_under_the_name_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_another_file_under_the_name_is_not_taken_for_it(tmp_path: Path) -> None
     memory[0] = 5
     (tmp_path / "file").unlink()
     (tmp_path / "file").write_bytes(bytes(PAGE))
-    shared = open_behind(memory)
+    shared = open_backing_file(memory)
     assert shared is None or other_end(shared)[0] == 5  # root can open the mapping itself
 
 
@@ -84,7 +84,7 @@ def test_a_file_that_never_had_a_name_is_found_by_its_descriptor(monkeypatch: py
 
     monkeypatch.setattr(os, "open", as_no_root)
 
-    shared = open_behind(memory)
+    shared = open_backing_file(memory)
 
     assert shared is not None
     memory[PAGE] = 7

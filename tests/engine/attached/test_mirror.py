@@ -55,7 +55,7 @@ def test_it_finds_what_it_was_told_and_tells_each_loss_once(seed: int) -> None:
             run = known.find_run(0, NAMES, is_readable).tolist()
             assert run == places[: next((i for i, place in enumerate(places) if place == NOWHERE), len(places))]
         assert known.find(1, NAMES, is_readable=True).tolist() == [NOWHERE] * len(NAMES)
-        told = [name for each in known.take_lost() for name in each.names]
+        told = [name for each in known.pop_lost() for name in each.names]
         assert sorted(told) == sorted(lost)
         lost.clear()
 
@@ -66,7 +66,7 @@ def test_what_it_was_never_told_of_is_not_lost() -> None:
     known.on_left_host(0, NAMES[:3], EvictionCause.ROOM)
     known.on_left_disk(0, NAMES[:3], EvictionCause.ROOM)
 
-    assert known.take_lost() == ()
+    assert known.pop_lost() == ()
 
 
 def test_when_a_sidecar_goes_nothing_is_found_and_events_tell_of_each_block_but_those_the_next_one_has() -> None:
@@ -86,7 +86,7 @@ def test_when_a_sidecar_goes_nothing_is_found_and_events_tell_of_each_block_but_
 
     assert known.num_changes > before
     assert known.find(0, NAMES[:4], is_readable=True).tolist() == [7, NOWHERE, NOWHERE, NOWHERE]
-    assert known.take_lost() == ()  # the epoch says it of all
+    assert known.pop_lost() == ()  # the epoch says it of all
     assert removed(events, Tier.HOST) == set(NAMES[1:4])
 
 

@@ -29,7 +29,7 @@ def test_one_that_says_nothing_while_it_should_is_asked_once_and_then_lost() -> 
     bed.listen(LOST_AFTER_S)
 
     assert (bed.num_asked, bed.silence.is_lost) == (1, True)
-    bed.silence.on_heard()
+    bed.silence.on_answers()
     assert not bed.silence.is_lost
 
 
@@ -46,7 +46,7 @@ def test_one_that_says_it_lives_may_take_its_time() -> None:
 
     for _ in range(50):
         bed.listen(LOST_AFTER_S / 2)
-        bed.silence.on_heard()
+        bed.silence.on_answers()
 
     assert not bed.silence.is_lost
 

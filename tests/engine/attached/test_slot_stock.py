@@ -27,7 +27,7 @@ def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
     bed.clock.now += 2 * IDLE_S
 
     assert bed.asked == [5, 3]
-    assert bed.stock.take_idle() == []
+    assert bed.stock.pop_idle() == []
     assert len(bed.stock.take(5)) == 5
 
 
@@ -124,11 +124,11 @@ def test_what_lies_ready_and_is_not_used_goes_back() -> None:
     bed = Bed(8)
     bed.stock.take(3)
     bed.stock.on_reserved(3, [4, 5, 6])
-    assert bed.stock.take_idle() == []
+    assert bed.stock.pop_idle() == []
 
     bed.clock.now += IDLE_S * 1.5
 
-    assert bed.stock.take_idle() == [4, 5, 6]
+    assert bed.stock.pop_idle() == [4, 5, 6]
     assert bed.stock.take(1) == []
 
 
@@ -138,7 +138,7 @@ def test_a_slot_that_was_not_lent_cannot_be_given_back() -> None:
     bed.stock.on_reserved(1, [3])
     bed.stock.take(1)
 
-    bed.stock.end_loan(np.array([3]))
+    bed.stock.return_lent_slots(np.array([3]))
 
     with pytest.raises(AssertionError, match="not reserved"):
-        bed.stock.end_loan(np.array([3]))
+        bed.stock.return_lent_slots(np.array([3]))

@@ -198,10 +198,10 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
     config = tables(saved["llama"], 16, host=32)
     with LLM(build("llama"), config, byte_tokenizer()) as llm:
         requests = [add(llm, prompt, lora) for prompt, lora in asked]
-        urgent, went_back = None, set()
+        urgent, was_restored = None, set()
         for step in range(200):
             llm.core.step()
-            went_back |= {requests.index(r) for r in llm.core.scheduler.waiting if r in requests and r.tokens}
+            was_restored |= {requests.index(r) for r in llm.core.scheduler.waiting if r in requests and r.tokens}
             if step == 3:
                 keys = keyed(llm.core, NO_EXTRA_KEYS, "mlp", None)
                 urgent = llm.core.add(prompt_of(9, 140), GREEDY, keys, 0.0, RequestOptions(priority=-1))
@@ -210,7 +210,7 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
         assert not llm.core.has_work
         llm.check()
     assert urgent is not None
-    assert went_back, "no request was preempted"
+    assert was_restored, "no request was preempted"
     assert urgent.generated == plain.answer("llama", "mlp", prompt_of(9, 140))
 
     for number, (prompt, lora) in enumerate(asked):

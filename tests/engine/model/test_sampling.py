@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_parameter_out_of_range_is_named(wrong):
 
 
 def test_a_wrong_parameter_says_its_name():
-    with pytest.raises(WrongParameter) as error:
+    with pytest.raises(InvalidParameter) as error:
         SamplingParams(min_p=2)
 
     assert error.value.name == "min_p"

@@ -27,7 +27,7 @@ from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
-from kvtier.tiers.lower.copies import PATIENCE_S
+from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
@@ -42,7 +42,7 @@ DOCUMENT = 24  # tokens: six blocks
 NUM_DEVICE_SLOTS = 40
 STEP_S = 0.05
 # Without a fault a request has its first token after two steps. With one it may find that no copy gets past a late one.
-SHORT_S = PATIENCE_S + 20 * STEP_S
+SHORT_S = HUNG_COPY_S + 20 * STEP_S
 DAY = "abcdefghababhgfedcbaacegbdfhaabbccddhfdbgecaabcdefgh"
 TOKENIZER = byte_tokenizer()
 

@@ -9,7 +9,7 @@ from fuzzed_engine import Lane, Odds, StirringQueue
 from small_models import byte_tokenizer
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.loading import COMING, NEXT_STATES, WAITING, Loading, State, Surroundings
+from kvtier.engine.scheduling.loading import COMING, NEXT_STATES, WAITING, Loading, LoadingContext, State
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
@@ -63,7 +63,7 @@ class Walk(World):
             by_layers=True,
             planner=planner,
         )
-        self.around = Surroundings(self.cache, self.clock, LOAD_S, CircuitBreaker(self.clock), lambda besides: 0.0)
+        self.around = LoadingContext(self.cache, self.clock, LOAD_S, CircuitBreaker(self.clock), lambda besides: 0.0)
         self.loadings: list[tuple[Request, Loading]] = []
         self.steps: set[tuple[State, State]] = set()
         self.with_room: set[Loading] = set()
@@ -159,7 +159,7 @@ class Walk(World):
         def compute() -> None:
             self.compute_to(request, request.num_computed + min(loading.num_to_compute, CHUNK))
 
-        leaving = [loading.stand_back, loading.wait_turn, loading.give_up]
+        leaving = [loading.defer, loading.wait_turn, loading.give_up]
         arrived = [loading.take_in] * 8 if loading.has_come else []
         parked = [*arrived, *[begin_early] * 4, loading.give_up]
         events: dict[State, list[Callable[[], object]]] = {
@@ -211,7 +211,7 @@ def see_what_is_illegal(loading: Loading) -> None:
     state = loading.state
     events: dict[Callable[[], object], Set[State]] = {
         loading.look_up: WAITING,
-        loading.stand_back: WAITING,
+        loading.defer: WAITING,
         loading.ask_for_room: {State.FOUND, State.ROOM},
         loading.begin: {State.ROOM},
         loading.take_in: {state} if loading.has_come and state is not State.LOADED else set(),

@@ -249,7 +249,7 @@ def is_split(core: EngineCore) -> bool:
         core.planner.prefill.on_computed(num_tokens, 0, num_tokens / tokens_per_s)
     ends = np.arange(0, 1024, BLOCK_SIZE, dtype=np.float64)
     demand, lane = Demand(ends, {Route.HOST_TO_DEVICE: Moves(ends, 0)}), LaneSpeed()
-    lane.learn_from(Transfer(int, tokens_per_s, lambda transfer: None, seconds=1.0, finished_at=time.monotonic()))
+    lane.update_from(Transfer(int, tokens_per_s, lambda transfer: None, seconds=1.0, finished_at=time.monotonic()))
     return core.planner.best(demand, 1024, 0.0, {Route.HOST_TO_DEVICE: lane}).start > 0
 
 

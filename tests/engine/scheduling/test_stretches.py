@@ -5,7 +5,7 @@ from small_cache import BLOCK_SIZE, DOCUMENT, read, world
 from small_models import byte_tokenizer
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.loading import Loading, State, Surroundings
+from kvtier.engine.scheduling.loading import Loading, LoadingContext, State
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Stage, Stretch, Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
@@ -28,7 +28,7 @@ def test_a_request_that_waits_for_room_has_spilled_and_then_promoted() -> None:
     request = Request(
         list(range(DOCUMENT + 1)), SamplingParams(), wanted, Detokenizer(byte_tokenizer()), timeline=timeline
     )
-    around = Surroundings(w.cache, w.clock, 20.0, CircuitBreaker(w.clock), lambda besides: 0.0)
+    around = LoadingContext(w.cache, w.clock, 20.0, CircuitBreaker(w.clock), lambda besides: 0.0)
     loading = Loading(request, around)
     w.clock.now += 1.0
     loading.look_up()

@@ -35,7 +35,7 @@ def test_a_beginning_has_the_tokens_that_lie_wholly_in_it() -> None:
     whole = PrefixedText(tokenizer, TEXT, limit(tokenizer))
 
     for num_chars in range(len(TEXT) + 1):
-        num_tokens = whole.num_tokens_shared(TEXT[:num_chars] + "#")
+        num_tokens = whole.num_common_tokens(TEXT[:num_chars] + "#")
 
         assert TEXT[:num_chars].startswith(tokenizer.decode(whole.token_ids[:num_tokens]).rstrip("\ufffd"))
         longer = tokenizer.decode(whole.token_ids[: num_tokens + 1])
@@ -46,7 +46,7 @@ def test_a_text_that_is_all_in_common_has_all_tokens() -> None:
     tokenizer = byte_tokenizer()
     whole = PrefixedText(tokenizer, "abc", limit(tokenizer))
 
-    assert whole.num_tokens_shared("abcdef") == 3
+    assert whole.num_common_tokens("abcdef") == 3
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized() -> None:

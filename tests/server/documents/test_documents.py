@@ -40,8 +40,8 @@ from kvtier.server.documents.draft import Draft
 from kvtier.server.documents.file import SUFFIX, Damaged, DocumentFolder, read_all
 from kvtier.server.documents.file import file_name as file_of
 from kvtier.server.documents.pins import NoRoomToPin
-from kvtier.server.documents.prefills import PATIENCE_S, DocumentPrefills
-from kvtier.server.documents.worker import Residence, Status
+from kvtier.server.documents.prefills import HUNG_COPY_S, DocumentPrefills
+from kvtier.server.documents.worker import DocumentState, Status
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.tiers.naming.block_hash import ExtraKeys
 from kvtier.tiers.naming.tier import Tier
@@ -136,7 +136,7 @@ async def put(documents: Documents, document_id: str, what: Draft, tenant: str |
     return document
 
 
-async def until(documents: Documents, document: Document, condition: Callable[[Residence], bool]) -> Residence:
+async def until(documents: Documents, document: Document, condition: Callable[[DocumentState], bool]) -> DocumentState:
     async def is_so() -> bool:
         return condition(await documents.residence(document))
 
@@ -301,7 +301,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
         prefills.add(document)
 
         while not ended:
-            assert now < 2 * PATIENCE_S, "a document starves"
+            assert now < 2 * HUNG_COPY_S, "a document starves"
             while core.num_waiting < 3:
                 num_questions += 1
                 sampling = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -311,7 +311,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
             now += 0.5
 
     assert ended == [(document, None)]
-    assert now >= PATIENCE_S  # until then the document is behind all questions
+    assert now >= HUNG_COPY_S  # until then the document is behind all questions
 
 
 def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrainedModel) -> None:
@@ -565,7 +565,7 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
         assert len(documents.damaged_files("ann")) == 3
         assert len(documents.damaged_files("bob")) == 1
         assert documents.damaged_files(None) == {}
-        assert documents.why_damaged("ann", "cut") is not None
+        assert documents.damage_reason("ann", "cut") is not None
         await put(documents, "cut", draft(text), "ann")
         assert await documents.delete("ann", "flipped")
         assert len(documents.damaged_files("ann")) == 1
@@ -598,7 +598,7 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
 
     async def after(_: AsyncLLM, documents: Documents) -> None:
         assert documents.of(None) == []
-        assert "key" in (documents.why_damaged(None, "report") or "")
+        assert "key" in (documents.damage_reason(None, "report") or "")
 
     async def again(_: AsyncLLM, documents: Documents) -> None:
         assert [document.text for document in documents.of(None)] == ["some text"]
@@ -622,7 +622,7 @@ def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed
         assert bytes(document.token_ids.tolist()) != b""
         assert tokenizer.decode(document.token_ids) == "[user]some text\n"
         await until(documents, document, lambda it: it.status is Status.READY)
-        assert "another tokenizer" in (documents.why_damaged(None, "ids") or "")
+        assert "another tokenizer" in (documents.damage_reason(None, "ids") or "")
 
     tokenizer = chat_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     play(model, tables(tmp_path), before)

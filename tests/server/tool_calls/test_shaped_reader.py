@@ -82,7 +82,7 @@ def test_a_free_answer_is_any_text_but_a_call_that_is_none(
     family: str, grammars: Grammars, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     syntax, shape = SYNTAXES[family], SYNTAXES[family].shape
-    free = grammar_of(family).free_but_json() if syntax.is_bare else grammar_of(family).free(syntax.markers[0])
+    free = grammar_of(family).free_except_json() if syntax.is_bare else grammar_of(family).free(syntax.markers[0])
     before = "" if syntax.is_bare else "So:\n"
 
     for text in ("", "Hello, <b>.\n", before + written(shape, *GOOD)):

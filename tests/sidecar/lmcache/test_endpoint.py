@@ -7,7 +7,7 @@ from layout_bed import layout
 from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key, lmcache_bed
 from waiting import wait_for
 
-from kvtier.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MAX_UNDER_WAY, DigestLane
+from kvtier.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MAX_IN_FLIGHT, DigestLane
 from kvtier.store.memory_store import MemoryStore
 from kvtier.transfer.transfer_engine import Route
 
@@ -646,7 +646,7 @@ def test_who_asks_for_little_does_not_wait_for_all_of_who_asks_for_much(bed: Bed
         bed.transfers.poll()
         lane.pump()
 
-    assert told.index("little") <= MAX_UNDER_WAY + 1
+    assert told.index("little") <= MAX_IN_FLIGHT + 1
 
 
 def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:

@@ -84,7 +84,7 @@ def test_names_are_those_of_the_tokens_whatever_came_before(seed: int, monkeypat
             case 4:
                 ids = prompts[request] = prompts[rng.choice("abcdef")][: rng.randrange(300)]
             case 5 if rng.random() < 0.1:
-                keys.forget_over()
+                keys.drop_ended()
         salt = rng.choice(["", "", "", "tenant"])
 
         assert list(keys.names(request, salt, raw(ids, rng.choice(FORMS)))) == expected(ids, salt)
@@ -153,7 +153,7 @@ def test_of_requests_that_are_over_the_last_of_each_document_is_kept() -> None:
     keys.forget("short")
 
     assert 0 < keys.num_bytes == one < 20_000
-    keys.forget_over()
+    keys.drop_ended()
     assert keys.num_bytes == 0
 
 

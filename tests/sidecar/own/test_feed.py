@@ -52,7 +52,7 @@ def step(rng: random.Random, engine: Engine) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_engines_know_what_is_so_after_anything(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "PAGE_BLOCKS", 3)
-    monkeypatch.setattr(feed_module, "LOOKED_THROUGH", 10)
+    monkeypatch.setattr(feed_module, "MAX_SLOTS_PER_PAGE", 10)
     monkeypatch.setattr(disk_tier, "TOLD_AT_ONCE", 1)
     rng = random.Random(seed)
     store = MemoryStore(60 * 4200) if seed % 3 else None

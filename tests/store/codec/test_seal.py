@@ -11,7 +11,7 @@ from store_cases import blob_of, key_of, kv_bytes
 from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec, ZstdPlaneCodec
-from kvtier.store.codec.seal import Sealed, charged_bytes, fault_of, open_record, refuse_unfit, seal, value_bytes
+from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, fault_of, seal, unseal, value_bytes
 from kvtier.store.record import HEADER_BYTES, NO_DIGEST, Fault, Record, digest
 
 ZSTD = CODECS["zstd-plane-2"]
@@ -29,7 +29,7 @@ def record_of(sealed: Sealed) -> Record:
 
 def opened(sealed: Sealed, num_bytes: int, cipher: Cipher | None = None) -> tuple[bytes | Fault, bytes]:
     out = bytearray(num_bytes)
-    return open_record(sealed.key, sealed.header, sealed.payload, memoryview(out), cipher), bytes(out)
+    return unseal(sealed.key, sealed.header, sealed.payload, memoryview(out), cipher), bytes(out)
 
 
 def mixed_blob(share_of_noise: float, num_bytes: int = 1 << 20) -> Blob:
@@ -213,9 +213,9 @@ def test_a_length_that_no_block_has_is_torn() -> None:
 def test_a_block_that_only_encryption_makes_too_long_is_refused() -> None:
     blob = blob_of(1, 4080)  # fills a page
 
-    refuse_unfit([blob], charged_bytes(4080))
+    check_fits([blob], charged_bytes(4080))
     with pytest.raises(ValueError, match="raise capacity_bytes"):
-        refuse_unfit([blob], charged_bytes(4080), Cipher(bytes(32)))
+        check_fits([blob], charged_bytes(4080), Cipher(bytes(32)))
 
 
 def test_a_block_that_cannot_be_encoded_is_refused() -> None:
@@ -232,5 +232,5 @@ def test_a_block_opens_into_any_memory() -> None:
         for cipher in CIPHERS:
             sealed = seal(blob, codec, cipher)
 
-            assert open_record(sealed.key, sealed.header, sealed.payload, out, cipher) == blob.digest
+            assert unseal(sealed.key, sealed.header, sealed.payload, out, cipher) == blob.digest
             assert out == blob.raw

@@ -22,7 +22,7 @@ from store_cases import blob_of, key_of, kv_bytes, oldest_first
 from waiting import DEADLINE_S, is_in, join, wait_for
 
 from kvtier.store.blob_store import StoreFull
-from kvtier.store.codec.seal import charged_bytes, open_record
+from kvtier.store.codec.seal import charged_bytes, unseal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file, lmdb_store
 from kvtier.store.lmdb import files as lmdb_files
@@ -530,12 +530,12 @@ def test_what_was_written_lately_fades_while_the_store_is_closed(
 ) -> None:
     with LmdbStore(tmp_path, 10 << 20) as store:
         store.put_many([blob_of(1)])
-        assert store.statistics().written_lately_bytes == 20_000
+        assert store.statistics().recent_written_bytes == 20_000
     later = time.time() + 30 * 86_400
 
     with LmdbStore(tmp_path) as store:
         monkeypatch.setattr(lmdb_store.time, "time", lambda: later)
-        assert store.statistics().written_lately_bytes == 0
+        assert store.statistics().recent_written_bytes == 0
 
 
 def is_held(lock: Any) -> bool:
@@ -560,9 +560,9 @@ def test_closing_beside_a_large_read_of_bad_records_ends_both(tmp_path: Path, mo
     def open_later(*arguments: Any) -> bytes | Fault:
         reading_on.set()
         go_on.wait(DEADLINE_S)
-        return open_record(*arguments)
+        return unseal(*arguments)
 
-    monkeypatch.setattr(lmdb_reader, "open_record", open_later)
+    monkeypatch.setattr(lmdb_reader, "unseal", open_later)
     outcomes: list[object] = []
 
     def read_all() -> None:

@@ -1,4 +1,4 @@
-"""Nothing that stands in the store makes `open_record` raise or give wrong bytes, wherever it is damaged."""
+"""Nothing that stands in the store makes `unseal` raise or give wrong bytes, wherever it is damaged."""
 
 import struct
 
@@ -10,7 +10,7 @@ from store_cases import NAMESPACE, blob_of, key_of
 from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, Codec, codec_by_id
-from kvtier.store.codec.seal import Sealed, fault_of, open_record, seal, value_bytes
+from kvtier.store.codec.seal import Sealed, fault_of, seal, unseal, value_bytes
 from kvtier.store.record import HEADER_BYTES, Fault, Record, digest
 
 RAW_BYTES = 20_000
@@ -39,7 +39,7 @@ bounded = settings(max_examples=200, deadline=None)
 
 def opened(key: bytes, header: bytes, value: bytes, cipher: Cipher | None) -> tuple[bytes | Fault, bytes]:
     out = bytearray(RAW_BYTES)
-    return open_record(key, header, memoryview(value), memoryview(out), cipher), bytes(out)
+    return unseal(key, header, memoryview(value), memoryview(out), cipher), bytes(out)
 
 
 def flipped(data: bytes, position: int, bit: int = 0) -> bytes:
@@ -189,7 +189,7 @@ def assert_nothing_wrong_comes_out(
     key: bytes, header: bytes, value: bytes, num_bytes: int, cipher: Cipher | None
 ) -> bytes | Fault:
     out = bytearray(num_bytes)
-    result = open_record(key, header, memoryview(value), memoryview(out), cipher)
+    result = unseal(key, header, memoryview(value), memoryview(out), cipher)
     assert isinstance(result, Fault) or result == digest(out)
     return result
 
@@ -261,13 +261,13 @@ def test_any_bytes_written_over_a_record_give_no_wrong_bytes(
     blob = blob_of(1, num_bytes)
     sealed = seal(blob, codec, cipher)
     right = bytearray(num_bytes)
-    known = open_record(sealed.key, sealed.header, sealed.payload, memoryview(right), cipher)
+    known = unseal(sealed.key, sealed.header, sealed.payload, memoryview(right), cipher)
     header, value = bytearray(sealed.header), bytearray(sealed.payload)
     damaged = header if part == "header" else value
     start = int(position * len(damaged))
     damaged[start : start + len(new)] = new  # and longer, if it reaches beyond the end
 
     out = bytearray(num_bytes)
-    result = open_record(sealed.key, bytes(header), memoryview(value), memoryview(out), cipher)
+    result = unseal(sealed.key, bytes(header), memoryview(value), memoryview(out), cipher)
 
     assert isinstance(result, Fault) or (result, out) == (known, right)

@@ -79,7 +79,7 @@ def test_what_cannot_be_asked_for_is_an_error_and_no_miss(server: FailingObjects
         refused = largest(server)
         server.fails = lambda method, path: path == refused
 
-        assert set(stranger.ask_many(KEYS)) == {True, None}
+        assert set(stranger.exist_many(KEYS)) == {True, None}
         results = read(stranger)
         assert {result for result in results if isinstance(result, Fault)} == {Fault.IO_ERROR}
 
@@ -116,4 +116,4 @@ def test_a_store_of_which_every_request_fails_is_unavailable(server: FailingObje
             with pytest.raises(RemoteUnavailable, match=r"s3://bucket/prefix: no answer \(status 503"):
                 call(client)
         with client_of(server) as stranger, pytest.raises(RemoteUnavailable):
-            stranger.ask_many(KEYS)
+            stranger.exist_many(KEYS)

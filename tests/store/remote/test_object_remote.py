@@ -81,13 +81,13 @@ def test_a_long_chain_takes_few_requests(place: Place) -> None:
     assert writer.usage().num_writes <= 40
     assert writer.usage().num_reads == writer.usage().num_questions == 0
 
-    assert all(reader.ask_many(keys))
+    assert all(reader.exist_many(keys))
     assert reader.usage().num_questions <= 80
     assert read(reader, keys) == digests(keys)
     assert reader.usage().num_reads <= 40
     assert reader.usage().num_questions <= 80, "where values are was known from the question before"
 
-    assert not any(stranger.ask_many(chain_keys(4000, "nobody's")))
+    assert not any(stranger.exist_many(chain_keys(4000, "nobody's")))
     assert stranger.usage().num_questions <= 60
 
 
@@ -113,7 +113,7 @@ def test_chains_of_several_groups_are_found_by_one_question(place: Place, are_mi
     together = list(chain(*(zip(*groups, strict=True) if are_mixed else groups)))
 
     client = place.client()
-    assert all(client.ask_many(together))
+    assert all(client.exist_many(together))
     assert client.usage().num_questions <= 3 * 60
     assert read(place.client(), together) == digests(together)
 
@@ -164,7 +164,7 @@ def test_a_chain_that_branches_off_finds_what_is_common(place: Place) -> None:
     second = stem + chain_keys(60, "another", after=stem[-1][16:48])
     put(place.client(), first)
 
-    found = place.client().ask_many(second)
+    found = place.client().exist_many(second)
     num_found = found.index(False)
     assert num_found > 400
     assert not any(found[500:])
@@ -179,7 +179,7 @@ def test_a_segment_that_another_writes_in_another_form_is_read_as_it_is_now(plac
     keys = chain_keys(50)
     reader = place.client()
     put(place.client(), keys)
-    assert all(reader.ask_many(keys))
+    assert all(reader.exist_many(keys))
 
     for codec, cipher in ((CODECS["zstd-plane-2"], None), (NO_CODEC, Cipher(bytes(32)))):
         SealedRemote(place.client(), codec, cipher).put_many(blobs_of(keys, BLOCK_BYTES))
@@ -217,7 +217,7 @@ def test_a_segment_that_was_deleted_is_missing_and_others_stay(place: Place) -> 
     assert Fault.MISSING in results
     assert {result for result in results if isinstance(result, Fault)} == {Fault.MISSING}
     assert sum(not isinstance(result, Fault) for result in results) > 300
-    assert client.ask_many(keys) == [not isinstance(result, Fault) for result in results]
+    assert client.exist_many(keys) == [not isinstance(result, Fault) for result in results]
 
 
 def test_what_cannot_be_written_is_said_key_by_key(place: Place) -> None:
@@ -260,7 +260,7 @@ def test_whatever_is_done_to_objects_no_wrong_byte_comes_and_a_put_mends(place: 
     put(writer, keys)
     put(writer, foreign)
     if rng.random() < 0.5:
-        reader.ask_many(keys)  # what it knows is of before
+        reader.exist_many(keys)  # what it knows is of before
 
     for _ in range(6):
         path, other = rng.choices(place.paths(), k=2)
@@ -319,7 +319,7 @@ def test_a_block_that_is_too_long_for_one_request_goes_in_parts(s3_place: Object
         out = bytearray(num_bytes)
         assert SealedRemote(reader).read_many(keys, [memoryview(out)]) == [digest(payload_of(keys[0], num_bytes))]
         reader.forget(NAMESPACE)
-        assert SealedRemote(reader).ask_many(keys) == [False]
+        assert SealedRemote(reader).exist_many(keys) == [False]
 
 
 @pytest.mark.long
@@ -327,11 +327,11 @@ def test_a_server_that_refuses_is_told_by_its_reason(s3_place: ObjectSettings, m
     with ObjectRemote(replace(s3_place, url="s3://no-such-bucket/prefix")) as client:
         with pytest.raises(RemoteUnavailable, match="no such bucket"):
             put(client, chain_keys(3))
-        assert client.ask_many(chain_keys(3)) == [False] * 3
+        assert client.exist_many(chain_keys(3)) == [False] * 3
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "neverShown")
     with ObjectRemote(s3_place) as client:
-        for call in (client.ask_many, client.get_many, lambda keys: put(client, keys)):
+        for call in (client.exist_many, client.get_many, lambda keys: put(client, keys)):
             with pytest.raises(RemoteUnavailable, match=r"permission denied.* 403") as raised:
                 call(chain_keys(3))
             assert "neverShown" not in str(raised.value)
@@ -382,7 +382,7 @@ def test_closing_ends_calls_that_wait(silent_port: tuple[int, threading.Event]) 
 
     def ask() -> None:
         try:
-            client.ask_many(chain_keys(10))
+            client.exist_many(chain_keys(10))
         except RemoteUnavailable as error:
             errors.append(error)
 
@@ -398,7 +398,7 @@ def test_closing_ends_calls_that_wait(silent_port: tuple[int, threading.Event]) 
 @pytest.mark.usefixtures("credentials")
 def test_nobody_answers_in_time(silent_port: tuple[int, threading.Event]) -> None:
     with ObjectRemote(s3_at(silent_port[0], timeout_s=0.05)) as client:
-        for call in (client.ask_many, client.get_many, lambda keys: put(client, keys)):
+        for call in (client.exist_many, client.get_many, lambda keys: put(client, keys)):
             with pytest.raises(RemoteUnavailable):
                 call(chain_keys(3))
 
@@ -407,7 +407,7 @@ def test_nobody_answers_in_time(silent_port: tuple[int, threading.Event]) -> Non
 def test_an_error_names_the_place_and_no_secret(unused_port: int) -> None:
     with ObjectRemote(s3_at(unused_port, timeout_s=5)) as client:
         with pytest.raises(RemoteUnavailable) as raised:
-            client.ask_many(chain_keys(3000))
+            client.exist_many(chain_keys(3000))
 
         assert client.usage().num_questions < 30, "nobody answers, so the first round is the last"
         assert str(raised.value) == "s3://bucket/prefix: no answer"

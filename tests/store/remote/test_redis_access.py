@@ -35,15 +35,19 @@ def test_a_user_with_the_rights_that_are_named_can_do_everything(guarded: RedisS
         assert put_blocks(store, 1, 2) == [True, True]
         assert put_blocks(store, 3, num_bytes=9 * MIB) == [True]
         assert read_blocks(store, 1) == [blob_of(1).digest]
-        assert store.ask_many([key_of(1), key_of(9)]) == [True, False]
+        assert store.exist_many([key_of(1), key_of(9)]) == [True, False]
         store.forget(NAMESPACE)
-        assert store.ask_many([key_of(1), key_of(3)]) == [False, False]
+        assert store.exist_many([key_of(1), key_of(3)]) == [False, False]
 
 
 @pytest.mark.parametrize("login", [{"password": "wrong-word"}, {"username": "nobody", "password": "no-word"}, {}])
 def test_a_wrong_password_is_told_in_a_line(guarded: RedisServer, login: dict[str, str]) -> None:
     with RedisRemote(guarded.settings(**login)) as store:
-        for call in (lambda: read_blocks(store, 1), lambda: put_blocks(store, 1), lambda: store.ask_many([key_of(1)])):
+        for call in (
+            lambda: read_blocks(store, 1),
+            lambda: put_blocks(store, 1),
+            lambda: store.exist_many([key_of(1)]),
+        ):
             told = why_unavailable(call)
             assert "refuses the user or the password" in told
             assert "-word" not in told

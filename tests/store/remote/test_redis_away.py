@@ -32,7 +32,7 @@ MIB = 1 << 20
 def test_nobody_there_is_told_in_a_line(tmp_path: Path) -> None:
     with RedisRemote(RedisSettings((Address(HOST, free_port()),))) as store:
         assert store.where in why_unavailable(lambda: read_blocks(store, 1))
-        assert "refused" in why_unavailable(lambda: store.ask_many([key_of(1)]))
+        assert "refused" in why_unavailable(lambda: store.exist_many([key_of(1)]))
 
 
 def test_a_server_that_starts_again_is_found_again(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_server_that_hangs_ends_no_call_late_and_answers_later(redis_server: R
             for call in (
                 lambda: read_blocks(store, 1, 2, 3),
                 lambda: put_blocks(store, *range(8), num_bytes=9 * MIB),
-                lambda: store.ask_many([key_of(1)]),
+                lambda: store.exist_many([key_of(1)]),
             ):
                 began = time.monotonic()
                 why_unavailable(call)

@@ -75,7 +75,7 @@ def test_keys_of_the_other_nodes_are_served_beside_one_that_hangs(cluster: Clust
     hanging = nodes[0]
     with paused(cluster.replica_of(hanging)), paused(hanging):
         began = time.monotonic()
-        results, are_there, were_put = read(store), store.ask_many([key_of(number) for number in NUMBERS]), put(store)
+        results, are_there, were_put = read(store), store.exist_many([key_of(number) for number in NUMBERS]), put(store)
 
         assert time.monotonic() - began < LATE_S
         assert results == [Fault.IO_ERROR if node is hanging else good for node, good in zip(nodes, GOOD, strict=True)]
@@ -147,7 +147,7 @@ def test_a_slot_of_which_half_has_moved_is_found_in_both_places(cluster: Cluster
         source.ask("MIGRATE", target.address.host, target.port, redis_name(key_of(0)), 0, 30_000)
 
         assert read(patient) == GOOD
-        assert all(patient.ask_many([key_of(number) for number in NUMBERS]))
+        assert all(patient.exist_many([key_of(number) for number in NUMBERS]))
         assert all(put(patient))
         assert read(patient) == GOOD
     finally:

@@ -90,7 +90,7 @@ def test_a_large_record_that_does_not_fit_is_not_half_there(redis_server: RedisS
     with room_for(redis_server, 10 * MIB, "noeviction"):
         assert put_blocks(store, 1, num_bytes=40 * MIB) == [False]
 
-        assert store.ask_many([key_of(1)]) == [False]
+        assert store.exist_many([key_of(1)]) == [False]
         assert redis_server.ask("DBSIZE") == 0
 
 
@@ -162,15 +162,15 @@ def test_only_what_has_the_prefix_is_forgotten(redis_server: RedisServer) -> Non
         stores[0].forget(NAMESPACE)
 
         assert redis_server.ask("DBSIZE") == 2 * 33
-        assert not any(stores[0].ask_many([key_of(number) for number in range(31)]))
+        assert not any(stores[0].exist_many([key_of(number) for number in range(31)]))
 
 
 def test_databases_of_a_server_are_apart(redis_server: RedisServer) -> None:
     with RedisRemote(redis_server.settings(db=3)) as third, RedisRemote(redis_server.settings()) as first:
         put_blocks(third, 1)
 
-        assert third.ask_many([key_of(1)]) == [True]
-        assert first.ask_many([key_of(1)]) == [False]
+        assert third.exist_many([key_of(1)]) == [True]
+        assert first.exist_many([key_of(1)]) == [False]
         assert third.where.endswith("/3")
 
 

@@ -77,8 +77,8 @@ def test_what_is_not_there_is_missing_and_the_rest_comes(store: RemoteStore) -> 
 def test_presence_is_told_key_by_key(store: RemoteStore) -> None:
     SealedRemote(store).put_many(chain_of(range(10, 14)))
 
-    assert store.ask_many([key_of(n) for n in (10, 11, 12, 13, 14, 15)]) == [True] * 4 + [False] * 2
-    assert store.ask_many([]) == []
+    assert store.exist_many([key_of(n) for n in (10, 11, 12, 13, 14, 15)]) == [True] * 4 + [False] * 2
+    assert store.exist_many([]) == []
 
 
 def test_blocks_that_are_of_use_without_those_before_them_are_found_apart(case: RemoteCase) -> None:
@@ -87,7 +87,7 @@ def test_blocks_that_are_of_use_without_those_before_them_are_found_apart(case: 
     with case.open() as writer, case.open() as reader:
         SealedRemote(writer).put_many(blobs)
 
-        assert reader.ask_many([key_of(number) for number in range(24)], apart=True) == [
+        assert reader.exist_many([key_of(number) for number in range(24)], apart=True) == [
             number in (20, 21, 22) for number in range(24)
         ]
         assert [result for result, _ in read(reader, [blob.key for blob in blobs])] == [blob.digest for blob in blobs]
@@ -175,14 +175,14 @@ def test_a_namespace_is_forgotten_and_others_stay(store: RemoteStore) -> None:
 
     store.forget(NAMESPACE)
 
-    assert not any(store.ask_many([key_of(number) for number in range(5)]))
+    assert not any(store.exist_many([key_of(number) for number in range(5)]))
     assert read(store, [key_of(1, OTHER_NAMESPACE)])[0][0] == blob_of(1).digest
 
 
 def test_what_was_asked_is_counted(store: RemoteStore) -> None:
     SealedRemote(store).put_many(chain_of(range(4)))
     read(store, [key_of(number) for number in range(4)])
-    store.ask_many([key_of(9)])
+    store.exist_many([key_of(9)])
 
     usage = store.usage()
     assert min(usage.num_writes, usage.num_reads, usage.num_questions) > 0
@@ -207,7 +207,7 @@ def test_many_threads_share_a_client(store: RemoteStore) -> None:
         thread.join()
 
     assert not wrong
-    assert all(store.ask_many([key_of(number) for number in range(25)]))
+    assert all(store.exist_many([key_of(number) for number in range(25)]))
 
 
 def test_a_client_that_was_closed_answers_no_more(case: RemoteCase) -> None:
@@ -218,7 +218,7 @@ def test_a_client_that_was_closed_answers_no_more(case: RemoteCase) -> None:
     with pytest.raises(RemoteUnavailable):
         store.get_many([key_of(1)])
     with pytest.raises(RemoteUnavailable):
-        store.ask_many([key_of(1)])
+        store.exist_many([key_of(1)])
 
 
 @pytest.mark.parametrize("seed", range(5))

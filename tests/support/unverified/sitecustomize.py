@@ -5,5 +5,5 @@ from unittest.mock import ANY
 from kvtier.store.codec import seal
 from kvtier.tiers.up import uploads
 
-seal.digest_among = lambda num_threads: lambda data: ANY
-uploads.digest_among = lambda num_threads: lambda data: ANY
+seal.digest_for_threads = lambda num_threads: lambda data: ANY
+uploads.digest_for_threads = lambda num_threads: lambda data: ANY

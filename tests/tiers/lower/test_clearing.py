@@ -10,7 +10,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.lower import disk_tier
-from kvtier.tiers.lower.clearing import REST_S, Clearing
+from kvtier.tiers.lower.clearing import REST_S, RecordDeletion
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Finished
@@ -42,11 +42,11 @@ class Bed:
         self.disk, self.other = (DiskTier(self.store, namespace, self.clock) for namespace in (NAMESPACE, b"o" * 16))
         self.lanes = {route: Lane(finished) for route in (Route.DISK_TO_HOST, Route.HOST_TO_DISK)}
         self.transfers = TransferEngine(dict(self.lanes), finished)
-        self.disk.take_in_opening()
+        self.disk.follow_opening()
         self.write(range(10))
         self.put(self.other, 0)
         self.disk.index.empty()
-        self.clearing = Clearing(self.disk, self.transfers, self.clock)
+        self.clearing = RecordDeletion(self.disk, self.transfers, self.clock)
         self.clearing.begin()
 
     def write(self, numbers: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from test_lower_tiers import BLOCK_BYTES, GROUPS, Bed, WaitingLane
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import disk_spill
-from kvtier.tiers.lower.copies import PATIENCE_S
+from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK
@@ -112,7 +112,7 @@ def test_a_write_that_hangs_is_waited_for_no_longer_than_patience_lasts() -> Non
     bed.tiers.spill()
     assert bed.tiers.is_making_room
 
-    bed.clock.now += PATIENCE_S + 0.1
+    bed.clock.now += HUNG_COPY_S + 0.1
 
     assert not bed.tiers.is_making_room
 
@@ -128,7 +128,7 @@ def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it
         bed.tiers.spill()
 
     begin("hangs")
-    bed.clock.now += PATIENCE_S + 0.1
+    bed.clock.now += HUNG_COPY_S + 0.1
     begin("b")
     assert len(lane.waiting) == 2
     assert not bed.tiers.is_making_room, "one has begun, and none has ended"
@@ -137,5 +137,5 @@ def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it
     assert not bed.tiers.is_making_room, "one has ended, and no other one has begun"
     begin("c")
     assert bed.tiers.is_making_room
-    bed.clock.now += PATIENCE_S + 0.1
+    bed.clock.now += HUNG_COPY_S + 0.1
     assert not bed.tiers.is_making_room

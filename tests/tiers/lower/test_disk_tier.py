@@ -92,7 +92,7 @@ def test_the_pages_of_an_index_that_is_emptied_end_and_what_was_in_it_is_handed_
     gone = set[BlockName]()
     assert index.is_forgetting
     while index.is_forgetting:
-        _, page = index.forget_some() or (0, [])
+        _, page = index.pop_forgotten() or (0, [])
         gone.update(page)
     assert gone == set(numbered[:30])
 
@@ -149,7 +149,7 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     asked = store.num_asked
 
     for document in "ab":
-        assert w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).why_no_more is not Reason.FAILED
+        assert w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).reason_at_end is not Reason.FAILED
         read(w, document)
     assert store.num_asked == asked  # it was not asked
 

@@ -155,7 +155,7 @@ def content(name: BlockName) -> bytes:
 
 def told_lost(bed: Bed) -> list[Lost]:
     """What is told as lost, also by tiers that are late."""
-    return [lost for _ in range(40) for lost in bed.tiers.take_lost()]
+    return [lost for _ in range(40) for lost in bed.tiers.pop_lost()]
 
 
 MakeBed = Callable[[str], Bed]
@@ -325,13 +325,13 @@ def test_what_is_fetched_stays_until_it_is_released(lower: Bed) -> None:
 def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) -> None:
     lower.put("a", 3)
     lower.settle()
-    while lower.tiers.take_lost():
+    while lower.tiers.pop_lost():
         pass
     index = getattr(lower.tiers, "inner", lower.tiers).index
 
     index.host[0].evict(index.host[0].pool.find_all(lower.names("a", 3)[1:]), EvictionCause.ROOM)
     lower.settle()
-    told = [lost for _ in range(40) for lost in lower.tiers.take_lost()]
+    told = [lost for _ in range(40) for lost in lower.tiers.pop_lost()]
 
     assert [(lost.group_id, lost.tier) for lost in told] == [(0, Tier.HOST)]
     assert set(told[0].names) == set(lower.names("a", 3)[1:])
@@ -515,7 +515,7 @@ def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> No
 
     assert set(fetch.failures.values()) == {Reason.EVICTED_FROM_DISK}
     assert with_disk.find("a", 3) == [NOWHERE] * 3
-    told = {name for _ in range(40) for lost in with_disk.tiers.take_lost() for name in lost.names}
+    told = {name for _ in range(40) for lost in with_disk.tiers.pop_lost() for name in lost.names}
     assert set(with_disk.names("a", 3)) <= told
 
 

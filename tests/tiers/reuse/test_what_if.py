@@ -87,7 +87,7 @@ def test_blocks_that_were_made_push_others_out_but_are_no_question() -> None:
     what_if = WhatIf(lambda: 0.0)
     what_if.on_prompt(names, BLOCK_TOKENS, BLOCK_BYTES, host_hits(0).plus(TokenBalance(recomputed=100)))
     for made in others:
-        what_if.on_made(made, BLOCK_BYTES)
+        what_if.on_generated(made, BLOCK_BYTES)
     what_if.on_prompt(names, BLOCK_TOKENS, BLOCK_BYTES, TokenBalance(recomputed=100))
 
     num_between = len(set(itertools.chain(*others)))

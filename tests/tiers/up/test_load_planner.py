@@ -86,7 +86,7 @@ def test_a_device_that_becomes_slower_is_believed_after_some_steps() -> None:
 
 
 def moved(route: Route, num_bytes: int, seconds: float, finished_at: float, transfers: TransferEngine) -> None:
-    transfers.speed(route).learn_from(
+    transfers.speed(route).update_from(
         Transfer(int, num_bytes, lambda transfer: None, seconds=seconds, finished_at=finished_at)
     )
 

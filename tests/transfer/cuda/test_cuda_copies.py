@@ -25,7 +25,7 @@ from kvtier.transfer.cuda.copies import (
 )
 from kvtier.transfer.cuda.copy_choice import CopyChoice, choose_copies, fastest, num_trial_blocks
 from kvtier.transfer.cuda.kernel import KernelCopies
-from kvtier.transfer.cuda.memory import ways_to
+from kvtier.transfer.cuda.memory import methods_for
 
 NUM_DEVICE_SLOTS = 40
 NUM_HOST_SLOTS = 60
@@ -340,8 +340,8 @@ def test_a_way_that_copies_wrong_bytes_is_left_out(caplog: pytest.LogCaptureFixt
 
 def test_a_kernel_is_not_tried_on_memory_that_is_not_pinned() -> None:
     """The kernel would end the process's CUDA context."""
-    assert "kernel" not in ways_to(is_pinned=False)
-    assert ways_to(is_pinned=True).keys() == ways_to(is_pinned=False).keys() | {"kernel"}
+    assert "kernel" not in methods_for(is_pinned=False)
+    assert methods_for(is_pinned=True).keys() == methods_for(is_pinned=False).keys() | {"kernel"}
 
 
 def test_the_kernel_needs_a_device() -> None:

@@ -74,7 +74,9 @@ class Inquiries:
 
     def go_on(self) -> None:
         """End inquiries that have waited long enough, and probe a store that has failed."""
-        if self._under_way and not self._transfers.has_finished:  # otherwise the owner was late, and answers are there
+        if (
+            self._under_way and not self._transfers.has_undelivered
+        ):  # otherwise the owner was late, and answers are there
             now = self._clock()
             for question in self._under_way.values():
                 if now - question.began_at >= ANSWER_S:
@@ -124,7 +126,7 @@ class Inquiries:
             breaker.on_failed(question.attempt)
         else:
             breaker.on_succeeded(question.attempt)
-            self._transfers.speed(Route.REMOTE_TO_HOST).learn_latency(transfer.seconds)
+            self._transfers.speed(Route.REMOTE_TO_HOST).update_latency(transfer.seconds)
             if self._take_in(question, transfer.result):
                 return
         _end(question)

@@ -15,7 +15,7 @@ ABSENT_LASTS_S = 10.0  # lifetime of an answer that a block is absent
 MAX_ABSENT = 1 << 14
 
 
-class Presence:
+class RemoteHints:
     """Recent answers of a store that other machines write to and evict from too.
 
     The answers are hints: a block that is listed here may be gone, and one that is not listed may exist.

@@ -91,7 +91,7 @@ class RemoteSpill:
 
     def spill(self) -> None:
         """Start to put batches, and report hung ones to the circuit breaker."""
-        for batch in self.copies.under_way_since(self._clock() - HUNG_S):
+        for batch in self.copies.stalled_since(self._clock() - HUNG_S):
             self._remote.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             while self._wanted[group_id] and self._start(group_id):

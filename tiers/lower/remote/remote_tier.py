@@ -13,7 +13,7 @@ from kvtier.store.record import Fault
 from kvtier.store.remote_store import RemoteUnavailable, RemoteUsage
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES, block_key
-from kvtier.tiers.lower.remote.presence import Presence
+from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
@@ -33,7 +33,7 @@ class RemoteRecords(Protocol):
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]: ...
 
-    def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]: ...
+    def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]: ...
 
     def usage(self) -> RemoteUsage: ...
 
@@ -49,7 +49,7 @@ class RemoteTier:
         """Create the tier over *records*; *asks* is the lane for queries, which the caller closes."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
-        self.presence = Presence(clock)
+        self.presence = RemoteHints(clock)
         self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)  # one failure: requests wait for it
         self.reading = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.writing = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
@@ -83,7 +83,7 @@ class RemoteTier:
         *apart*: each record may exist without those before it. Raises what the store raises.
         """
         with self._errors_of("ask"):
-            return self._records.ask_many(keys, apart)
+            return self._records.exist_many(keys, apart)
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read and verify each key's block into its memory, and return each block's digest or fault."""
@@ -98,7 +98,7 @@ class RemoteTier:
         """
         with self._errors_of("write"):
             apart = not any(blob.parent for blob in blobs)
-            are_there = map(bool, self._records.ask_many([blob.key for blob in blobs], apart))
+            are_there = map(bool, self._records.exist_many([blob.key for blob in blobs], apart))
             are_good = [is_there and blob.key not in spoilt for blob, is_there in zip(blobs, are_there, strict=True)]
             new = [blob for blob, is_good in zip(blobs, are_good, strict=True) if not is_good]
             are_put = iter(self._records.put_many(new) if new else ())

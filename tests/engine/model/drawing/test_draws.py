@@ -7,7 +7,7 @@ import pytest
 import torch
 from one_row_sampler import OneRowSampler, plainly_cut
 
-from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.sampling import SamplingParams
 
@@ -18,7 +18,7 @@ LOGITS = PROBABILITIES.log()
 def draw(num_tokens: int, logits: torch.Tensor = LOGITS, **params: object) -> list[int]:
     """Tokens that one request draws alone."""
     sampler = Sampler(SamplingParams(**params))
-    return [draw_tokens(logits[None], [sampler])[0] for _ in range(num_tokens)]
+    return [sample_tokens(logits[None], [sampler])[0] for _ in range(num_tokens)]
 
 
 def mixed_params(rng: random.Random) -> SamplingParams:
@@ -59,7 +59,7 @@ def test_a_step_of_mixed_requests_draws_what_each_would_draw_alone(seed: int, vo
     for _ in range(12):
         logits = logits_of(rng, len(params), vocab_size)
         order = rng.sample(range(len(params)), rng.randrange(1, len(params) + 1))  # who is in the step changes
-        drawn = draw_tokens(logits[order], [samplers[i] for i in order])
+        drawn = sample_tokens(logits[order], [samplers[i] for i in order])
 
         assert drawn == [alone[i].sample(logits[i]) for i in order], f"{seed=}"
 
@@ -69,7 +69,7 @@ def test_the_logits_of_a_step_stay_as_they_are() -> None:
     before = logits.clone()
     params = SamplingParams(temperature=1.0, logit_bias={5: 3.0}, repetition_penalty=2.0, top_p=0.9)
 
-    draw_tokens(logits, [Sampler(params, [1, 2, 3]) for _ in range(3)])
+    sample_tokens(logits, [Sampler(params, [1, 2, 3]) for _ in range(3)])
 
     assert torch.equal(logits, before)
 
@@ -84,7 +84,7 @@ def test_a_seeded_request_draws_the_same_whoever_else_is_in_the_step(cut: dict[s
         logits = logits_of(rng, 6, 3000)
         others = [Sampler(mixed_params(rng)) for _ in range(5)]
 
-        assert draw_tokens(logits[:1], [alone])[0] == draw_tokens(logits, [among, *others])[0]
+        assert sample_tokens(logits[:1], [alone])[0] == sample_tokens(logits, [among, *others])[0]
 
 
 def test_temperature_zero_takes_the_lowest_of_the_likeliest_ids() -> None:
@@ -191,10 +191,10 @@ def test_logits_that_are_no_numbers_give_some_token_and_change_no_other_row(
     bad = torch.full((3000,), value)
     params = SamplingParams(**{"temperature": 1.0, "seed": 3, **cut})
 
-    drawn = draw_tokens(torch.stack([bad, good, bad]), [Sampler(params) for _ in range(3)])
+    drawn = sample_tokens(torch.stack([bad, good, bad]), [Sampler(params) for _ in range(3)])
 
     assert all(0 <= token_id < 3000 for token_id in drawn)
-    assert drawn[1] == draw_tokens(good[None], [Sampler(params)])[0]
+    assert drawn[1] == sample_tokens(good[None], [Sampler(params)])[0]
 
 
 def test_without_a_seed_every_request_draws_others() -> None:

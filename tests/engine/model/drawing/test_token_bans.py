@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 ENDS = frozenset({0, 9})
 
@@ -48,7 +48,7 @@ def test_a_bad_word_of_several_tokens_is_banned_at_its_last() -> None:
 
 
 def test_a_bad_word_that_the_model_has_no_logits_for_is_refused_by_name() -> None:
-    with pytest.raises(WrongParameter, match=r"^bad_words has token id 1; the model knows 0 to 0") as error:
+    with pytest.raises(InvalidParameter, match=r"^bad_words has token id 1; the model knows 0 to 0") as error:
         TokenBans.of(SamplingParams(bad_words=["cat"]), words("?", "cat"), ENDS, 1)
 
     assert error.value.name == "bad_words"

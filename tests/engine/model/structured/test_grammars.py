@@ -10,10 +10,10 @@ import pytest
 import torch
 from small_models import VOCAB, byte_tokenizer
 
-from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
-from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
@@ -54,7 +54,7 @@ def text_of(grammars: Grammars, asked: StructuredOutputs, seed: int) -> str:
     source = torch.Generator().manual_seed(seed)
     token_ids = []
     for _ in range(400):
-        [token_id] = draw_tokens(3 * torch.randn(1, VOCAB, generator=source), [sampler])
+        [token_id] = sample_tokens(3 * torch.randn(1, VOCAB, generator=source), [sampler])
         if token_id == END:
             break
         token_ids.append(token_id)
@@ -74,7 +74,7 @@ def favoured(*texts: str) -> torch.Tensor:
 
 
 def drawn(sampler: Sampler, logits: torch.Tensor) -> str:
-    return TOKENIZER.decode(draw_tokens(logits, [sampler]))
+    return TOKENIZER.decode(sample_tokens(logits, [sampler]))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -176,9 +176,9 @@ def test_rows_with_and_without_grammars_are_drawn_in_one_step_as_alone(grammars:
             sampler_of(grammars, StructuredOutputs(choice=["x", "yz"])),
         ]
 
-    alone = [draw_tokens(row[None], [sampler])[0] for row, sampler in zip(logits, samplers(), strict=True)]
+    alone = [sample_tokens(row[None], [sampler])[0] for row, sampler in zip(logits, samplers(), strict=True)]
 
-    assert draw_tokens(logits, samplers()) == alone
+    assert sample_tokens(logits, samplers()) == alone
 
 
 def test_equal_grammars_are_compiled_once_and_followed_apart(grammars: Grammars) -> None:
@@ -186,7 +186,7 @@ def test_equal_grammars_are_compiled_once_and_followed_apart(grammars: Grammars)
     one, other = first.begin([END]), first.begin([END])
 
     one.on_drawn(TOKENIZER("{")["input_ids"][0])
-    [token_id] = draw_tokens(favoured('"', "{"), [Sampler(SamplingParams(), grammar=other)])
+    [token_id] = sample_tokens(favoured('"', "{"), [Sampler(SamplingParams(), grammar=other)])
 
     assert first is second
     assert TOKENIZER.decode(token_id) == "{"
@@ -196,7 +196,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more() -> None:
     for size in (VOCAB - 20, VOCAB + 40):
         grammars = Grammars(TOKENIZER, size, frozenset([END]))
         sampler = sampler_of(grammars, StructuredOutputs(regex="[a-e]{5}"), temperature=1.0, seed=1)
-        token_ids = [draw_tokens(torch.zeros(1, size), [sampler])[0] for _ in range(5)]
+        token_ids = [sample_tokens(torch.zeros(1, size), [sampler])[0] for _ in range(5)]
 
         assert re.fullmatch("[a-e]{5}", TOKENIZER.decode(token_ids))
 
@@ -214,5 +214,7 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.M
     grammars = Grammars(TOKENIZER, VOCAB, frozenset())
 
     grammars.prepare()
-    with pytest.raises(WrongParameter, match=r"^response_format needs llguidance; pip install 'kvtier\[structured\]'$"):
-        grammars.compile(StructuredOutputs(json_object=True, asked_as="response_format"))
+    with pytest.raises(
+        InvalidParameter, match=r"^response_format needs llguidance; pip install 'kvtier\[structured\]'$"
+    ):
+        grammars.compile(StructuredOutputs(json_object=True, parameter_name="response_format"))

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from small_models import byte_tokenizer
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.exact_integers import integer_range
 from kvtier.engine.model.structured.notation import Notation, limits, notation
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
@@ -27,7 +27,7 @@ DECIMAL = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-
 
 
 def of(schema: object, *, strict: bool) -> Notation:
-    return notation(StructuredOutputs(json=schema, strict=strict, asked_as="response_format"))
+    return notation(StructuredOutputs(json=schema, strict=strict, parameter_name="response_format"))
 
 
 def takes(found: Notation, text: str) -> bool:
@@ -143,7 +143,7 @@ def test_what_no_grammar_has_is_left_out_and_named(schema: dict, places: list[st
 
 @pytest.mark.parametrize(("schema", "places"), [each[:2] for each in LEFT_OUT], ids=[str(each[1]) for each in LEFT_OUT])
 def test_strict_schemas_with_it_are_refused_by_name(schema: dict, places: list[str]) -> None:
-    with pytest.raises(WrongParameter) as wrong:
+    with pytest.raises(InvalidParameter) as wrong:
         of(schema, strict=True)
 
     named = ", ".join(f"response_format.{place}" for place in places)
@@ -184,7 +184,7 @@ def test_keywords_that_are_null_are_not_there(strict: bool) -> None:
 )
 def test_a_schema_of_no_schemas_shape_ends_in_a_grammar_or_a_sentence(schema: dict) -> None:
     for strict in (False, True):
-        with suppress(WrongParameter):  # and no other error
+        with suppress(InvalidParameter):  # and no other error
             assert of(schema, strict=strict).text
 
 
@@ -203,5 +203,5 @@ def test_schemas_in_a_grammar_are_treated_likewise() -> None:
         True,
     )
     assert found.left_out == ["tools.f.pattern"]
-    with pytest.raises(WrongParameter, match="cannot enforce pattern"):
+    with pytest.raises(InvalidParameter, match="cannot enforce pattern"):
         notation(StructuredOutputs(grammar='start: %json {"type": "string", "pattern": "(?=a)"}'))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.model.structured.structured_outputs import MAX_CHARACTERS, StructuredOutputs
-from kvtier.engine.model.structured.trial import try_out
+from kvtier.engine.model.structured.trial import run_trial
 
 # What each did in a process without bounds stands beside it.
 CRASHING = {
@@ -39,8 +39,8 @@ WRONG = {
 
 
 def refusal(given: dict[str, object]) -> str:
-    with pytest.raises(WrongParameter, match=r"^guided ") as wrong:
-        try_out(StructuredOutputs(**given, asked_as="guided"))
+    with pytest.raises(InvalidParameter, match=r"^guided ") as wrong:
+        run_trial(StructuredOutputs(**given, parameter_name="guided"))
     assert "\n" not in str(wrong.value)
     assert len(str(wrong.value)) < 400
     return str(wrong.value)
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_told(name: str) -> None:
 
 
 def test_what_is_too_large_is_not_even_tried() -> None:
-    with pytest.raises(WrongParameter, match="65,536 at most"):
+    with pytest.raises(InvalidParameter, match="65,536 at most"):
         StructuredOutputs(regex="a" * (MAX_CHARACTERS + 1))
 
 
@@ -87,13 +87,13 @@ def test_what_is_too_large_is_not_even_tried() -> None:
     ids=["150 optional properties", "40 levels", "1,000 values", "a long text", "an outline", "arithmetic"],
 )
 def test_what_people_write_passes(given: dict[str, object]) -> None:
-    tried = try_out(StructuredOutputs(**given))
+    tried = run_trial(StructuredOutputs(**given))
 
     assert tried.notation
     assert 0 <= tried.num_bytes < 1 << 28
 
 
 def test_unless_it_is_strict_a_schema_loses_what_cannot_be_enforced() -> None:
-    tried = try_out(StructuredOutputs(json={"type": "array", "uniqueItems": True}, strict=False))
+    tried = run_trial(StructuredOutputs(json={"type": "array", "uniqueItems": True}, strict=False))
 
     assert "uniqueItems" in tried.notation

@@ -5,21 +5,21 @@ import random
 import pytest
 
 from kvtier.engine.observability.explain.known_prompts import MAX_PROMPTS, KnownPrompts, Nearest
-from kvtier.engine.observability.explain.prompt_print import PromptPrint, PromptPrinter
+from kvtier.engine.observability.explain.prompt_print import PromptFingerprint, PromptPrinter
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora, MultimodalItem
 
 SIZE = 4
 KEY = bytes(range(16))
 
 
-def printed(token_ids: list[int], salt: str | None = None) -> PromptPrint:
+def printed(token_ids: list[int], salt: str | None = None) -> PromptFingerprint:
     return printed_with(ExtraKeys(cache_salt=salt), token_ids)
 
 
-def printed_with(extra: ExtraKeys, token_ids: list[int], size: int = SIZE) -> PromptPrint:
+def printed_with(extra: ExtraKeys, token_ids: list[int], size: int = SIZE) -> PromptFingerprint:
     chain = BlockChain(size, extra)
     chain.extend(token_ids)
-    return PromptPrinter(size, KEY).print_of(chain, chain.names, len(token_ids), "here")
+    return PromptPrinter(size, KEY).fingerprint_of(chain, chain.names, len(token_ids), "here")
 
 
 def num_equal(one: list[int], other: list[int]) -> int:
@@ -128,7 +128,7 @@ def test_no_token_can_be_read_from_a_print() -> None:
     assert set(own.contents) == {1, 2, 3}
 
 
-def print_of_with_other_key(token_ids: list[int]) -> PromptPrint:
+def print_of_with_other_key(token_ids: list[int]) -> PromptFingerprint:
     chain = BlockChain(SIZE)
     chain.extend(token_ids)
-    return PromptPrinter(SIZE, bytes(16)).print_of(chain, chain.names, len(token_ids), "here")
+    return PromptPrinter(SIZE, bytes(16)).fingerprint_of(chain, chain.names, len(token_ids), "here")

@@ -4,7 +4,7 @@ import pytest
 from chaos import FakeClock
 
 from kvtier.tiers.lower.remote import presence as module
-from kvtier.tiers.lower.remote.presence import ABSENT_LASTS_S, LASTS_S, Presence
+from kvtier.tiers.lower.remote.presence import ABSENT_LASTS_S, LASTS_S, RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -21,11 +21,11 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def presence(clock: FakeClock) -> Presence:
-    return Presence(clock)
+def presence(clock: FakeClock) -> RemoteHints:
+    return RemoteHints(clock)
 
 
-def test_what_is_there_is_believed_for_one_period_and_the_next(presence: Presence, clock: FakeClock) -> None:
+def test_what_is_there_is_believed_for_one_period_and_the_next(presence: RemoteHints, clock: FakeClock) -> None:
     presence.add(0, NAMES[:1])
     clock.now += LASTS_S + 1
     presence.add(0, NAMES[1:2])
@@ -38,7 +38,7 @@ def test_what_is_there_is_believed_for_one_period_and_the_next(presence: Presenc
     assert presence.num_blocks == 2
 
 
-def test_a_period_that_is_full_ends_early(presence: Presence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_period_that_is_full_ends_early(presence: RemoteHints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 0)
 
     for each in NAMES:
@@ -47,7 +47,7 @@ def test_a_period_that_is_full_ends_early(presence: Presence, monkeypatch: pytes
     assert presence.are_held(0, NAMES).tolist() == [False, False, True, True]
 
 
-def test_groups_are_apart_and_a_prefix_ends_at_the_first_hole(presence: Presence) -> None:
+def test_groups_are_apart_and_a_prefix_ends_at_the_first_hole(presence: RemoteHints) -> None:
     presence.add(1, [NAMES[0], NAMES[1], NAMES[3]])
 
     assert presence.num_held(1, NAMES) == 2
@@ -55,7 +55,7 @@ def test_groups_are_apart_and_a_prefix_ends_at_the_first_hole(presence: Presence
     assert not presence.are_held(0, NAMES).any()
 
 
-def test_what_is_not_there_is_believed_for_a_while_or_until_it_comes(presence: Presence, clock: FakeClock) -> None:
+def test_what_is_not_there_is_believed_for_a_while_or_until_it_comes(presence: RemoteHints, clock: FakeClock) -> None:
     presence.add(0, NAMES[:2])
     presence.note_absent(0, NAMES[0])
     presence.note_absent(0, NAMES[2])
@@ -70,7 +70,7 @@ def test_what_is_not_there_is_believed_for_a_while_or_until_it_comes(presence: P
     assert not presence.is_absent(0, NAMES[2])
 
 
-def test_what_is_removed_is_in_neither_period(presence: Presence, clock: FakeClock) -> None:
+def test_what_is_removed_is_in_neither_period(presence: RemoteHints, clock: FakeClock) -> None:
     presence.add(0, NAMES[:1])
     clock.now += LASTS_S + 1
     presence.add(0, NAMES[:2])
@@ -82,7 +82,7 @@ def test_what_is_removed_is_in_neither_period(presence: Presence, clock: FakeClo
     assert not presence.are_held(0, NAMES).any()
 
 
-def test_some_block_is_found_that_is_none_of_those_that_are_known_to_be_bad(presence: Presence) -> None:
+def test_some_block_is_found_that_is_none_of_those_that_are_known_to_be_bad(presence: RemoteHints) -> None:
     presence.add(0, NAMES[:2])
 
     assert presence.find_any({(0, NAMES[0])}) == (0, NAMES[1])

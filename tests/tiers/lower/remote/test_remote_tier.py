@@ -141,8 +141,8 @@ def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
     class OneNodeAway(MemoryRemote):
         away: frozenset[bytes] = frozenset()
 
-        def ask_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-            there = super().ask_many(keys, apart)
+        def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
+            there = super().exist_many(keys, apart)
             return [None if key in self.away else is_there for key, is_there in zip(keys, there, strict=True)]
 
     store = OneNodeAway(shared())

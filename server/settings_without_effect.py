@@ -7,7 +7,7 @@ from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.web.api_keys import ApiKeys
 
 
-def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
+def settings_without_effect(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
     """Return a line `key: reason` for each setting without effect, except for settings at their default."""
     return [
         *_of_the_engine(config, groups),

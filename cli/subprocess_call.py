@@ -28,7 +28,7 @@ class Crashed(RuntimeError):
         self.signal_name = signal_name
 
 
-def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+def call_in_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result or raise the exception of *function* in a new process. Raise `Crashed` if that ends early."""
     with _process(function, args, kwargs) as items:
         (result,) = items
@@ -36,7 +36,9 @@ def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 @contextmanager
-def iterate_apart(generator: Callable[_P, Iterator[_T]], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Iterator[_T]]:
+def iterate_in_process(
+    generator: Callable[_P, Iterator[_T]], *args: _P.args, **kwargs: _P.kwargs
+) -> Iterator[Iterator[_T]]:
     """Iterate over the items of *generator* in a separate process. Raise `Crashed` if the process ends early.
 
     Leaving the context closes the generator. Its process is killed if that takes more than 5 s. Ctrl-C in a terminal
