@@ -17,11 +17,6 @@ from kvtier.tiers.naming.request_text import check_text
 ToolCallParser: TypeAlias = Literal[
     "hermes", "mistral_args", "mistral", "granite", "jamba", "phi4_mini_json", "llama3_json", "json"
 ]
-# Values of earlier versions, by path, each with its replacement.
-_GONE = {
-    ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, because collisions can be constructed in seconds; "
-    "use sha256; blocks stored under the old names will be evicted"
-}
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
@@ -578,8 +573,6 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
         near = difflib.get_close_matches(key, choices[path], n=1) or elsewhere
         return f"{path}.{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if what.startswith("Invalid enum value"):
-        if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
-            return f"{path}: {gone}"
         return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     if what.startswith("Expected `str` matching regex"):
         return f"{path}: is not an address; write it as {' or '.join(choices[path])}"

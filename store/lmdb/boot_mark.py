@@ -16,7 +16,6 @@ import xxhash
 from kvtier.store.folder import open_or_make, open_private, sync_folder
 
 _LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have their own version
-_ANY_LAYOUT = b"kvtier-store-"
 _NAME = "boot_mark"
 _COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
 _COPIES_AT = (0, 4096)  # so far apart that no page and no block of the disk contains both
@@ -61,7 +60,7 @@ class BootMark:
             mark = cls._unpack(content[start : start + _COPY_BYTES])
             if mark is not None:
                 return mark
-        return cls._unpack_earlier(content)
+        return None
 
     def write(self, folder: Path) -> None:
         """Overwrite the mark in *folder* durably.
@@ -99,15 +98,6 @@ class BootMark:
             return None
         layout, boot_id, state, num_crashes = (fact.decode() for fact in facts)
         return cls(boot_id, FileState(state), layout, int(num_crashes))
-
-    @classmethod
-    def _unpack_earlier(cls, content: bytes) -> Self | None:
-        """Return the mark in *content* if its layout is older than 6, with one copy and no checksum, else None."""
-        facts = content.split()
-        if len(facts) != 3 or not facts[0].startswith(_ANY_LAYOUT) or not content.isascii():
-            return None
-        layout, boot_id, _ = (fact.decode() for fact in facts)
-        return None if layout == _LAYOUT else cls(boot_id, FileState.CLEAN, layout)
 
 
 def _checksum(facts: bytes) -> bytes:

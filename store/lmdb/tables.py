@@ -105,7 +105,6 @@ NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
 _COUNTERS = _Counts("<7Qd3Q")
-_FEWER_COUNTERS = _Counts("<7Qd2Q")  # of a store not written to since quota evictions are counted
 _DAY_S = 86_400.0
 
 
@@ -128,8 +127,7 @@ class Counters:
     @classmethod
     def unpack(cls, packed: bytes) -> "Counters":
         """Return the counters in the row *packed*."""
-        layout = _FEWER_COUNTERS if len(packed) == _FEWER_COUNTERS.num_bytes else _COUNTERS
-        return cls(*layout.unpack(COUNTERS_KEY, packed))
+        return cls(*_COUNTERS.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
         """Return the row of these counters."""

@@ -85,13 +85,6 @@ def test_names_without_a_seed_have_their_algorithm_s(names, seed):
     assert as_config({"names": names}).names.resolved_seed == seed
 
 
-def test_an_algorithm_that_is_gone_is_an_error_in_one_line_that_says_what_to_use():
-    with pytest.raises(ConfigError, match=r"\$\.names\.algorithm: xxh3_128 is gone.*; use sha256") as refusal:
-        as_config({"names": {"algorithm": "xxh3_128"}})
-
-    assert "\n" not in str(refusal.value)
-
-
 @pytest.mark.parametrize(
     "tables",
     [{"names": {"seed": "\ud800"}}, {"tenants": {"\ud800": {}}}, {"lora": {"\ud800": {"path": "folder"}}}],

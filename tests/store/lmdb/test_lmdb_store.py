@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -30,21 +29,11 @@ from kvtier.store.lmdb import reader as lmdb_reader
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.files import LmdbFiles, MapUsers
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.tables import COUNTERS_KEY, Counters, checksum
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.slab import Slabs, Slot
 
 CAPACITY_BYTES = 10 << 20
-
-
-def test_a_ledger_of_before_quotas_were_counted_is_read() -> None:
-    before = struct.pack("<7Qd2Q", 4, 400, 9, 900, 5, 1000, 70, 1.5, 6, 4096)
-
-    found = Counters.unpack(before + checksum(COUNTERS_KEY, before))
-
-    assert found == Counters(4, 400, 9, 900, 5, 1000, 70, 1.5, 6, 4096, quota_evicted_total=0)
-    assert Counters.unpack(found.pack()) == found
 
 
 # Stores blocks 0, 1, 2, ... of changing size in calls of six, and says each call's last number when it is done.

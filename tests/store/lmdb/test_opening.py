@@ -18,7 +18,7 @@ from store_cases import blob_of, key_of, oldest_first
 from kvtier.store import slab
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.boot_mark import BootMark, FileState
 from kvtier.store.lmdb.change import Change
 from kvtier.store.lmdb.data_file import max_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -570,12 +570,3 @@ def test_folder_and_files_are_their_owners_alone(tmp_path: Path) -> None:
     assert mode(tmp_path / "a" / "store") == 0o700
     others = {path.name for path in (tmp_path / "a" / "store").iterdir() if mode(path) != 0o600}
     assert others <= {"owner.lock"}
-
-
-def test_the_mark_of_an_earlier_version_is_read_and_overwritten(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "boot_mark").write_text(f"kvtier-store-5\n{current_boot_id()}\nclean\n")
-
-    with LmdbStore(folder, CAPACITY_BYTES) as store:
-        assert oldest_first(store) == []
-        assert state_in(folder) is FileState.PROCESS
-    assert "starts empty: its layout is kvtier-store-5, which this version cannot read" in caplog.text
