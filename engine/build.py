@@ -366,4 +366,4 @@ def _look_ahead(config: Config, cache: TieredCache, pins: TimedPins) -> LookAhea
     if not settings.look_ahead or not (config.disk or config.remote or config.sidecar):
         return None
     share = settings.look_ahead
-    return LookAhead(cache, pins, lambda: int(share * cache.lower.host_bytes), settings.look_ahead_s)
+    return LookAhead(cache, pins, lambda: int(share * cache.lower.status.host_bytes), settings.look_ahead_s)

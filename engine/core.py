@@ -353,8 +353,8 @@ class EngineCore:
         if (sidecar := self._sidecar) is None or not sidecar.is_attached:
             return
         give_up_at, num_seen = time.monotonic() + CATCH_UP_S, -1
-        while num_seen != sidecar.num_changes or not sidecar.is_told:
-            num_seen = sidecar.num_changes
+        while num_seen != sidecar.status.num_changes or not sidecar.is_told:
+            num_seen = sidecar.status.num_changes
             self.cache.poll()
             if time.monotonic() > give_up_at:
                 return

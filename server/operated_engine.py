@@ -55,7 +55,7 @@ class OperatedEngine:
 
     async def spill(self, asked: Spill) -> Answer:
         """Copy down all blocks that have no copy in a lower tier."""
-        if not all(await self._ask(lambda core: core.cache.lower.num_slots)):
+        if not all(await self._ask(lambda core: core.cache.lower.status.num_slots)):
             raise ApiError(409, "there is no tier below the device; set host.capacity", code="no_tier")
         give_up_at = time.monotonic() + asked.seconds
         while num_left := await self._ask(lambda core: core.cache.spill_rest()):

@@ -12,7 +12,7 @@ from kvtier.sidecar.shared_store import StoreView
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_tiers import LocalFetch, LocalTiers
-from kvtier.tiers.lower.lower_tiers import OnFetched, Places, are_cold
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places, ReadPriority, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -114,20 +114,21 @@ class LayoutTiers:
         return self.tiers.fetch(group_id, blocks, on_fetched)
 
     def fetch_any(
-        self, group_id: int, blocks: NamedBlocks, places: Places, on_fetched: OnFetched, now: bool
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        places: Places,
+        on_fetched: OnFetched,
+        priority: ReadPriority,
     ) -> LocalFetch:
-        """Fetch any blocks that `LowerTiers.find` has just found at *places*.
-
-        Unless *now* is set, this works like `LowerTiers.fetch_later`.
-        """
+        """Fetch any blocks that `LowerTiers.find` has just found at *places*; see `LowerTiers.fetch`."""
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
             return self.tiers.fetch(group_id, blocks, on_fetched, places)
         # At least one slot, because a block whose place is unknown is looked for on disk too.
         self._get_room(group_id, max(1, int(np.count_nonzero(are_cold(places)))))
-        begin = self.tiers.fetch if now else self.tiers.fetch_later
-        return begin(group_id, blocks, on_fetched)
+        return self.tiers.fetch(group_id, blocks, on_fetched, priority=priority)
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         """See `LowerTiers.refresh`."""
@@ -149,7 +150,7 @@ class LayoutTiers:
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
         self._remember_lost()  # copies in engines do not depend on it: engines look up each time
-        self.tiers.spill()
+        self.tiers.hints.spill()
         self.trace_spills()
 
     def add_traced(self, traceparent: str, names: Sequence[BlockName]) -> None:
@@ -188,7 +189,7 @@ class LayoutTiers:
     @property
     def is_being_indexed(self) -> bool:
         """Whether the disk has chunks that this process has not indexed yet, because it has just started."""
-        return self.tiers.index.disk.is_open and not self.tiers.is_indexed
+        return self.tiers.index.disk.is_open and not self.tiers.status.is_indexed
 
     @property
     def num_leased(self) -> int:
@@ -202,12 +203,12 @@ class LayoutTiers:
     @property
     def num_unsaved(self) -> int:
         """Number of chunks that are only in host memory, and are to be written to disk."""
-        progress = self.tiers.spill_progress()
+        progress = self.tiers.status.spill_progress()
         return progress.num_left if progress.has_target else 0
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
-        self.tiers.check()
+        self.tiers.status.check()
         self._extents.check()
 
     def miss_reason(self, name: BlockName) -> Reason:

@@ -158,7 +158,8 @@ class Layouts:
     def is_saving_possible(self) -> bool:
         """Whether there is a disk and writes to it do not fail now."""
         return all(
-            tiers.tiers.spill_progress().has_target and tiers.tiers.spill_progress().is_possible for tiers in self
+            tiers.tiers.status.spill_progress().has_target and tiers.tiers.status.spill_progress().is_possible
+            for tiers in self
         )
 
     def clear(self) -> None:

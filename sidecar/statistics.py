@@ -79,8 +79,8 @@ def statistics_of(
     """Return the current statistics of these parts. *store* is None without a disk."""
     found, disks, disk_tiers, remotes = [], [], [], []
     for tiers in layouts:
-        lower = tiers.tiers.statistics()
-        progress = tiers.tiers.spill_progress()
+        lower = tiers.tiers.status.statistics()
+        progress = tiers.tiers.status.spill_progress()
         found.append(
             LayoutStatistics(
                 tiers.layout,

@@ -104,7 +104,7 @@ class TieredCache:
         self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
         self._hits = self._promoter.hits
         self._pins = Pins(self.residency, self._host_spill, clock)
-        self._is_spilled = all(lower.num_slots)
+        self._is_spilled = all(lower.status.num_slots)
         self._copies_all_down = options.copies_all_down
         self._nothing = [0 for _ in groups]
         self._demand = self._nothing  # by group, the device blocks that the promotion waiting for room will use
@@ -115,14 +115,14 @@ class TieredCache:
         Tiers are not queried if computing that part would be faster than the query. Once the inquiry is done, `lookup`
         includes its result.
         """
-        if not self.lower.can_ask:
+        if not self.lower.hints.can_ask:
             return NOTHING_TO_ASK
         limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
         for group in self._group_tiers:
             names = group.names_in(chain, range(limit // group.block_size))
             start = 0 if group.attention.forgets else self.residency.locate(group, names).num_found
             if start < len(names) and self._is_worth_asking(start * group.block_size, num_tokens):
-                inquiries.append(self.lower.inquire(group.id, names[start:]))
+                inquiries.append(self.lower.hints.inquire(group.id, names[start:]))
         return AllOf(inquiries)
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
@@ -183,7 +183,7 @@ class TieredCache:
         self._demand = demand
         self._spill()
         # A hit on the device does not wait for the disk: other promotions wait for room in host memory.
-        return not self._host_spill.is_making_progress and (is_on_device or not self.lower.is_making_room)
+        return not self._host_spill.is_making_progress and (is_on_device or not self.lower.status.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Start to bring the hit's blocks to the device, and lease those that are there. Returns at once.
@@ -332,7 +332,7 @@ class TieredCache:
         Returns:
             The number of blocks that were not copied.
         """
-        below = self.lower.spill_progress()
+        below = self.lower.status.spill_progress()
         if not below.has_target:
             return 0
         began_at = self._clock()
@@ -349,19 +349,19 @@ class TieredCache:
             if self._clock() - moved_at > HUNG_S:
                 break
             progress(num_left)
-            self.lower.spill()
+            self.lower.hints.spill()
             self._host_spill.spill(everything)
             if self._transfers.in_flight:
                 self.wait(0.05)
             else:
                 time.sleep(0.01)  # copies pause for a while after a failure
                 self.poll()
-            below = self.lower.spill_progress()
+            below = self.lower.status.spill_progress()
         while self._host_spill.copies.batches or below.is_busy:
             if self._clock() >= deadline or self._hangs_since(began_at, below):
                 break
             self.wait(0.05)
-            below = self.lower.spill_progress()
+            below = self.lower.status.spill_progress()
         return num_left
 
     def junction(self, hit: Hit) -> int | None:
@@ -479,7 +479,7 @@ class TieredCache:
     @property
     def pinnable_bytes(self) -> int:
         """Maximum bytes that may be pinned: half of host memory. The other half is for unpinned blocks."""
-        return self.lower.host_bytes // 2
+        return self.lower.status.host_bytes // 2
 
     @property
     def free_to_pin(self) -> int:
@@ -489,7 +489,7 @@ class TieredCache:
     @property
     def knows_disk(self) -> bool:
         """Whether the index of the blocks that were on disk at the start is complete; until then some of them miss."""
-        return self.lower.is_indexed
+        return self.lower.status.is_indexed
 
     @property
     def num_under_way(self) -> int:
@@ -521,8 +521,8 @@ class TieredCache:
             return 0
         if not self._promoter.num_waiting:
             self._host_spill.spill_all()
-            self.lower.spill()
-        return self._host_spill.num_uncopied + self.lower.spill_progress().num_left
+            self.lower.hints.spill()
+        return self._host_spill.num_uncopied + self.lower.status.spill_progress().num_left
 
     def reset(self) -> bool:
         """Evict all blocks from all tiers and end all pins. Waits until the store has deleted this namespace's records.
@@ -553,7 +553,7 @@ class TieredCache:
             yield f"device, group {group.id}: {group.pool.num_named} blocks in {group.pool.num_slots} slots"
         self.residency.check_tails_first()
         yield "device: no block would be evicted before one that continues it"
-        self.lower.check()
+        self.lower.status.check()
         yield "host memory and the index of the disk"
         self._promoter.check()
         yield f"promotions: {self._promoter.num_waiting} in flight"
@@ -565,7 +565,7 @@ class TieredCache:
 
     def statistics(self) -> CacheStatistics:
         """Return a copy of all statistics."""
-        lower = self.lower.statistics()
+        lower = self.lower.status.statistics()
         groups = self._group_tiers
         device = slot_statistics([group.slots for group in groups], [group.memory.block_bytes for group in groups])
         return CacheStatistics(
@@ -595,7 +595,7 @@ class TieredCache:
         if self._planner is None or not self._planner.prefill.is_known:
             return True
         compute_s = self._planner.compute_seconds(num_found, num_tokens - num_found)
-        return compute_s > self.lower.read_speed(Tier.REMOTE).latency_s
+        return compute_s > self.lower.status.read_speed(Tier.REMOTE).latency_s
 
     def _planned(
         self,
@@ -617,9 +617,9 @@ class TieredCache:
         """Start the spills that are due, without optional disk writes while a promotion needs room or is in flight."""
         self._host_spill.spill(self._demand)
         if any(self._demand) or self._promoter.num_waiting:
-            self.lower.make_room()
+            self.lower.hints.make_room()
         else:
-            self.lower.spill()
+            self.lower.hints.spill()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
         limit = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
@@ -668,8 +668,8 @@ class TieredCache:
     @property
     def _speeds(self) -> LoadSpeeds:
         return {
-            Route.DISK_TO_HOST: self.lower.read_speed(Tier.DISK),
-            Route.REMOTE_TO_HOST: self.lower.read_speed(Tier.REMOTE),
+            Route.DISK_TO_HOST: self.lower.status.read_speed(Tier.DISK),
+            Route.REMOTE_TO_HOST: self.lower.status.read_speed(Tier.REMOTE),
             Route.HOST_TO_DEVICE: self._transfers.speed(Route.HOST_TO_DEVICE),
         }
 

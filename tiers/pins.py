@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason
@@ -95,7 +95,7 @@ class Pins:
         self._pins: dict[Pin, None] = {}
         self._absent: dict[Pin, None] = {}  # pins that are not whole, the next one to process first
         self._num_bytes = 0
-        self._epoch = self._lower.epoch
+        self._epoch = self._lower.status.epoch
         self._doubtful: list[Pin] = []  # pins whose leases may be on memory that the tiers no longer use
 
     @property
@@ -113,7 +113,7 @@ class Pins:
             return None
         self._pins[pin] = None
         self._num_bytes += pin.num_bytes
-        if pin.num_absent and all(self._lower.num_slots):
+        if pin.num_absent and all(self._lower.status.num_slots):
             self._absent[pin] = None
             self._look(pin, PART)
         return pin
@@ -139,8 +139,8 @@ class Pins:
 
         After a new epoch of the lower tiers, also release the leased blocks that are no longer found, one pin per call.
         """
-        if self._epoch != self._lower.epoch:
-            self._epoch = self._lower.epoch
+        if self._epoch != self._lower.status.epoch:
+            self._epoch = self._lower.status.epoch
             self._doubtful = list(self._pins)
         if self._doubtful and (doubtful := self._doubtful.pop()) in self._pins:
             self._let_go_of_lost(doubtful)
@@ -198,7 +198,9 @@ class Pins:
 
     def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
-        fetch = self._lower.fetch_later(leases.group.id, wanted, partial(self._on_fetched, pin, leases, places))
+        fetch = self._lower.fetch(
+            leases.group.id, wanted, partial(self._on_fetched, pin, leases, places), priority=ReadPriority.LATER
+        )
         is_here = fetch.slots != ABSENT
         leases.is_coming[places[~is_here]] = True
         leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))

@@ -60,7 +60,7 @@ class Residency:
         tokens too.
         """
         in_part = _matched_in_part(groups) if partial_blocks else None
-        is_spilled = all(lower.num_slots)
+        is_spilled = all(lower.status.num_slots)
         self.groups = [
             GroupTiers(group_id, group, memory, self._on_left_device, is_spilled, group_id == in_part)
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
@@ -73,13 +73,13 @@ class Residency:
         self._events = events
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
-        self._epoch = lower.epoch
+        self._epoch = lower.status.epoch
         self._marking: Iterator[None] = iter(())  # marks some device blocks without copies below dirty at each step
 
     @property
     def num_changes(self) -> int:
         """Version number that grows whenever a block enters or leaves a device or host slot."""
-        return sum(group.pool.num_changes for group in self.groups) + self.lower.num_changes
+        return sum(group.pool.num_changes for group in self.groups) + self.lower.status.num_changes
 
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
         """Return the locations of the group's blocks with these names."""
@@ -174,8 +174,8 @@ class Residency:
             lost = group.slots.on_evicted_below if cause.is_wanted else group.slots.on_copies_lost
             lost(slots[is_here])
             self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
-        if self._epoch != self.lower.epoch:
-            self._epoch = self.lower.epoch
+        if self._epoch != self.lower.status.epoch:
+            self._epoch = self.lower.status.epoch
             self._marking = self._mark_uncopied()
         next(self._marking, None)
 
@@ -230,7 +230,7 @@ class Residency:
             return
         if not group.slots.is_spilled:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
-        elif were_dirty or not self.lower.is_readable:  # otherwise every clean device block is found below
+        elif were_dirty or not self.lower.status.is_readable:  # otherwise every clean device block is found below
             gone = list(compress(names, (~are_kept(self.lower.find(group.id, names))).tolist()))
             if were_dirty and cause is not EvictionCause.CLEARED:
                 dropped = [name for name in gone if name in were_dirty]

@@ -60,7 +60,7 @@ class Client:
         attachment: Attachment[HostSlab] = Attachment(str(socket), hello, [self.memory])
         answers = ThreadLane(finished, "answers")
         self.tiers = SidecarTiers(attachment, GROUPS, [self.memory], self._transfers, answers)
-        self.wait(lambda: self.tiers.is_indexed)
+        self.wait(lambda: self.tiers.status.is_indexed)
 
     def chain(self, document: int, num_blocks: int) -> BlockChain:
         """The names of a document's blocks."""

@@ -42,7 +42,7 @@ def foul_client_rows(effort: Effort, folder: Path) -> list[Row]:
                 at_most(f"{name}: memory grown", grown / MIB, "MiB", MAX_GROWN_MIB, varies=False),
                 never(f"{name}: another one's loads that failed", num_wrong),
             ]
-        rows.append(Row("another one was attached anew", other.tiers.num_attached - 1, "times", "0"))
+        rows.append(Row("another one was attached anew", other.tiers.standing().num_attached - 1, "times", "0"))
         other.close()
     return rows
 

@@ -131,7 +131,7 @@ class Bed:
                 break
             core.cache.wait(0.01)
             core.idle()
-        while not core.cache.lower.is_readable:
+        while not core.cache.lower.status.is_readable:
             core.cache.wait(0.01)
             core.idle()
             assert time.monotonic() < until, "the disk does not come back"

@@ -301,7 +301,7 @@ class SchedulerSide:
 
     def check(self) -> None:
         """Raise AssertionError if internal records contradict each other."""
-        self._tiers.check()
+        self._tiers.status.check()
         assert all(number <= self._num_steps for number in self._loading), "a step that does not exist copies blocks"
         assert self._unreported or not self._past, "placements are kept although no step can taint them any more"
 
@@ -358,12 +358,12 @@ class SchedulerSide:
         """Query the remote tier for the blocks that no nearer tier holds. Return whether it has answered."""
         if tracked.inquiry is None:
             inquiries = []
-            for group_id, group in enumerate(self._groups if self._tiers.can_ask else ()):
+            for group_id, group in enumerate(self._groups if self._tiers.hints.can_ask else ()):
                 size = group.block_size
                 end = min((tracked.request.num_tokens - 1) // size, names.num_blocks(size))
                 wanted = names.of(size, min(num_computed // size, end), end)
                 start = 0 if group.forgets else len(self._tiers.find_run(group_id, wanted))
-                inquiries.append(self._tiers.inquire(group_id, wanted[start:]))
+                inquiries.append(self._tiers.hints.inquire(group_id, wanted[start:]))
             tracked.inquiry = AllOf(inquiries)
         return tracked.inquiry.is_done
 

@@ -1,13 +1,28 @@
-"""A fetch of blocks into a sidecar's host memory."""
+"""Fetches of blocks into a sidecar's host memory."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.engine.attached.wire import (
+    Fetch,
+    Fetched,
+    FromEngine,
+    Malformed,
+    Release,
+    TimeOut,
+    digests_in,
+    joined,
+    numbers_in,
+    owners_in,
+    packed,
+    starts_of,
+)
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import OnFetched, Places
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places, ReadPriority
+from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Reason
 
@@ -105,3 +120,107 @@ class AttachedFetch:
     def time_out(self) -> None:
         if self.is_waiting:
             self._on_late(self)
+
+
+class AttachedFetches:
+    """All fetches of an engine in its sidecar's host memory. Owned by the tiers' thread."""
+
+    def __init__(self, send: Callable[[FromEngine], None]) -> None:
+        """Start without fetches; *send* sends a message to the sidecar."""
+        self._send = send
+        self._fetches: dict[int, AttachedFetch] = {}  # of this session, by number, that are not over
+        self._left: set[AttachedFetch] = set()  # of the previous session, that still hold leases
+        self._dead: list[AttachedFetch] = []  # begun without a sidecar, whose failure was not reported yet
+        self._next_number = 0
+
+    @property
+    def is_any_waiting(self) -> bool:
+        """Whether the sidecar owes blocks."""
+        return any(fetch.is_waiting for fetch in self._fetches.values())
+
+    @property
+    def has_left_over(self) -> bool:
+        """Whether fetches of the previous session still hold leases."""
+        return bool(self._left)
+
+    def begin(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        on_fetched: OnFetched,
+        priority: ReadPriority,
+        is_attached: bool,
+    ) -> AttachedFetch:
+        """Request blocks, see `LowerTiers.fetch`; unless *is_attached*, the fetch fails in the next poll."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        fetch = AttachedFetch(number, group_id, len(blocks.names), on_fetched, self._on_released, self._on_late)
+        if not is_attached:
+            self._dead.append(fetch)
+        elif len(blocks.names):
+            self._fetches[number] = fetch
+            starts = starts_of(blocks.names, blocks.parents)
+            is_for_later = priority is ReadPriority.LATER
+            self._send(Fetch(number, group_id, joined(blocks.names), starts, blocks.tenant, is_for_later))
+        return fetch
+
+    def on_fetched(self, message: Fetched, num_host_slots: Sequence[int]) -> None:
+        """Process an answer; *num_host_slots* are the sidecar's slots, by group. Raises Malformed."""
+        fetch = self._fetches.get(message.number)
+        if fetch is None:  # released in the meantime, which the sidecar has been told
+            return
+        places = numbers_in(message.places, len(fetch.slots))
+        slots = numbers_in(message.slots, num_host_slots[fetch.group_id])
+        owners = owners_in(message.owners, len(places))
+        if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
+            raise Malformed("a failure is not of a block of the fetch")
+        if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
+            raise Malformed("blocks of a fetch lack slots or digests")
+        fetch.on_come(places, slots, message.digests, owners)
+        for place, reason in message.failures:
+            fetch.on_failed(place, reason)
+        if fetch.is_over:
+            self._fetches.pop(fetch.number, None)
+
+    def fail_waiting(self, reason: Reason) -> None:
+        """Fail all blocks that the sidecar owes, and release them there."""
+        for fetch in list(self._fetches.values()):
+            if len(places := fetch.waiting_places()):
+                self._send(Release(fetch.number, packed(places)))
+                fetch.fail(reason)
+            if fetch.is_over:
+                self._fetches.pop(fetch.number, None)
+
+    def fail_dead(self) -> None:
+        """Fail the fetches that were begun without a sidecar."""
+        dead, self._dead = self._dead, []
+        for fetch in dead:
+            fetch.fail(Reason.FAILED)
+
+    def release_all(self) -> None:
+        """Release every block of every fetch of this session."""
+        for fetch in list(self._fetches.values()):
+            fetch.release(range(len(fetch.slots)))
+
+    def end(self) -> list[AttachedFetch]:
+        """End the session, and return its fetches for the caller to fail; those with leases keep them."""
+        fetches = list(self._fetches.values())
+        self._fetches.clear()
+        self._left.update(fetch for fetch in fetches if fetch.num_leased)
+        return fetches
+
+    def check(self) -> None:
+        """Raise AssertionError if a fetch is kept wrongly."""
+        for number, fetch in self._fetches.items():
+            assert number == fetch.number, "a fetch is kept under another number"
+            assert not fetch.is_over, "a fetch that is over is kept"
+
+    def _on_released(self, fetch: AttachedFetch, places: Ids) -> None:
+        if fetch.number in self._fetches:
+            self._send(Release(fetch.number, packed(places)))
+            if fetch.is_over:
+                del self._fetches[fetch.number]
+        elif fetch.is_over:
+            self._left.discard(fetch)
+
+    def _on_late(self, fetch: AttachedFetch) -> None:
+        self._send(TimeOut(fetch.number))

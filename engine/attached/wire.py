@@ -117,7 +117,7 @@ class Fetch(_Message, frozen=True):
     """The request to lease blocks in host memory, reading them from colder tiers if necessary: `LowerTiers.fetch`.
 
     *number* is chosen by the engine. The block at place i continues the block at i - 1, except for *starts*.
-    *is_for_later* selects `fetch_later`.
+    *is_for_later* selects `ReadPriority.LATER`.
     """
 
     number: int

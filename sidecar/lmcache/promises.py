@@ -299,7 +299,9 @@ class Promise:
         *missing* has by group the chunks that no faster tier has.
         """
         if self.inquiry is None:
-            self.inquiry = AllOf([self.tiers.tiers.inquire(group_id, names) for group_id, names in missing.items()])
+            self.inquiry = AllOf(
+                [self.tiers.tiers.hints.inquire(group_id, names) for group_id, names in missing.items()]
+            )
         return self.inquiry.is_done
 
     def of_groups(self, group_ids: range) -> list[GroupChunks]:

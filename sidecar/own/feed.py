@@ -22,7 +22,7 @@ from kvtier.engine.attached.wire import (
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.port import Client, Port
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.lower_tiers import LowerStatus
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -94,8 +94,8 @@ class Feed:
 
         An unchanged state is not sent to an engine that reads nothing, because copies of it would queue up.
         """
-        tiers = self.tiers.tiers
-        flags = (tiers.is_indexed, tiers.is_readable, tiers.is_making_room)
+        status = self.tiers.tiers.status
+        flags = (status.is_indexed, status.is_readable, status.is_making_room)
         if not self._clients or (flags == self._flags and now - self._stated_at < STATE_S):
             return
         frame = frame_of(self.state())
@@ -106,14 +106,14 @@ class Feed:
 
     def state(self) -> State:
         """Return the current state of the tiers."""
-        tiers = self.tiers.tiers
-        statistics = tiers.statistics()
+        status = self.tiers.tiers.status
+        statistics = status.statistics()
         host = replace(statistics.tiers[Tier.HOST], capacity_bytes=self._capacity_bytes)
         return State(
-            tiers.is_indexed,
-            tiers.is_readable,
-            tiers.is_making_room,
-            {tier: _read_state(tiers, tier) for tier in (Tier.DISK, Tier.REMOTE)},
+            status.is_indexed,
+            status.is_readable,
+            status.is_making_room,
+            {tier: _read_state(status, tier) for tier in (Tier.DISK, Tier.REMOTE)},
             {**statistics.tiers, Tier.HOST: host},
             statistics.disk,
             statistics.remote,
@@ -165,9 +165,9 @@ class Feed:
                 yield frame_of(OnDisk(group_id, joined(page))) if page else b""
 
 
-def _read_state(tiers: LowerTiers, tier: Tier) -> ReadState:
-    speed = tiers.read_speed(tier)
-    return ReadState(speed.bytes_per_s, speed.latency_s, tiers.queued_read_bytes(tier))
+def _read_state(status: LowerStatus, tier: Tier) -> ReadState:
+    speed = status.read_speed(tier)
+    return ReadState(speed.bytes_per_s, speed.latency_s, status.queued_read_bytes(tier))
 
 
 def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:

@@ -18,7 +18,7 @@ from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.inquiry import Inquiry
 from kvtier.tiers.lower.local_tiers import LocalFetch
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places, ReadPriority
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -85,7 +85,7 @@ class Session:
         self._fetches: dict[int, Fetched] = {}
         self._inquiries: dict[int, Asked] = {}
         self._num_open = 0  # of all fetches
-        self._states = [np.zeros(num_slots, np.uint8) for num_slots in self._lower.num_slots]  # [group][slot]
+        self._states = [np.zeros(num_slots, np.uint8) for num_slots in self._lower.status.num_slots]  # [group][slot]
         self._num_reserved = [0 for _ in self._states]
         self._reserved_at = self.since
 
@@ -135,7 +135,8 @@ class Session:
         beyond = dict.fromkeys(range(num_within, len(names)), Reason.CAPACITY)
         if beyond:
             blocks = NamedBlocks(names[:num_within], blocks.parents[:num_within], message.tenant)
-        fetch = self.tiers.fetch_any(message.group, blocks, places[:num_within], on_fetched, not message.is_for_later)
+        priority = ReadPriority.LATER if message.is_for_later else ReadPriority.NOW
+        fetch = self.tiers.fetch_any(message.group, blocks, places[:num_within], on_fetched, priority)
         fetched = Fetched(fetch, np.ones(len(names), np.bool_), len(names), self._clock(), message.is_for_later)
         self._fetches[message.number] = fetched
         self._num_open += len(names)
@@ -153,7 +154,7 @@ class Session:
             raise Malformed("an inquiry with the number of another")
         if len(self._inquiries) == MAX_INQUIRIES:
             return  # the engine continues without an answer
-        inquiry = self._lower.inquire(message.group, names)
+        inquiry = self._lower.hints.inquire(message.group, names)
         self._inquiries[message.number] = Asked(inquiry, message.group, names)
 
     def take_inquired(self) -> Iterator[wire.Inquired]:

@@ -15,7 +15,7 @@ from kvtier.connectors.vllm_connector.step_work import Segment
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.session import open_session
 from kvtier.sidecar.build import build_sidecar
-from kvtier.sidecar.connectors import connectors_of
+from kvtier.sidecar.endpoints import connectors_of
 from kvtier.sidecar.sidecar import Sidecar
 
 HELLO = hello()

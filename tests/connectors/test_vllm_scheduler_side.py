@@ -115,14 +115,14 @@ def test_so_many_loads_are_under_way_at_a_time(full: ConnectorBed) -> None:
     prompt = full.prompt(2 * BLOCK)
     full.run(full.request(prompt))
     full.listen()
-    before = full.sidecar.connector.counts().num_asked
+    before = full.sidecar.endpoint.counts().num_asked
     full.threads.is_held = True
 
     requests = [full.request(prompt + full.prompt(2)) for _ in range(MAX_LOADS + 2)]
     assert {full.side.num_matched(request, 0) for request in requests} == {None}
     full.listen()
 
-    assert full.sidecar.connector.counts().num_asked - before == 2 * MAX_LOADS
+    assert full.sidecar.endpoint.counts().num_asked - before == 2 * MAX_LOADS
     full.threads.is_held = False
     full.threads.go_on()
     assert [full.match(request) for request in requests] == [2 * BLOCK] * len(requests)
@@ -134,12 +134,12 @@ def test_so_many_loads_are_under_way_at_a_time(full: ConnectorBed) -> None:
 def test_a_lookup_asks_the_sidecar_nothing(full: ConnectorBed) -> None:
     full.run(full.request(full.prompt(NUM_TOKENS)))
     full.listen()
-    before = full.sidecar.connector.counts().operations
+    before = full.sidecar.endpoint.counts().operations
 
     assert full.side.num_matched(full.request(full.prompt(NUM_TOKENS)), 0) == 0
     full.listen()
 
-    assert full.sidecar.connector.counts().operations == before
+    assert full.sidecar.endpoint.counts().operations == before
 
 
 def test_the_last_token_is_computed(full: ConnectorBed) -> None:
@@ -525,13 +525,13 @@ def test_what_several_requests_complete_in_a_step_is_published_in_one_message(fu
         full.allocate(request, 0)
     full.clock.now += 1.0  # all slots that are kept lie ready again
     full.listen()
-    before = full.sidecar.connector.counts().operations
+    before = full.sidecar.endpoint.counts().operations
 
     full.step({request.request_id: 8 for request in requests}, *requests)
     work = full.step()
     full.listen()
 
-    told = full.sidecar.connector.counts().operations
+    told = full.sidecar.endpoint.counts().operations
     assert sum(len(copies.slots) for copies in work.stores) == 4
     assert {kind: num - before.get(kind, 0) for kind, num in told.items() if num > before.get(kind, 0)} == {
         "publish": 1

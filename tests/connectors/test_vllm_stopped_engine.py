@@ -185,10 +185,10 @@ def test_slots_are_kept_when_an_engine_is_closed_while_a_copy_hangs(bed: Connect
     bed.tiers.close_while_copying()
     bed.sidecar.turn()
 
-    assert sum(lease.num_chunks for client in bed.sidecar.connector.clients() for lease in client.leases) >= 10
+    assert sum(lease.num_chunks for client in bed.sidecar.endpoint.clients() for lease in client.leases) >= 10
     close_as_a_process_does(bed.sidecar.path)
     bed.sidecar.turn()
-    assert bed.sidecar.connector.clients() == []
+    assert bed.sidecar.endpoint.clients() == []
 
 
 def close_as_a_process_does(path: str) -> None:

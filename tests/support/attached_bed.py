@@ -213,8 +213,8 @@ class SteppedTiers(SidecarTiers):
             self.bed.turn()
         super().poll()
         said = (
-            self.num_changes,
-            self.num_attached,
+            self.status.num_changes,
+            self.standing().num_attached,
             self.is_attached,
             sum(self.bed.endpoint.counts().operations.values()),
             self.bed.transfers.in_flight,

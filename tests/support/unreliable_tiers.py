@@ -11,7 +11,17 @@ from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.lower_tiers import (
+    NOWHERE,
+    Fetch,
+    Lost,
+    LowerHints,
+    LowerStatistics,
+    OnFetched,
+    Places,
+    ReadPriority,
+    SpillProgress,
+)
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -59,6 +69,81 @@ class LateFetch:
         self._tiers.time_out(self)
 
 
+class UnreliableStatus:
+    """The state of `UnreliableTiers`; implements `LowerStatus`."""
+
+    def __init__(self, tiers: "UnreliableTiers") -> None:
+        self._tiers = tiers
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        return self._tiers.inner.status.num_slots
+
+    @property
+    def host_bytes(self) -> int:
+        return self._tiers.inner.status.host_bytes if self._tiers.is_alive else 0
+
+    @property
+    def num_changes(self) -> int:
+        return self._tiers.inner.status.num_changes + self._tiers.num_deaths
+
+    @property
+    def epoch(self) -> int:
+        return self._tiers.inner.status.epoch + self._tiers.num_deaths
+
+    @property
+    def is_indexed(self) -> bool:
+        return self._tiers.inner.status.is_indexed
+
+    @property
+    def is_readable(self) -> bool:
+        return self._tiers.is_alive and self._tiers.inner.status.is_readable
+
+    @property
+    def is_making_room(self) -> bool:
+        return self._tiers.is_alive and self._tiers.inner.status.is_making_room
+
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        return self._tiers.inner.status.read_speed(tier)
+
+    def queued_read_bytes(self, tier: Tier) -> int:
+        return self._tiers.inner.status.queued_read_bytes(tier)
+
+    def spill_progress(self) -> SpillProgress:
+        alive = self._tiers.is_alive
+        return self._tiers.inner.status.spill_progress() if alive else SpillProgress(has_target=True)
+
+    def statistics(self) -> LowerStatistics:
+        return self._tiers.inner.status.statistics()
+
+    def check(self) -> None:
+        self._tiers.inner.status.check()
+        for fetch in self._tiers.fetches:
+            assert fetch.open or fetch.num_leased, "a fetch that is over is kept"
+
+
+class UnreliableHints(LowerHints):
+    """The hints that `UnreliableTiers` follow while they are alive. `evict_last` names a slot found some time ago."""
+
+    def __init__(self, tiers: "UnreliableTiers") -> None:
+        self._tiers = tiers
+
+    @property
+    def can_ask(self) -> bool:
+        return self._tiers.is_alive and self._tiers.inner.hints.can_ask
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        return self._tiers.inner.hints.inquire(group_id, names) if self._tiers.is_alive else NOTHING_TO_ASK
+
+    def spill(self) -> None:
+        if self._tiers.is_alive:
+            self._tiers.inner.hints.spill()
+
+    def make_room(self) -> None:
+        if self._tiers.is_alive:
+            self._tiers.inner.hints.make_room()
+
+
 class UnreliableTiers:
     """See `LowerTiers`. Everything is done by *inner*, but for the messages to and from it.
 
@@ -68,10 +153,12 @@ class UnreliableTiers:
 
     def __init__(self, inner: LocalTiers, rng: random.Random) -> None:
         self.inner = inner
+        self.status = UnreliableStatus(self)
+        self.hints = UnreliableHints(self)
         self.is_alive = True
         self.num_deaths = 0
         self._rng = rng
-        self._fetches: list[LateFetch] = []
+        self.fetches: list[LateFetch] = []
         self._inbox: list[Callable[[], None]] = []  # messages on their way down
         self._outbox: list[Callable[[], None]] = []  # and up
         self._reserved: set[tuple[int, int]] = set()  # group and slot
@@ -91,7 +178,7 @@ class UnreliableTiers:
         for message in self._take(self._inbox):  # of what has been reserved or released it learns before it ends
             message()
         self._outbox.clear()
-        for fetch in list(self._fetches):
+        for fetch in list(self.fetches):
             for place in sorted(fetch.open):
                 fetch.failures[place] = Reason.FAILED
                 self._to_tell.append(self._telling(fetch, place, Reason.FAILED))
@@ -103,35 +190,7 @@ class UnreliableTiers:
     def is_quiet(self) -> bool:
         """Whether no message is on its way, nor a new process that could start."""
         is_waiting = self._inbox or self._outbox or self._to_tell
-        return not is_waiting and bool(self.is_alive or self._fetches or self._reserved)
-
-    @property
-    def num_slots(self) -> Sequence[int]:
-        return self.inner.num_slots
-
-    @property
-    def host_bytes(self) -> int:
-        return self.inner.host_bytes if self.is_alive else 0
-
-    @property
-    def num_changes(self) -> int:
-        return self.inner.num_changes + self.num_deaths
-
-    @property
-    def epoch(self) -> int:
-        return self.inner.epoch + self.num_deaths
-
-    @property
-    def is_indexed(self) -> bool:
-        return self.inner.is_indexed
-
-    @property
-    def is_readable(self) -> bool:
-        return self.is_alive and self.inner.is_readable
-
-    @property
-    def is_making_room(self) -> bool:
-        return self.is_alive and self.inner.is_making_room
+        return not is_waiting and bool(self.is_alive or self.fetches or self._reserved)
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         if not self.is_alive:
@@ -150,25 +209,16 @@ class UnreliableTiers:
         nowhere = np.flatnonzero(places == NOWHERE)
         return places[: nowhere[0]] if len(nowhere) else places
 
-    @property
-    def can_ask(self) -> bool:
-        return self.is_alive and self.inner.can_ask
-
-    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        return self.inner.inquire(group_id, names) if self.is_alive else NOTHING_TO_ASK
-
     def fetch(
         self,
         group_id: int,
         blocks: NamedBlocks,
         on_fetched: OnFetched,
         found: Places | None = None,
+        priority: ReadPriority = ReadPriority.NOW,
     ) -> LateFetch:
-        return self._fetch(group_id, blocks, on_fetched, lambda answer: self.inner.fetch(group_id, blocks, answer))
-
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LateFetch:
         return self._fetch(
-            group_id, blocks, on_fetched, lambda answer: self.inner.fetch_later(group_id, blocks, answer)
+            group_id, blocks, on_fetched, lambda answer: self.inner.fetch(group_id, blocks, answer, priority=priority)
         )
 
     def time_out(self, fetch: LateFetch) -> None:
@@ -184,7 +234,7 @@ class UnreliableTiers:
         """A fetch may be over."""
         if not fetch.open and not fetch.num_leased:
             with suppress(ValueError):
-                self._fetches.remove(fetch)
+                self.fetches.remove(fetch)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         if not self.is_alive:
@@ -212,9 +262,6 @@ class UnreliableTiers:
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         self._send(lambda: self.inner.refresh(group_id, names, were_read))
 
-    def evict_last(self, group_id: int, places: Places) -> None:
-        pass  # by a slot that was found some time ago
-
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
         self._send(lambda: self.inner.forget(group_id, names))
 
@@ -222,24 +269,16 @@ class UnreliableTiers:
         if not self.is_alive or self._inbox or not self.inner.clear():
             return False
         self._known.clear()
-        for fetch in list(self._fetches):
+        for fetch in list(self.fetches):
             fetch.release(range(len(fetch.slots)))
         return True
 
     def purge(self, order: PurgeOrder) -> Purge:
         return self.inner.purge(order)
 
-    def spill(self) -> None:
-        if self.is_alive:
-            self.inner.spill()
-
-    def make_room(self) -> None:
-        if self.is_alive:
-            self.inner.make_room()
-
     def poll(self) -> None:
         self.inner.poll()
-        if not self.is_alive and not self._fetches and not self._reserved:
+        if not self.is_alive and not self.fetches and not self._reserved:
             self._begin_again()
         for box in (self._inbox, self._outbox):
             for message in self._take(box):
@@ -256,23 +295,6 @@ class UnreliableTiers:
             return ()
         lost, self._lost = self._lost, []
         return lost
-
-    def read_speed(self, tier: Tier) -> LaneSpeed:
-        return self.inner.read_speed(tier)
-
-    def queued_read_bytes(self, tier: Tier) -> int:
-        return self.inner.queued_read_bytes(tier)
-
-    def spill_progress(self) -> SpillProgress:
-        return self.inner.spill_progress() if self.is_alive else SpillProgress(has_target=True)
-
-    def statistics(self) -> LowerStatistics:
-        return self.inner.statistics()
-
-    def check(self) -> None:
-        self.inner.check()
-        for fetch in self._fetches:
-            assert fetch.open or fetch.num_leased, "a fetch that is over is kept"
 
     def _fetch(
         self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, ask: Callable[[OnFetched], Fetch]
@@ -294,7 +316,7 @@ class UnreliableTiers:
             for place in np.flatnonzero(fetch.inner.slots != ABSENT).tolist():
                 self._answer(fetch, place, None)
 
-        self._fetches.append(fetch)
+        self.fetches.append(fetch)
         self._send(arrive)
         return fetch
 

@@ -60,7 +60,7 @@ class HostSpill:
     ) -> None:
         self._groups = residency.groups
         self._lower = residency.lower
-        self._has_disk = self._lower.spill_progress().has_target
+        self._has_disk = self._lower.status.spill_progress().has_target
         self._max_in_batch = MAX_WITH_DISK if self._has_disk else MAX_IN_BATCH
         self._transfers = transfers
         self._window = window

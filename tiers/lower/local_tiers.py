@@ -22,7 +22,16 @@ from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.inquiry import Inquiry
 from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.lower_tiers import (
+    Lost,
+    LowerHints,
+    LowerStatistics,
+    LowerTiers,
+    OnFetched,
+    Places,
+    ReadPriority,
+    SpillProgress,
+)
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.read_probe import ReadProbe
@@ -241,6 +250,149 @@ class Fetches:
         self._reading.discard(fetch)
 
 
+class LocalStatus:
+    """The state of `LocalTiers`; implements `LowerStatus`."""
+
+    def __init__(
+        self,
+        index: LowerIndex,
+        num_slots: Sequence[int],
+        block_bytes: Sequence[int],
+        transfers: TransferEngine,
+        disk_spill: DiskSpill,
+        remote: Link,
+        cold_reads: ColdReads,
+        fetches: Fetches,
+        reserved: Sequence[int],
+    ) -> None:
+        """Report on these parts. *reserved* is the current number of reserved slots, by group."""
+        self.num_slots = num_slots
+        self._index = index
+        self._block_bytes = block_bytes
+        self._transfers = transfers
+        self._disk_spill = disk_spill
+        self._remote = remote
+        self._cold_reads = cold_reads
+        self._fetches = fetches
+        self._reserved = reserved
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(num * each for num, each in zip(self.num_slots, self._block_bytes, strict=True))
+
+    @property
+    def num_changes(self) -> int:
+        return sum(host.pool.num_changes for host in self._index.host)
+
+    @property
+    def epoch(self) -> int:
+        return self._index.epoch
+
+    @property
+    def is_indexed(self) -> bool:
+        return self._index.disk.index.is_loaded
+
+    @property
+    def is_readable(self) -> bool:
+        return self._index.disk.is_readable
+
+    @property
+    def is_making_room(self) -> bool:
+        return self._disk_spill.is_making_progress
+
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        return self._transfers.speed(READS[tier])
+
+    def queued_read_bytes(self, tier: Tier) -> int:
+        return self._cold_reads.queued_bytes(tier) + self._transfers.pending_bytes(READS[tier])
+
+    def spill_progress(self) -> SpillProgress:
+        spill = self._disk_spill
+        return SpillProgress(
+            has_target=self._index.disk.is_there,
+            is_possible=not self._index.disk.is_failing,
+            num_left=spill.num_dirty,
+            num_done=spill.num_stored,
+            is_busy=bool(spill.copies.batches),
+            ended_at=spill.copies.ended_at,
+        )
+
+    def statistics(self) -> LowerStatistics:
+        index = self._index
+        tiers = {Tier.HOST: slot_statistics(index.host, self._block_bytes, index.corrupt)}
+        disk, admission = None, None
+        if index.disk.is_there:
+            tiers[Tier.DISK] = index.disk.statistics()
+            disk, admission = index.disk.details(), index.admission.statistics()
+        if (remote := self._remote.statistics()) is not None:
+            tiers[Tier.REMOTE] = TierStatistics(remote.known_blocks, corrupt=remote.faults)
+        return LowerStatistics(tiers, disk, remote, admission, index.quotas.num_bytes)
+
+    def check(self) -> None:
+        self._index.check()
+        self._cold_reads.check()
+        self._fetches.check()
+        for group_id, host in enumerate(self._index.host):
+            fetched = self._fetches.num_leased(group_id)
+            written = self._disk_spill.copies.num_leases(host.pool) + self._remote.num_leases(host.pool)
+            read = self._cold_reads.num_leases(group_id)
+            expected = fetched + written + read + self._reserved[group_id]
+            assert host.pool.num_leases == expected, (
+                f"host slots of group {group_id}: {host.pool.num_leases} leases, {expected} accounted for"
+            )
+
+
+class LocalHints(LowerHints):
+    """The hints that `LocalTiers` follows."""
+
+    def __init__(
+        self,
+        index: LowerIndex,
+        disk_spill: DiskSpill,
+        remote: Link,
+        fetches: Fetches,
+        windows: Sequence[CleanAhead],
+        unmet: list[int],
+    ) -> None:
+        """Act on these parts. *unmet* counts, by group, slots that could not be reserved since the last spill."""
+        self._index = index
+        self._disk_spill = disk_spill
+        self._remote = remote
+        self._fetches = fetches
+        self._windows = windows
+        self._unmet = unmet
+
+    @property
+    def can_ask(self) -> bool:
+        return bool(self._remote.reads)
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        return self._remote.inquire(group_id, names)
+
+    def evict_last(self, group_id: int, places: Places) -> None:
+        self._index.host[group_id].pool.refresh(places[places >= 0][::-1])
+
+    def spill(self) -> None:
+        if self._fetches.any_reading:
+            self.make_room()
+        else:
+            self._disk_spill.spill()
+            self._remote.spill()
+            self._unmet[:] = [0 for _ in self._unmet]
+
+    def make_room(self) -> None:
+        if not self._is_roomy():
+            self._disk_spill.spill()
+        self._unmet[:] = [0 for _ in self._unmet]
+
+    def _is_roomy(self) -> bool:
+        """Return whether each pool can give a window plus its unmet slots without losing a block's last copy."""
+        return all(
+            host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
+            for host, window, unmet in zip(self._index.host, self._windows, self._unmet, strict=True)
+        )
+
+
 def lower_tiers(
     groups: Sequence[BlockGroup],
     memories: Sequence[HostMemory],
@@ -321,40 +473,24 @@ class LocalTiers:
         self._fetches = Fetches(self.index, self._cold_reads)
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not provide since the last `spill`
+        self.hints = LocalHints(self.index, self._disk_spill, self._remote, self._fetches, windows, self._unmet)
+        self.status = LocalStatus(
+            self.index,
+            self.num_slots,
+            self._block_bytes,
+            transfers,
+            self._disk_spill,
+            self._remote,
+            self._cold_reads,
+            self._fetches,
+            self._reserved,
+        )
         self._index_load.go_on()
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(num * each for num, each in zip(self.num_slots, self._block_bytes, strict=True))
-
-    @property
-    def num_changes(self) -> int:
-        return sum(host.pool.num_changes for host in self.index.host)
-
-    @property
-    def epoch(self) -> int:
-        return self.index.epoch
-
-    @property
-    def is_indexed(self) -> bool:
-        return self.index.disk.index.is_loaded
 
     @property
     def is_forgetting(self) -> bool:
         """Whether `poll` has yet to report blocks that have left the disk."""
         return self.index.disk.index.is_forgetting
-
-    @property
-    def is_readable(self) -> bool:
-        return self.index.disk.is_readable
-
-    @property
-    def can_ask(self) -> bool:
-        return bool(self._remote.reads)
-
-    @property
-    def is_making_room(self) -> bool:
-        return self._disk_spill.is_making_progress
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return self.index.find(group_id, names)
@@ -362,20 +498,15 @@ class LocalTiers:
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return self.index.find_run(group_id, names)
 
-    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        return self._remote.inquire(group_id, names)
-
     def fetch(
         self,
         group_id: int,
         blocks: NamedBlocks,
         on_fetched: OnFetched,
         found: Places | None = None,
+        priority: ReadPriority = ReadPriority.NOW,
     ) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, on_fetched, found, now=True)
-
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, on_fetched, None, now=False)
+        return self._fetches.begin(group_id, blocks, on_fetched, found, now=priority is ReadPriority.NOW)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host[group_id], self._windows[group_id]
@@ -436,9 +567,6 @@ class LocalTiers:
         if keys:  # dropped if the lane to the disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
-    def evict_last(self, group_id: int, places: Places) -> None:
-        self.index.host[group_id].pool.refresh(places[places >= 0][::-1])
-
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
         host = self.index.host[group_id]
         self.index.corrupt[Fault.CORRUPT.value] += len(names)
@@ -495,19 +623,6 @@ class LocalTiers:
             self.index.disk.num_cleared += sum(self.index.disk.block_of(key) is not None for key in keys)
         self.index.on_written(0, (), keys, cause)
 
-    def spill(self) -> None:
-        if self._fetches.any_reading:
-            self.make_room()
-        else:
-            self._disk_spill.spill()
-            self._remote.spill()
-            self._unmet = [0 for _ in self._unmet]
-
-    def make_room(self) -> None:
-        if not self._is_roomy():
-            self._disk_spill.spill()
-        self._unmet = [0 for _ in self._unmet]
-
     def poll(self) -> None:
         if self.index.disk.is_there:
             self._go_on_with_disk()
@@ -528,47 +643,6 @@ class LocalTiers:
 
     def pop_lost(self) -> Sequence[Lost]:
         return self.index.pop_lost()
-
-    def read_speed(self, tier: Tier) -> LaneSpeed:
-        return self._transfers.speed(READS[tier])
-
-    def queued_read_bytes(self, tier: Tier) -> int:
-        return self._cold_reads.queued_bytes(tier) + self._transfers.pending_bytes(READS[tier])
-
-    def spill_progress(self) -> SpillProgress:
-        spill = self._disk_spill
-        return SpillProgress(
-            has_target=self.index.disk.is_there,
-            is_possible=not self.index.disk.is_failing,
-            num_left=spill.num_dirty,
-            num_done=spill.num_stored,
-            is_busy=bool(spill.copies.batches),
-            ended_at=spill.copies.ended_at,
-        )
-
-    def statistics(self) -> LowerStatistics:
-        host = slot_statistics(self.index.host, self._block_bytes, self.index.corrupt)
-        host_tenants = self.index.quotas.num_bytes
-        tiers, disk, admission = {Tier.HOST: host}, None, None
-        if self.index.disk.is_there:
-            tiers[Tier.DISK] = self.index.disk.statistics()
-            disk, admission = self.index.disk.details(), self.index.admission.statistics()
-        if (remote := self._remote.statistics()) is not None:
-            tiers[Tier.REMOTE] = TierStatistics(remote.known_blocks, corrupt=remote.faults)
-        return LowerStatistics(tiers, disk, remote, admission, host_tenants)
-
-    def check(self) -> None:
-        self.index.check()
-        self._cold_reads.check()
-        self._fetches.check()
-        for group_id, host in enumerate(self.index.host):
-            fetched = self._fetches.num_leased(group_id)
-            written = self._disk_spill.copies.num_leases(host.pool) + self._remote.num_leases(host.pool)
-            read = self._cold_reads.num_leases(group_id)
-            expected = fetched + written + read + self._reserved[group_id]
-            assert host.pool.num_leases == expected, (
-                f"host slots of group {group_id}: {host.pool.num_leases} leases, {expected} accounted for"
-            )
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
         """Publish the blocks of one row and return the slots of those that no other slot holds."""
@@ -591,10 +665,3 @@ class LocalTiers:
         else:
             self.index.report_forgotten()
         self._disk_probe.go_on()
-
-    def _is_roomy(self) -> bool:
-        """Return whether each pool can give a window plus its unmet slots without losing a block's last copy."""
-        return all(
-            host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
-            for host, window, unmet in zip(self.index.host, self._windows, self._unmet, strict=True)
-        )

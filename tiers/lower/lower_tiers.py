@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
-from kvtier.tiers.lower.inquiry import Inquiry
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
@@ -103,7 +104,7 @@ Called inside `LowerTiers.poll`, once for each block that was not leased when `f
 
 @dataclass(frozen=True, slots=True)
 class SpillProgress:
-    """How many blocks `LowerTiers.spill` has copied to a tier that outlives the process, and how many are left."""
+    """How many blocks `LowerHints.spill` has copied to a tier that outlives the process, and how many are left."""
 
     has_target: bool = False  # whether there is such a tier
     is_possible: bool = False  # whether that tier accepts blocks: it is open, and writing is not suspended
@@ -124,24 +125,15 @@ class LowerStatistics:
     host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of host memory of each tenant with a quota
 
 
-class LowerTiers(Protocol):
-    """The tiers below the device: blocks are found by group and name, leased by host slot, and copied by the caller.
+class ReadPriority(Enum):
+    """When blocks are read from a colder tier: at once, or only while no read with priority NOW is due."""
 
-    Both sides map the memory of the host slots. Only names, slot numbers, digests and counts cross this contract. It
-    has no notion of device slots, tensors, models or requests.
+    NOW = auto()
+    LATER = auto()
 
-    Ownership: one thread makes all calls. A slot leased by `fetch` or `reserve` belongs to the caller until it is
-    released, published or abandoned. Until then its bytes stay, and no other block is put there, whatever happens
-    below. There is no other promise: a block without a lease may be evicted between any two calls, and so may all
-    blocks at once (`epoch`).
 
-    Time: no call except `clear` waits for a copy, a disk or another process. An implementation whose blocks are in
-    another process answers from that process's last report. So `find` may be outdated, `reserve` may return fewer slots
-    than exist, and a fetch may begin without leases and be answered in later polls, in any order.
-
-    Failure: no method raises because of a failure below. A block that is unavailable is NOWHERE, a `Lost`, or an entry
-    with a reason in `Fetch.failures`. A block that cannot be written stays where it is.
-    """
+class LowerStatus(Protocol):
+    """The present state of the tiers below the device: levels, speeds and counts. Reading it changes nothing."""
 
     @property
     def num_slots(self) -> Sequence[int]:
@@ -174,12 +166,89 @@ class LowerTiers(Protocol):
         """Whether every tier below is readable, as far as known; blocks that only an unreadable tier has are misses."""
 
     @property
-    def can_ask(self) -> bool:
-        """Whether a tier cannot say at once what it has, so that `inquire` may find more."""
-
-    @property
     def is_making_room(self) -> bool:
         """Whether copies further down are in flight that will free host slots, and are not suspiciously late."""
+
+    def read_speed(self, tier: Tier) -> LaneSpeed:
+        """Return how fast blocks were recently read from *tier*."""
+
+    def queued_read_bytes(self, tier: Tier) -> int:
+        """Return the bytes of the blocks that are being read from *tier* or are queued to be read now."""
+
+    def spill_progress(self) -> SpillProgress:
+        """Return the progress of `LowerHints.spill`."""
+
+    def statistics(self) -> LowerStatistics:
+        """Return everything counted below the device."""
+
+    def check(self) -> None:
+        """Raise AssertionError if the indexes and counts disagree. For tests, and for servers when they are idle."""
+
+
+class LowerHints:
+    """Calls that an implementation of `LowerTiers` may ignore; by default they do nothing.
+
+    Owned by the tiers' thread.
+    """
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a tier cannot say at once what it has, so that `inquire` may find more."""
+        return False
+
+    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
+        """Query the tiers that cannot say at once whether they have *names*.
+
+        *names* are a prefix's blocks from the first one that `LowerTiers.find` does not know. The inquiry is done at
+        once, or in a later poll within a few hundredths of a second.
+        """
+        return NOTHING_TO_ASK
+
+    def evict_last(self, group_id: int, places: Places) -> None:
+        """Make the blocks in these host slots the last to be evicted, because they will be wanted.
+
+        *places* are those of a prefix in order; ON_DISK and NOWHERE are ignored. An outdated place means another block,
+        so call this only while `LowerStatus.num_changes` is unchanged.
+        """
+
+    def spill(self) -> None:
+        """Start copies from host memory further down that are due; they yield to reads that do not wait for them."""
+
+    def make_room(self) -> None:
+        """Start copies from host memory further down only if `LowerTiers.reserve` or reads lack host slots.
+
+        A device pool calls this instead of `spill` while a load to it is in flight, and while it copies down blocks
+        that a load will evict. Other writes would only slow that load. Slots are lacking if `reserve` returned fewer
+        than requested since the last call.
+        """
+
+
+class LowerTiers(Protocol):
+    """The tiers below the device: blocks are found by group and name, leased by host slot, and copied by the caller.
+
+    Both sides map the memory of the host slots. Only names, slot numbers, digests and counts cross this contract. It
+    has no notion of device slots, tensors, models or requests.
+
+    Ownership: one thread makes all calls. A slot leased by `fetch` or `reserve` belongs to the caller until it is
+    released, published or abandoned. Until then its bytes stay, and no other block is put there, whatever happens
+    below. There is no other promise: a block without a lease may be evicted between any two calls, and so may all
+    blocks at once (`LowerStatus.epoch`).
+
+    Time: no call except `clear` waits for a copy, a disk or another process. An implementation whose blocks are in
+    another process answers from that process's last report. So `find` may be outdated, `reserve` may return fewer slots
+    than exist, and a fetch may begin without leases and be answered in later polls, in any order.
+
+    Failure: no method raises because of a failure below. A block that is unavailable is NOWHERE, a `Lost`, or an entry
+    with a reason in `Fetch.failures`. A block that cannot be written stays where it is.
+    """
+
+    @property
+    def status(self) -> LowerStatus:
+        """State of the tiers, always current."""
+
+    @property
+    def hints(self) -> LowerHints:
+        """Hints to the tiers, which may ignore them."""
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Return where the blocks of *names* are, as a hint without leases. Does not change the eviction order.
@@ -190,19 +259,13 @@ class LowerTiers(Protocol):
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Return the places of the blocks before the first one that is NOWHERE, like `find`."""
 
-    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Query the tiers that cannot say at once whether they have *names*.
-
-        *names* are a prefix's blocks from the first one that `find` does not know. The inquiry is done at once, or in a
-        later poll within a few hundredths of a second.
-        """
-
     def fetch(
         self,
         group_id: int,
         blocks: NamedBlocks,
         on_fetched: OnFetched,
         found: Places | None = None,
+        priority: ReadPriority = ReadPriority.NOW,
     ) -> Fetch:
         """Lease these blocks in host memory, reading those that are only in colder tiers; the caller releases them.
 
@@ -215,11 +278,10 @@ class LowerTiers(Protocol):
             on_fetched: Called for each block that is leased later, or never.
             found: Host slots of all blocks as returned by `find`, to save another lookup. They are not checked, and an
                 outdated slot would lease another block, whose digest matches the slot's bytes. So pass them only
-                directly after `find`, or while `num_changes` is unchanged. An implementation may ignore them.
+                directly after `find`, or while `LowerStatus.num_changes` is unchanged. An
+                implementation may ignore them.
+            priority: When to read the blocks that are only in colder tiers.
         """
-
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
-        """Fetch blocks that will be wanted: like `fetch`, but they are read only when no read for `fetch` is due."""
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         """Lease up to *num_slots* host slots for the caller to copy blocks into; it publishes or abandons each.
@@ -253,13 +315,6 @@ class LowerTiers(Protocol):
         where it becomes recent too; empty if none did.
         """
 
-    def evict_last(self, group_id: int, places: Places) -> None:
-        """Make the blocks in these host slots the last to be evicted, because they will be wanted.
-
-        *places* are those of a prefix in order; ON_DISK and NOWHERE are ignored. As with `fetch`, an outdated place
-        means another block, so call this only while `num_changes` is unchanged. An implementation may ignore the call.
-        """
-
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Drop blocks from host memory whose bytes do not match their digests, and count them as corrupt.
 
@@ -282,17 +337,6 @@ class LowerTiers(Protocol):
         Tiers of another process are not purged; its operators must request that there.
         """
 
-    def spill(self) -> None:
-        """Start copies from host memory further down that are due; they yield to reads that do not wait for them."""
-
-    def make_room(self) -> None:
-        """Start copies from host memory further down only if `reserve` or reads lack host slots.
-
-        A device pool calls this instead of `spill` while a load to it is in flight, and while it copies down blocks
-        that a load will evict. Other writes would only slow that load. Slots are lacking if `reserve` returned fewer
-        than requested since the last call.
-        """
-
     def poll(self) -> None:
         """Advance everything in flight, and call `on_fetched` for blocks that have come or failed.
 
@@ -304,18 +348,3 @@ class LowerTiers(Protocol):
 
         A copy of such a block above is now the last one.
         """
-
-    def read_speed(self, tier: Tier) -> LaneSpeed:
-        """Return how fast blocks were recently read from *tier*."""
-
-    def queued_read_bytes(self, tier: Tier) -> int:
-        """Return the bytes of the blocks that are being read from *tier* or are queued to be read now."""
-
-    def spill_progress(self) -> SpillProgress:
-        """Return the progress of `spill`."""
-
-    def statistics(self) -> LowerStatistics:
-        """Return everything counted below the device."""
-
-    def check(self) -> None:
-        """Raise AssertionError if the indexes and counts disagree. For tests, and for servers when they are idle."""

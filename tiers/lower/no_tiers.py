@@ -7,8 +7,16 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.lower_tiers import (
+    NOWHERE,
+    Lost,
+    LowerHints,
+    LowerStatistics,
+    OnFetched,
+    Places,
+    ReadPriority,
+    SpillProgress,
+)
 from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -38,8 +46,8 @@ class NoFetch:
         pass
 
 
-class NoTiers:
-    """Tiers without slots or blocks; implements `LowerTiers`."""
+class NoStatus:
+    """State of tiers without slots or blocks; implements `LowerStatus`."""
 
     host_bytes = 0
     num_changes = 0
@@ -47,76 +55,10 @@ class NoTiers:
     is_indexed = True
     is_readable = True
     is_making_room = False
-    can_ask = False
 
     def __init__(self, num_groups: int) -> None:
         self.num_slots = [0] * num_groups
         self._speed = LaneSpeed()
-        self._untold: list[tuple[NoFetch, OnFetched]] = []
-
-    def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        return _nowhere(names)
-
-    def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        return _nowhere(())
-
-    def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        return NOTHING_TO_ASK
-
-    def fetch(
-        self,
-        group_id: int,
-        blocks: NamedBlocks,
-        on_fetched: OnFetched,
-        found: Places | None = None,
-    ) -> NoFetch:
-        fetch = NoFetch(group_id, blocks.names)
-        self._untold.append((fetch, on_fetched))
-        return fetch
-
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> NoFetch:
-        return self.fetch(group_id, blocks, on_fetched)
-
-    def reserve(self, group_id: int, num_slots: int) -> list[int]:
-        return []
-
-    def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
-    ) -> None:
-        assert not len(slots), "a slot that was not reserved"
-
-    def abandon(self, group_id: int, slots: Ids) -> None:
-        assert not len(slots), "a slot that was not reserved"
-
-    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        pass
-
-    def evict_last(self, group_id: int, places: Places) -> None:
-        pass
-
-    def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
-        pass
-
-    def clear(self) -> bool:
-        return True
-
-    def purge(self, order: PurgeOrder) -> NothingPurged:
-        return NothingPurged()
-
-    def spill(self) -> None:
-        pass
-
-    def make_room(self) -> None:
-        pass
-
-    def poll(self) -> None:
-        untold, self._untold = self._untold, []
-        for fetch, on_fetched in untold:
-            for place, reason in fetch.failures.items():
-                on_fetched(fetch, place, reason)
-
-    def pop_lost(self) -> Sequence[Lost]:
-        return ()
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._speed
@@ -132,6 +74,65 @@ class NoTiers:
 
     def check(self) -> None:
         pass
+
+
+class NoTiers:
+    """Tiers without slots or blocks; implements `LowerTiers`."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.status = NoStatus(num_groups)
+        self.hints = LowerHints()
+        self._untold: list[tuple[NoFetch, OnFetched]] = []
+
+    def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        return _nowhere(names)
+
+    def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        return _nowhere(())
+
+    def fetch(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        on_fetched: OnFetched,
+        found: Places | None = None,
+        priority: ReadPriority = ReadPriority.NOW,
+    ) -> NoFetch:
+        fetch = NoFetch(group_id, blocks.names)
+        self._untold.append((fetch, on_fetched))
+        return fetch
+
+    def reserve(self, group_id: int, num_slots: int) -> list[int]:
+        return []
+
+    def publish(
+        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+    ) -> None:
+        assert not len(slots), "a slot that was not reserved"
+
+    def abandon(self, group_id: int, slots: Ids) -> None:
+        assert not len(slots), "a slot that was not reserved"
+
+    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
+        pass
+
+    def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
+        pass
+
+    def clear(self) -> bool:
+        return True
+
+    def purge(self, order: PurgeOrder) -> NothingPurged:
+        return NothingPurged()
+
+    def poll(self) -> None:
+        untold, self._untold = self._untold, []
+        for fetch, on_fetched in untold:
+            for place, reason in fetch.failures.items():
+                on_fetched(fetch, place, reason)
+
+    def pop_lost(self) -> Sequence[Lost]:
+        return ()
 
 
 def _nowhere(names: Sequence[BlockName]) -> Places:

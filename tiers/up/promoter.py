@@ -174,8 +174,8 @@ class Hits:
         """Return the bytes that each route still has to move for promotions that have begun."""
         lower = self._residency.lower
         queued = {
-            Route.DISK_TO_HOST: lower.queued_read_bytes(Tier.DISK),
-            Route.REMOTE_TO_HOST: lower.queued_read_bytes(Tier.REMOTE),
+            Route.DISK_TO_HOST: lower.status.queued_read_bytes(Tier.DISK),
+            Route.REMOTE_TO_HOST: lower.status.queued_read_bytes(Tier.REMOTE),
             Route.HOST_TO_DEVICE: self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE),
         }
         for group in self._groups:
@@ -331,7 +331,7 @@ class Promoter:
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
-            self._residency.lower.evict_last(group.id, places)
+            self._residency.lower.hints.evict_last(group.id, places)
             self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 
@@ -578,7 +578,7 @@ class Promoter:
         promotion.done = True
         is_on_device = promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) == promotion.num_blocks
         # The lease has refreshed the device blocks. Other users of the lower tiers see the use only if those record it.
-        if not is_on_device or self._residency.lower.can_ask:
+        if not is_on_device or self._residency.lower.hints.can_ask:
             from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
             for group in self._groups:
                 self._refreshes.add(promotion.chain, group, group.needed(promotion.num_tokens), from_disk)

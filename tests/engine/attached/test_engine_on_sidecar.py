@@ -129,7 +129,7 @@ def test_a_call_ends_with_what_it_computed_copied_down(sidecar: Sidecar, socket:
 
         until_found(other, prompt)  # the first is not stepped any more
 
-        assert llm.core.cache.lower.spill_progress().num_done == DOCUMENT_TOKENS // BLOCK_SIZE
+        assert llm.core.cache.lower.status.spill_progress().num_done == DOCUMENT_TOKENS // BLOCK_SIZE
 
 
 def test_an_engine_that_is_stepped_copies_all_down_far_from_eviction(

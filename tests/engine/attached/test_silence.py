@@ -2,7 +2,7 @@
 
 from chaos import FakeClock
 
-from kvtier.engine.attached.sidecar_tiers import ASK_AFTER_S, LOST_AFTER_S, MAX_STEP_S, Silence
+from kvtier.engine.attached.link import ASK_AFTER_S, LOST_AFTER_S, MAX_STEP_S, Silence
 
 
 class Bed:

@@ -128,7 +128,7 @@ def test_what_was_compared_is_copied_although_the_engine_was_stopped_in_between(
     assert [bytes(block) for block in stopped.device] == [content(name) for name in names]
     fetch.release(range(BLOCKS))
     stopped.listen()
-    assert stopped.tiers.num_attached == 2
+    assert stopped.tiers.standing().num_attached == 2
     for engine in (stopped, other):
         engine.tiers.close()
         engine.memory.close()

@@ -44,7 +44,7 @@ def test_a_hit_on_disk_is_promised_once_it_is_in_host_memory(tmp_path: Path) -> 
             client.store([number] * 8 * CHUNK, f"other {number}")
             bed.settle()
         (tiers,) = bed.layouts
-        assert tiers.tiers.statistics().disk is not None
+        assert tiers.tiers.status.statistics().disk is not None
         bed.lanes[Route.DISK_TO_HOST].is_stopped = True
         client.ask("lookup", key(document, "second", worker=None), 1)
         uid = client.send("status", "second")
@@ -101,11 +101,11 @@ def test_a_read_that_hangs_is_given_up_after_its_time_and_the_disk_left_alone(tm
         (tiers,) = bed.layouts
         assert scheduler.ask("status", "second") == 0
         assert bed.endpoint.counts().lost["late"] == 6
-        assert not tiers.tiers.is_readable
+        assert not tiers.tiers.status.is_readable
         assert scheduler.lookup(document, "third") == 0  # at once
         bed.lanes[Route.DISK_TO_HOST].is_stopped = False
         bed.pass_time(120)
-        assert tiers.tiers.is_readable
+        assert tiers.tiers.status.is_readable
 
 
 def test_a_read_that_no_lookup_waits_for_any_more_is_given_up_too(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_a_read_that_no_lookup_waits_for_any_more_is_given_up_too(tmp_path: Path
         bed.pass_time(10.1)
         (tiers,) = bed.layouts
         assert scheduler.ask("status", "second") == 0
-        assert tiers.tiers.is_readable, "a lookup's patience is not the disk's"
+        assert tiers.tiers.status.is_readable, "a lookup's patience is not the disk's"
 
         bed.pass_time(20)
 
-        assert not tiers.tiers.is_readable
+        assert not tiers.tiers.status.is_readable
         bed.lanes[Route.DISK_TO_HOST].is_stopped = False
         bed.settle()
 

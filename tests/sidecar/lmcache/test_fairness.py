@@ -137,8 +137,8 @@ def test_a_tenants_quota_bounds_what_its_requests_keep_in_host_memory(tmp_path: 
             bed.settle()
         (tiers,) = bed.layouts
 
-        assert tiers.tiers.statistics().host_tenants[tenant] <= 16 * CHUNK_BYTES
+        assert tiers.tiers.status.statistics().host_tenants[tenant] <= 16 * CHUNK_BYTES
         assert client.lookup(document(7, 12), "again", cache_salt="ann") == 12
         assert client.lookup(document(1, 8), "bob's", cache_salt="bob") == 8
         client.ask("end_session", "again")
-        assert tiers.tiers.statistics().host_tenants[tenant] <= 16 * CHUNK_BYTES
+        assert tiers.tiers.status.statistics().host_tenants[tenant] <= 16 * CHUNK_BYTES

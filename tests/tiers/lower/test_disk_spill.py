@@ -68,7 +68,7 @@ def test_what_a_later_write_has_pushed_out_counts_as_gone_in_whatever_order_the_
     bed = SpillBed(num_records=1)
     bed.put("a", 1)
     bed.put("b", 1)
-    bed.tiers.spill()
+    bed.tiers.hints.spill()
     assert len(bed.lanes[Route.HOST_TO_DISK].waiting) == 2
     (stored,) = bed.write()
 
@@ -77,25 +77,25 @@ def test_what_a_later_write_has_pushed_out_counts_as_gone_in_whatever_order_the_
     on_disk = {salt: bed.store.contains(bed.tiers.index.disk.key(0, bed.names(salt, 1)[0])) for salt in "ab"}
     assert sorted(on_disk.values()) == [False, True], stored
     assert {salt: bed.is_said_to_be_on_disk(salt) for salt in "ab"} == on_disk
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_what_a_write_has_pushed_out_that_was_told_of_before_counts_as_gone() -> None:
     bed = SpillBed(num_records=1)
     for salt in "ab":
         bed.put(salt, 1)
-        bed.tiers.spill()
+        bed.tiers.hints.spill()
         bed.write()
         bed.tell(0)
 
     assert [bed.is_said_to_be_on_disk(salt) for salt in "ab"] == [False, True]
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_what_the_store_drops_before_its_write_is_told_of_counts_as_gone() -> None:
     bed = SpillBed(num_records=9)
     bed.put("a", 1)
-    bed.tiers.spill()
+    bed.tiers.hints.spill()
     keys = bed.write()
 
     bed.store.delete(keys)
@@ -103,18 +103,18 @@ def test_what_the_store_drops_before_its_write_is_told_of_counts_as_gone() -> No
     bed.tell(0)
 
     assert not bed.is_said_to_be_on_disk("a")
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_a_write_that_hangs_is_waited_for_no_longer_than_patience_lasts() -> None:
     bed = SpillBed(num_records=9)
     bed.put("a", 1)
-    bed.tiers.spill()
-    assert bed.tiers.is_making_room
+    bed.tiers.hints.spill()
+    assert bed.tiers.status.is_making_room
 
     bed.clock.now += HUNG_COPY_S + 0.1
 
-    assert not bed.tiers.is_making_room
+    assert not bed.tiers.status.is_making_room
 
 
 def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it() -> None:
@@ -125,17 +125,17 @@ def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it
         hanging, lane.waiting = lane.waiting, []
         bed.put(salt, 1)  # which lets the lanes work
         lane.waiting = hanging
-        bed.tiers.spill()
+        bed.tiers.hints.spill()
 
     begin("hangs")
     bed.clock.now += HUNG_COPY_S + 0.1
     begin("b")
     assert len(lane.waiting) == 2
-    assert not bed.tiers.is_making_room, "one has begun, and none has ended"
+    assert not bed.tiers.status.is_making_room, "one has begun, and none has ended"
     bed.write()
     bed.tell(1)
-    assert not bed.tiers.is_making_room, "one has ended, and no other one has begun"
+    assert not bed.tiers.status.is_making_room, "one has ended, and no other one has begun"
     begin("c")
-    assert bed.tiers.is_making_room
+    assert bed.tiers.status.is_making_room
     bed.clock.now += HUNG_COPY_S + 0.1
-    assert not bed.tiers.is_making_room
+    assert not bed.tiers.status.is_making_room

@@ -41,7 +41,7 @@ def test_withdrawn_slots_are_given_to_no_block_until_they_are_abandoned(bed: Loc
     assert bed.tiers.withdraw(0, slots(2, 5))
 
     assert set(bed.reserve(NUM_SLOTS)) == set(range(NUM_SLOTS)) - {2, 5}
-    bed.tiers.check()
+    bed.tiers.status.check()
     bed.tiers.abandon(0, slots(2, 5))
     assert sorted(bed.tiers.reserve(0, NUM_SLOTS)) == [2, 5]
 
@@ -52,19 +52,19 @@ def test_a_slot_with_a_block_that_is_on_disk_loses_it_and_one_that_is_not_yet_ke
     assert not bed.tiers.withdraw(0, held), "the only copies would be lost"
     assert bed.find("a", 3) == held.tolist()
     for _ in range(4):
-        bed.tiers.spill()
+        bed.tiers.hints.spill()
         bed.settle()
 
     assert bed.tiers.withdraw(0, held)
 
     assert bed.find("a", 3) == [ON_DISK] * 3
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_a_leased_slot_is_not_withdrawn_and_nothing_has_changed(bed: LocalBed) -> None:
     bed.put("a", 3)
     for _ in range(4):
-        bed.tiers.spill()
+        bed.tiers.hints.spill()
         bed.settle()
     fetch = bed.fetch("a", 1)
     held = bed.find("a", 3)
@@ -86,16 +86,16 @@ def test_all_is_forgotten_at_once_and_its_records_go_beside_everything_else(bed:
     assert bed.find("a", 3) == bed.find("b", 3) == [NOWHERE] * 3
     bed.put("c", 2)
     for _ in range(4):
-        bed.tiers.spill()
+        bed.tiers.hints.spill()
         bed.settle()
     assert len(list(bed.store.keys())) == 2, "records of what was forgotten are left, or others are gone"
     fetch.release([2, 1, 0])
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_blocks_that_are_being_written_when_all_is_forgotten_are_not_found_once_they_are_written(bed: LocalBed) -> None:
     bed.put("a", 3)
-    bed.tiers.spill()
+    bed.tiers.hints.spill()
     assert bed.lanes[Route.HOST_TO_DISK].waiting
 
     bed.tiers.forget_all()
@@ -103,7 +103,7 @@ def test_blocks_that_are_being_written_when_all_is_forgotten_are_not_found_once_
 
     assert bed.find("a", 3) == [NOWHERE] * 3
     assert not list(bed.store.keys())
-    bed.tiers.check()
+    bed.tiers.status.check()
 
 
 def test_deleting_goes_on_after_an_error_and_after_the_store_was_opened_anew(bed: LocalBed) -> None:
@@ -116,27 +116,27 @@ def test_deleting_goes_on_after_an_error_and_after_the_store_was_opened_anew(bed
 
     bed.tiers.forget_all()
     bed.settle()
-    number, epoch = 2, bed.tiers.epoch
+    number, epoch = 2, bed.tiers.status.epoch
     for _ in range(3):
         bed.clock.now += 2
         bed.settle()
 
     assert bed.find("a", 3) == [NOWHERE] * 3
     assert not list(bed.store.keys())
-    assert bed.tiers.is_indexed
-    assert bed.tiers.epoch > epoch, "copies that relied on the store before are not looked through"
-    bed.tiers.check()
+    assert bed.tiers.status.is_indexed
+    assert bed.tiers.status.epoch > epoch, "copies that relied on the store before are not looked through"
+    bed.tiers.status.check()
 
 
 def test_while_a_load_wants_room_nothing_is_written_unless_host_slots_are_lacking(bed: LocalBed) -> None:
     bed.put("a", 2)
 
-    bed.tiers.make_room()
+    bed.tiers.hints.make_room()
     assert not bed.lanes[Route.HOST_TO_DISK].waiting
 
     bed.put("b", NUM_SLOTS - 2)
     assert bed.tiers.reserve(0, 2) == []  # all are the last copies
-    bed.tiers.make_room()
+    bed.tiers.hints.make_room()
     assert bed.lanes[Route.HOST_TO_DISK].waiting
     bed.settle()
-    bed.tiers.check()
+    bed.tiers.status.check()

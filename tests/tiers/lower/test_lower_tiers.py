@@ -19,7 +19,7 @@ from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, Lost, LowerTiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, Lost, LowerTiers, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
@@ -140,12 +140,12 @@ class Bed:
         """Leave a document on disk only."""
         self.put(salt, num_blocks)
         for _ in range(4):
-            self.tiers.spill()
+            self.tiers.hints.spill()
             self.settle()
         others = (f"other {number}" for number in range(100))
         while any(place != ON_DISK for place in self.find(salt, num_blocks)):
             self.put(next(others), 2)
-            self.tiers.spill()
+            self.tiers.hints.spill()
             self.settle()
 
 
@@ -230,7 +230,7 @@ def test_what_was_never_published_is_nowhere(any_lower: Bed) -> None:
     assert any_lower.find("a", 3) == [NOWHERE] * 3
     assert any_lower.tiers.find_run(0, any_lower.names("a", 3)).tolist() == []
     assert any_lower.tiers.find(0, []).tolist() == []
-    any_lower.tiers.check()
+    any_lower.tiers.status.check()
 
 
 def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: Bed) -> None:
@@ -244,17 +244,17 @@ def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: 
     assert set(fetch.failures) == {0, 1, 2}
     assert (fetch.slots == ABSENT).all()
     fetch.release([2, 1, 0])
-    any_lower.tiers.check()
+    any_lower.tiers.status.check()
 
 
 def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(bed: MakeBed) -> None:
     tiers = bed("none").tiers
 
     assert tiers.reserve(0, 4) == []
-    assert list(tiers.num_slots) == [0, 0]
-    assert (tiers.is_indexed, tiers.is_readable, tiers.is_making_room) == (True, True, False)
-    assert not tiers.spill_progress().has_target
-    assert tiers.statistics().tiers == {}
+    assert list(tiers.status.num_slots) == [0, 0]
+    assert (tiers.status.is_indexed, tiers.status.is_readable, tiers.status.is_making_room) == (True, True, False)
+    assert not tiers.status.spill_progress().has_target
+    assert tiers.status.statistics().tiers == {}
     assert tiers.clear()
 
 
@@ -271,7 +271,7 @@ def test_a_published_block_is_found_and_fetched_with_its_bytes_and_digest(lower:
         assert fetch.digest(place) == digest(content(name))
     assert lower.tiers.find(1, lower.names("a", 3)).tolist() == [NOWHERE] * 3  # of the other group nothing
     fetch.release([2, 1, 0])
-    lower.tiers.check()
+    lower.tiers.status.check()
 
 
 def test_a_run_ends_at_the_first_block_that_is_nowhere(lower: Bed) -> None:
@@ -287,8 +287,8 @@ def test_a_reserved_slot_is_not_given_again_and_holds_nothing_to_find_until_it_i
 
     assert sorted(slots) == list(range(NUM_SLOTS))
     assert lower.reserve(1) == []
-    assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 0
-    lower.tiers.check()
+    assert lower.tiers.status.statistics().tiers[Tier.HOST].num_blocks == 0
+    lower.tiers.status.check()
     lower.tiers.abandon(0, np.array(slots, np.intp))
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
 
@@ -301,7 +301,7 @@ def test_what_is_published_twice_is_there_once_and_the_second_slot_comes_back(lo
 
     assert lower.find("a", 3) == before
     lower.settle_and_tell()
-    assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 3
+    assert lower.tiers.status.statistics().tiers[Tier.HOST].num_blocks == 3
     assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3
 
 
@@ -319,7 +319,7 @@ def test_what_is_fetched_stays_until_it_is_released(lower: Bed) -> None:
         assert bytes(lower.memories[0].host_block(fetch.slots[place])) == content(name)
     fetch.release([2, 1, 0])
     assert (fetch.slots == ABSENT).all()
-    lower.tiers.check()
+    lower.tiers.status.check()
 
 
 def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) -> None:
@@ -340,9 +340,9 @@ def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) 
 
 def test_a_place_that_was_found_is_good_while_nothing_has_changed(lower: Bed) -> None:
     lower.put("a", 3)
-    before = lower.tiers.num_changes
+    before = lower.tiers.status.num_changes
     places = lower.tiers.find(0, lower.names("a", 3))
-    assert lower.tiers.num_changes == before
+    assert lower.tiers.status.num_changes == before
 
     fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched, found=places)
     lower.settle()
@@ -350,7 +350,7 @@ def test_a_place_that_was_found_is_good_while_nothing_has_changed(lower: Bed) ->
     assert fetch.slots.tolist() == places.tolist()
     fetch.release([2, 1, 0])
     lower.put("b", 1)
-    assert lower.tiers.num_changes > before
+    assert lower.tiers.status.num_changes > before
 
 
 def test_a_forgotten_block_is_counted_and_not_found_in_host_memory(lower: Bed) -> None:
@@ -360,8 +360,8 @@ def test_a_forgotten_block_is_counted_and_not_found_in_host_memory(lower: Bed) -
     lower.settle_and_tell()
 
     assert lower.find("a", 2)[0] < 0 <= lower.find("a", 2)[1]
-    assert sum(lower.tiers.statistics().tiers[Tier.HOST].corrupt.values()) == 1
-    lower.tiers.check()
+    assert sum(lower.tiers.status.statistics().tiers[Tier.HOST].corrupt.values()) == 1
+    lower.tiers.status.check()
 
 
 def test_after_a_clear_nothing_is_found_and_every_slot_is_free(lower: Bed) -> None:
@@ -415,7 +415,7 @@ def test_what_was_used_last_goes_last(lower: Bed) -> None:
     lower.tiers.refresh(0, lower.names("a", 4)[::-1], [])
     lower.settle()
     for _ in range(4):  # what is not on disk yet would be in the way
-        lower.tiers.spill()
+        lower.tiers.hints.spill()
         lower.settle()
 
     lower.put("c", 2)
@@ -430,17 +430,17 @@ def test_what_is_wanted_later_is_the_last_to_be_evicted(kind: str, bed: MakeBed)
     lower.put("a", 4)
     lower.put("b", 4)
     for _ in range(4):
-        lower.tiers.spill()
+        lower.tiers.hints.spill()
         lower.settle()
 
     places = np.append(lower.tiers.find(0, lower.names("a", 4)), [ON_DISK, NOWHERE])
-    lower.tiers.evict_last(0, places.astype(np.int32))
+    lower.tiers.hints.evict_last(0, places.astype(np.int32))
     lower.put("c", 3)
 
     assert min(lower.find("a", 4)) >= 0
     lower.put("d", 2)  # one of "b" is left: the tail of "a" goes
     assert [place >= 0 for place in lower.find("a", 4)] == [True, True, True, False]
-    lower.tiers.check()
+    lower.tiers.status.check()
 
 
 def test_releasing_a_block_twice_does_nothing(lower: Bed) -> None:
@@ -452,10 +452,10 @@ def test_releasing_a_block_twice_does_nothing(lower: Bed) -> None:
     lower.settle()
 
     assert not set(lower.reserve(NUM_SLOTS)) & set(other.slots.tolist())
-    lower.tiers.check()
+    lower.tiers.status.check()
     other.release([2, 1, 0])
     lower.settle()
-    lower.tiers.check()
+    lower.tiers.status.check()
 
 
 def test_a_fetch_that_waits_for_nothing_has_no_time_to_be_over(with_disk: Bed) -> None:
@@ -465,7 +465,7 @@ def test_a_fetch_that_waits_for_nothing_has_no_time_to_be_over(with_disk: Bed) -
     fetch.time_out()
     with_disk.settle()
 
-    assert with_disk.tiers.is_readable
+    assert with_disk.tiers.status.is_readable
     assert (fetch.slots != ABSENT).all()
     fetch.release([2, 1, 0])
 
@@ -480,18 +480,18 @@ def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) ->
         assert bytes(with_disk.memories[0].host_block(fetch.slots[place])) == content(name)
         assert fetch.digest(place) == digest(content(name))
     fetch.release([2, 1, 0])
-    with_disk.tiers.check()
+    with_disk.tiers.status.check()
 
 
 def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
-    assert with_disk.tiers.read_speed(Tier.DISK).bytes_per_s is None
+    assert with_disk.tiers.status.read_speed(Tier.DISK).bytes_per_s is None
 
     with_disk.fetch("a", 3)
     with_disk.settle_and_tell()
 
-    assert with_disk.tiers.read_speed(Tier.DISK).bytes_per_s is not None
-    assert with_disk.tiers.queued_read_bytes(Tier.DISK) == 0
+    assert with_disk.tiers.status.read_speed(Tier.DISK).bytes_per_s is not None
+    assert with_disk.tiers.status.queued_read_bytes(Tier.DISK) == 0
 
 
 def test_a_fetch_released_before_its_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
@@ -503,7 +503,7 @@ def test_a_fetch_released_before_its_read_is_begun_or_done_is_told_nothing(with_
 
     assert with_disk.told == []
     assert (fetch.slots == ABSENT).all()
-    with_disk.tiers.check()
+    with_disk.tiers.status.check()
 
 
 def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> None:
@@ -532,10 +532,10 @@ def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_d
         with_disk.tiers.poll()
 
     assert [reason for _, _, reason in with_disk.told] == [Reason.DEADLINE] * 3
-    assert not with_disk.tiers.is_readable
+    assert not with_disk.tiers.status.is_readable
     fetch.release([2, 1, 0])
     with_disk.settle()
-    with_disk.tiers.check()
+    with_disk.tiers.status.check()
 
 
 def test_what_may_come_later_is_read_when_nothing_more_urgent_is(bed: MakeBed) -> None:
@@ -544,7 +544,7 @@ def test_what_may_come_later_is_read_when_nothing_more_urgent_is(bed: MakeBed) -
     lower.push_to_disk("b", 2)
     slots = lower.reserve(NUM_SLOTS)  # until there is room nothing is read
 
-    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.on_fetched)
+    later = lower.tiers.fetch(0, lower.blocks("a", 2), lower.on_fetched, priority=ReadPriority.LATER)
     now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
     lower.tiers.abandon(0, np.array(slots, np.intp))
     lower.tiers.poll()
@@ -559,14 +559,14 @@ def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(bed:
     assert isinstance(lower.tiers, UnreliableTiers)
     lower.put("a", 3)
     held = lower.fetch("a", 2)
-    epoch, slots = lower.tiers.epoch, held.slots.tolist()
+    epoch, slots = lower.tiers.status.epoch, held.slots.tolist()
     asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
 
     lower.tiers.die()
     lower.settle()
 
     assert set(asked.failures) == {0, 1}
-    assert lower.tiers.epoch > epoch
+    assert lower.tiers.status.epoch > epoch
     assert lower.find("a", 3) == [NOWHERE] * 3
     assert lower.tiers.reserve(0, 1) == []
     for slot, name in zip(slots, lower.names("a", 2), strict=True):  # what was leased is still there
@@ -586,7 +586,7 @@ def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_at
     lower.push_to_disk("a", 2)
     lower.put("b", 3)
     held = lower.fetch("b", 2)
-    slots, epoch, changes = held.slots.tolist(), lower.tiers.epoch, lower.tiers.num_changes
+    slots, epoch, changes = held.slots.tolist(), lower.tiers.status.epoch, lower.tiers.status.num_changes
     asked = lower.tiers.fetch(0, lower.blocks("c", 2), lower.on_fetched)
 
     sidecar.die()
@@ -594,10 +594,10 @@ def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_at
 
     assert set(asked.failures.values()) == {Reason.FAILED}
     assert lower.find("b", 3) == [NOWHERE] * 3
-    assert lower.tiers.epoch > epoch
-    assert lower.tiers.num_changes > changes
+    assert lower.tiers.status.epoch > epoch
+    assert lower.tiers.status.num_changes > changes
     assert lower.tiers.reserve(0, 1) == []
-    assert not lower.tiers.is_readable
+    assert not lower.tiers.status.is_readable
     sidecar.start()
     lower.settle()
     assert not lower.tiers.is_attached  # what is leased is the memory of the one before
@@ -611,7 +611,7 @@ def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_at
     fetch = lower.fetch("a", 2)
     assert (fetch.slots != ABSENT).all()
     fetch.release([1, 0])
-    lower.tiers.check()
+    lower.tiers.status.check()
     sidecar.check()
 
 
@@ -635,7 +635,7 @@ def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(bed: MakeBed) 
     assert NOWHERE not in lower.find("a", 3)
     assert lower.tiers.num_attached == 1
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS  # what was asked for while it was stopped is free again
-    lower.tiers.check()
+    lower.tiers.status.check()
     lower.tiers.bed.check()
 
 
@@ -654,7 +654,7 @@ def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(bed: MakeB
     fetch.release([0])
     lower.settle()
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
-    lower.tiers.check()
+    lower.tiers.status.check()
     lower.tiers.bed.check()
 
 
@@ -663,12 +663,12 @@ def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(bed: MakeBed) 
     lower.push_to_disk("a", 3)
     lower.fetch("a", 3).release([2, 1, 0])
     lower.settle_and_tell()
-    measured_at = lower.tiers.read_speed(Tier.DISK).measured_at
+    measured_at = lower.tiers.status.read_speed(Tier.DISK).measured_at
 
     for _ in range(10):
         lower.settle_and_tell()
 
-    assert lower.tiers.read_speed(Tier.DISK).measured_at == measured_at
+    assert lower.tiers.status.read_speed(Tier.DISK).measured_at == measured_at
 
 
 def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(bed: MakeBed) -> None:
@@ -680,7 +680,7 @@ def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(bed: Make
     lower.put("a", 3)
 
     assert NOWHERE not in lower.find("a", 3)
-    lower.tiers.check()
+    lower.tiers.status.check()
 
 
 @pytest.mark.parametrize(
@@ -715,4 +715,4 @@ def test_a_sidecar_that_says_what_none_says_is_left_and_attached_to_anew(message
     lower.settle()
     assert lower.tiers.num_attached == 2
     assert NOWHERE not in lower.find("a", 3)
-    lower.tiers.check()
+    lower.tiers.status.check()
