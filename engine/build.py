@@ -353,10 +353,15 @@ def _wait_prepared(
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))
     give_up_at = time.monotonic() + INDEX_WAIT_S
     while store is not None and store.opening() and time.monotonic() < give_up_at:
-        if cache.knows_disk:
+        if cache.lower.status.is_indexed:
             return
         cache.wait(INDEX_LOOK_S)
-    while sidecar is not None and sidecar.is_attached and not cache.knows_disk and time.monotonic() < give_up_at:
+    while (
+        sidecar is not None
+        and sidecar.is_attached
+        and not cache.lower.status.is_indexed
+        and time.monotonic() < give_up_at
+    ):
         cache.poll()
         time.sleep(SIDECAR_POLL_S)
 

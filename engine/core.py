@@ -235,7 +235,7 @@ class EngineCore:
         self._check_open()
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
-        for tier in self.cache.where(self.chain(token_ids, extra)):
+        for tier in self.cache.lookups.where(self.chain(token_ids, extra)):
             counts["nowhere" if tier is None else tier] += block_size
         counts["nowhere"] += len(token_ids) % block_size
         return {str(place): num_tokens for place, num_tokens in counts.items()}
@@ -248,9 +248,9 @@ class EngineCore:
         See `Explainer`.
         """
         num_tokens = len(chain.token_ids)
-        hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.where(chain)
+        hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.lookups.where(chain)
         depths = bytearray(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
-        computed = self.cache.computed(hit)
+        computed = self.cache.plans.computed(hit)
         depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         num_copied = 0 if hit.partial is None else hit.partial.num_tokens
         trail = Trail(chain.block_size, chain.names, bytes(depths), num_copied, hit.misses.reasons)
@@ -276,7 +276,7 @@ class EngineCore:
         if self.scheduler.running or self.scheduler.promoting:
             return False
         deadline = time.monotonic() + RESET_WAIT_S
-        while self.cache.num_under_way and time.monotonic() < deadline:
+        while self.cache.num_in_flight and time.monotonic() < deadline:
             self.cache.wait(IDLE_WAIT_S)
         if not self.cache.reset():
             return False
@@ -312,11 +312,11 @@ class EngineCore:
             self.check_model_unchanged()
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
-        self._stall.look(self.has_work and not work, self.cache.num_under_way)
+        self._stall.look(self.has_work and not work, self.cache.num_in_flight)
         # After the step: on two cores, copies that ran during a short step, such as a first token's, outlasted it.
         self._spill()
         self.pins.tick()
-        if not work and self.cache.num_under_way:
+        if not work and self.cache.num_in_flight:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
             # No in-flight copy will free the missing slots; a deadline or an abort will.
@@ -371,7 +371,7 @@ class EngineCore:
         now = moved_at = time.monotonic()
         give_up_at, num_shared = now + SHARE_S, sidecar.spill_progress().num_done
         self._spill()
-        while self.cache.num_under_way and now < give_up_at and now - moved_at < NO_PROGRESS_S:
+        while self.cache.num_in_flight and now < give_up_at and now - moved_at < NO_PROGRESS_S:
             self.cache.wait(IDLE_WAIT_S)
             self._spill()
             now = time.monotonic()
@@ -430,7 +430,7 @@ class EngineCore:
 
     def _flush(self, progress: Callable[[int], None]) -> None:
         self.catch_up()
-        if num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress):
+        if num_left := self.cache.drain.flush(FLUSH_TIMEOUT_S, progress):
             now = self._snapshot()
             log.warning(
                 "flush: %d blocks did not reach the %s (%s); they will be recomputed",
@@ -558,7 +558,7 @@ class EngineCore:
             None if self._store is None else self._store.standing(),
             None if self._sidecar is None else self._sidecar.standing(),
             self._accounts.statistics(cache.tiers),
-            self.cache.pinned_bytes,
+            self.cache.pins.num_bytes,
         )
 
     def _prepared_bytes(self) -> int:

@@ -197,7 +197,7 @@ class EngineThread:
         waits = not core.has_work
         while True:
             try:
-                timeout_s = COPYING_S if core.cache.num_under_way else IDLE_S
+                timeout_s = COPYING_S if core.cache.num_in_flight else IDLE_S
                 command = self._commands.get(block=waits, timeout=timeout_s)
             except queue.Empty:
                 return True

@@ -58,7 +58,7 @@ class OperatedEngine:
         if not all(await self._ask(lambda core: core.cache.lower.status.num_slots)):
             raise ApiError(409, "there is no tier below the device; set host.capacity", code="no_tier")
         give_up_at = time.monotonic() + asked.seconds
-        while num_left := await self._ask(lambda core: core.cache.spill_rest()):
+        while num_left := await self._ask(lambda core: core.cache.drain.spill_rest()):
             if time.monotonic() >= give_up_at:
                 message = f"{num_left} blocks still have no copy in a lower tier after {asked.seconds:g} s; retry"
                 raise ApiError(504, message, code="timeout")
@@ -87,7 +87,7 @@ class OperatedEngine:
             if before is None and len(self._pins) >= MAX_PINS:
                 raise ApiError(507, f"there are {MAX_PINS} pins already; end one", code="pins")
             until = core.pins.now() + asked.seconds
-            max_bytes = core.cache.free_to_pin + core.pins.num_bytes(OWNER)
+            max_bytes = core.cache.pins.free_bytes + core.pins.num_bytes(OWNER)
             pin = core.pins.pin(OWNER, chain, len(token_ids), max_bytes, until=until, instead_of=before)
             if pin is not None:
                 self._pins[asked.pin_id] = pin, until
@@ -150,7 +150,7 @@ class OperatedEngine:
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:
-            num_absent = await self._ask(lambda core: pin.num_absent if not core.cache.num_under_way else -1)
+            num_absent = await self._ask(lambda core: pin.num_absent if not core.cache.num_in_flight else -1)
             await asyncio.sleep(LOOK_S)
 
     def _forget_ended(self, core: EngineCore) -> None:

@@ -757,7 +757,7 @@ BUGS = [
     ),
     Bug(
         "a block computed twice is kept twice, so that a prefix can go before what continues it",
-        "tiers/cache.py",
+        "tiers/residency.py",
         "pool.release([table[start + place]])\n            table[start + place] = holder\n",
         "pool.release([holder])\n",
         "tests/tiers/test_cache.py",
@@ -1354,13 +1354,13 @@ BUGS = [
     Bug(
         "a prompt that is asked about is explained without the planner",
         "engine/scheduling/scheduler.py",
-        "        return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))\n",
+        "        return self._cache.plans.worth_loading(hit, num_tokens, self._busy_s(None))\n",
         "        return hit\n",
         "tests/engine/observability/explain/test_explained_plans.py",
     ),
     Bug(
         "to ask about a prompt counts as a plan",
-        "tiers/cache.py",
+        "tiers/up/hit_plans.py",
         "self._planned(hit, num_tokens, busy_s, self._planner.best)",
         "self._planned(hit, num_tokens, busy_s, self._planner.choose)",
         "tests/engine/observability/explain/test_explained_plans.py",
@@ -1796,7 +1796,7 @@ BUGS = [
     ),
     Bug(
         "a flush waits for host slots that nobody gives back",
-        "tiers/cache.py",
+        "tiers/down/drain.py",
         "            if self._clock() - moved_at > HUNG_S:\n                break\n",
         "",
         "tests/tiers/test_cache.py",

@@ -12,6 +12,7 @@ from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
@@ -92,6 +93,7 @@ class Pins:
         self._lower = residency.lower
         self._host_spill = host_spill
         self._clock = clock
+        self._alignment = alignment([group.attention for group in residency.groups])
         self._pins: dict[Pin, None] = {}
         self._absent: dict[Pin, None] = {}  # pins that are not whole, the next one to process first
         self._num_bytes = 0
@@ -103,13 +105,29 @@ class Pins:
         """Bytes of host memory that all pins need when they are whole."""
         return self._num_bytes
 
-    def begin(self, chain: BlockChain, num_tokens: int, max_bytes: int, start: int = 0) -> Pin | None:
-        """Pin the blocks from token *start* on that a request needs to resume after *num_tokens* tokens.
+    @property
+    def max_bytes(self) -> int:
+        """Limit on pinned bytes: half of host memory. The rest is for unpinned blocks."""
+        return self._lower.status.host_bytes // 2
 
-        Returns None if the blocks have more than *max_bytes*.
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be pinned; below 0 if a caller has pinned more with a limit of its own."""
+        return self.max_bytes - self._num_bytes
+
+    def pin(self, chain: BlockChain, num_tokens: int, max_bytes: int | None = None, start: int = 0) -> Pin | None:
+        """Keep the blocks that a prompt needs to resume after *num_tokens* tokens in host memory until `unpin`.
+
+        Blocks before token *start*, which another pin of the caller keeps, are excluded. Blocks in host memory are
+        leased at once. Blocks that are only on disk or on the device are copied as soon as nothing more urgent is
+        copied.
+
+        Returns None if the blocks have more than *max_bytes* (default: `free_bytes`). A caller that passes *max_bytes*
+        is responsible for the total of its pins.
         """
-        pin = Pin(chain, [Leases(group, group.needed(num_tokens, start)) for group in self._groups])
-        if pin.num_bytes > max_bytes:
+        whole = self.whole_tokens(chain, num_tokens)
+        pin = Pin(chain, [Leases(group, group.needed(whole, start)) for group in self._groups])
+        if pin.num_bytes > (self.free_bytes if max_bytes is None else max_bytes):
             return None
         self._pins[pin] = None
         self._num_bytes += pin.num_bytes
@@ -118,7 +136,11 @@ class Pins:
             self._look(pin, PART)
         return pin
 
-    def end(self, pin: Pin) -> None:
+    def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
+        """Return how many of the first *num_tokens* tokens are in named blocks of all groups, and so can be pinned."""
+        return min(num_tokens, len(chain.names) * chain.block_size) // self._alignment * self._alignment
+
+    def unpin(self, pin: Pin) -> None:
         """End the pin: release its leases and cancel its queued reads. Idempotent."""
         if pin not in self._pins:
             return
@@ -132,7 +154,7 @@ class Pins:
     def end_all(self) -> None:
         """End every pin."""
         for pin in list(self._pins):
-            self.end(pin)
+            self.unpin(pin)
 
     def pump(self) -> None:
         """Look up some of the missing blocks, of the pins that are due.

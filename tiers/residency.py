@@ -1,5 +1,6 @@
 """Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -109,6 +110,27 @@ class Residency:
         ghosts = (self.ghosts.find(name) for name in names)
         ghost = next((ghost for ghost in ghosts if ghost is not None), None)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
+
+    def commit_run(self, group: GroupTiers, table: "array[int]", chain: BlockChain, start: int, slots: Ids) -> None:
+        """Name the blocks of *table* from *start* on, or replace their slots by those that already hold the blocks."""
+        pool = group.pool
+        # With the chain's own list, a request forms one run. Not in groups that forget, where two blocks of a window
+        # would keep all the names of a long prompt alive.
+        is_own = group.block_size == chain.block_size and not group.attention.forgets
+        names = chain.names if is_own else group.names_in(chain, range(start, start + len(slots)))
+        offset = start if is_own else 0
+        taken = pool.commit(slots, names, offset)
+        for place in taken:
+            holder = pool.find(names[offset + place])
+            assert holder is not None, "a name is taken, but no slot has it"
+            pool.lease([holder])
+            pool.release([table[start + place]])
+            table[start + place] = holder
+        first = 0
+        for end in [*taken, len(slots)]:
+            if first < end:
+                self.on_committed(group, slots[first:end], chain, start + first)
+            first = end + 1
 
     def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
         """Record that the group's blocks of *chain* from block *start* on were computed and named in *slots*."""

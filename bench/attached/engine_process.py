@@ -51,7 +51,7 @@ class ModelClient:
         num_quiet = 0
         while num_quiet < 20 and time.monotonic() < give_up_at:
             core.idle()
-            num_quiet = 0 if core.cache.num_under_way else num_quiet + 1
+            num_quiet = 0 if core.cache.num_in_flight else num_quiet + 1
             time.sleep(0.005)
         return {}
 

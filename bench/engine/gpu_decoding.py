@@ -80,7 +80,7 @@ class Side:
 
     def _step(self) -> int:
         num_tokens = len(self.llm.core.step())
-        while self.waits and self.llm.core.cache.num_under_way:
+        while self.waits and self.llm.core.cache.num_in_flight:
             self.llm.core.cache.wait(0.05)
         return num_tokens
 

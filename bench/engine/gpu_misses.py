@@ -90,7 +90,7 @@ def _settle(llm: LLM) -> None:
     """Let the idle engine finish its copies before the other one's turn."""
     give_up_at = time.monotonic() + SETTLED_S
     llm.core.idle()
-    while llm.core.cache.num_under_way and time.monotonic() < give_up_at:
+    while llm.core.cache.num_in_flight and time.monotonic() < give_up_at:
         llm.core.cache.wait(0.01)
         llm.core.idle()
 

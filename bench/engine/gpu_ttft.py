@@ -107,10 +107,10 @@ class Tiers:
     def settle(self) -> None:
         """Copy everything down to disk, and wait until nothing is under way."""
         give_up_at = time.monotonic() + SETTLED_S
-        num_left = self._cache.flush(SETTLED_S)
-        while self._cache.num_under_way and time.monotonic() < give_up_at:
+        num_left = self._cache.drain.flush(SETTLED_S)
+        while self._cache.num_in_flight and time.monotonic() < give_up_at:
             self._cache.wait(0.05)
-        if num_left or self._cache.num_under_way:
+        if num_left or self._cache.num_in_flight:
             raise RuntimeError(f"{num_left} blocks did not reach the disk in {SETTLED_S:g} s")
 
     def load(self, loading: str) -> None:

@@ -65,7 +65,7 @@ def main() -> None:
                     assert done.tokens.recomputed == prompt_tokens, "a prompt was reused"
                     if counts and i >= 3:
                         times[name].append(done.ttft_s)
-                while engines[name].core.cache.num_under_way:
+                while engines[name].core.cache.num_in_flight:
                     engines[name].core.cache.wait(0.1)
         routes = engines["on"].statistics().cache.routes
         for llm in engines.values():

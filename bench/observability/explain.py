@@ -127,7 +127,7 @@ class Bed:
         core, until = self.llm.core, time.monotonic() + SETTLE_S
         core.idle()
         for _ in range(MAX_COPIES):
-            if not core.cache.num_under_way:
+            if not core.cache.num_in_flight:
                 break
             core.cache.wait(0.01)
             core.idle()
@@ -337,7 +337,7 @@ def _on_disk_only(bed: Bed, num_prompts: int) -> list[list[int]]:
     bed.push_out(5 * NUM_SLOTS)
     core = bed.llm.core
     for prompt in prompts:
-        assert set(core.cache.where(core.chain(prompt, ExtraKeys()))) == {Tier.DISK}, "not on disk only"
+        assert set(core.cache.lookups.where(core.chain(prompt, ExtraKeys()))) == {Tier.DISK}, "not on disk only"
     return prompts
 
 

@@ -179,7 +179,7 @@ class Bed:
 
     def poll(self, name: str) -> None:
         """Run the lanes and poll the cache until nothing is under way; polls are timed as *name*."""
-        while sum(lane.run() for lane in self.lanes.values()) or self.cache.num_under_way:
+        while sum(lane.run() for lane in self.lanes.values()) or self.cache.num_in_flight:
             self.calls.time(name, self.cache.poll)
 
     def compute(self, chain: BlockChain, names: Sequence[str], spill: str | None) -> Tables:
@@ -200,7 +200,7 @@ class Bed:
 
 def fill(bed: Bed, num_slots: int) -> None:
     """Put blocks into every slot of device and host, and names into the disk's index."""
-    while not bed.cache.knows_disk:
+    while not bed.cache.lower.status.is_indexed:
         bed.poll("poll: a page of the disk's index")
     for _ in range(num_slots // NUM_BLOCKS * 5 // 4 + 4):
         tables = bed.compute(bed.chain(), ("allocate a chunk", "commit a chunk"), "spill")
@@ -273,14 +273,14 @@ def pinning(bed: Bed, rounds: int, num_pins: int) -> None:
         calls.time("TimedPins.pin", partial(pins.pin, "ann", bed.chain(num_blocks=4), 1, until=1e18))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
-            pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
+            pin = calls.time("pin", partial(cache.pins.pin, make(), NUM_TOKENS))
             assert pin is not None, "no room for a pin"
             for _ in range(100):
                 time.sleep(0.001)
                 calls.time("poll: pins", cache.poll)
                 for lane in bed.lanes.values():
                     lane.run()
-            calls.time("unpin", partial(cache.unpin, pin))
+            calls.time("unpin", partial(cache.pins.unpin, pin))
         calls.time("TimedPins.tick, nothing due", pins.tick)
     bed.poll("poll: after pins")
 
@@ -310,7 +310,7 @@ def events(bed: Bed, num_on_disk: int) -> None:
     """Time what follows when the store was opened anew: an event tells routers each name that is gone."""
     bed.events.take()
     bed.calls.time("the disk changes", bed.disk.follow_opening)
-    while not bed.cache.knows_disk:
+    while not bed.cache.lower.status.is_indexed:
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
         bed.poll("poll: the disk has changed")
     for _ in range(num_on_disk // PAGE_KEYS):
@@ -333,7 +333,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
     groups = (SlidingWindow(BLOCK_SIZE, 4096), FullAttention(BLOCK_SIZE))
     for number in range(rounds):
         long = request(bed.chain())
-        hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
+        hit = bed.cache.lookups.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
         calls.time("SlotDemand, a window", partial(max_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
         calls.time("SharedPrefill.has_to_wait", partial(shared.has_to_wait, long, others))
@@ -362,12 +362,12 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
         bed.quotas[bed.tenant] = 1 << 40
         chain = bed.chain(salt="with a quota")
         tables = bed.compute(chain, ("allocate a chunk", "commit a chunk"), "spill")
-        pin = bed.cache.pin(chain, NUM_TOKENS)  # which copies it down
+        pin = bed.cache.pins.pin(chain, NUM_TOKENS)  # which copies it down
         assert pin is not None, "more than may be pinned"
         while not pin.is_whole:
             bed.cache.poll()
             bed.poll("poll: copies to host and disk")
-        bed.cache.unpin(pin)
+        bed.cache.pins.unpin(pin)
         bed.cache.release(tables)
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"

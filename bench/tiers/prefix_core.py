@@ -101,10 +101,10 @@ class KvtierCore:
         """Admit a request, allocate its slots, commit its full blocks, release them; returns the tokens that hit."""
         cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
         hit = cache.lookup(prompt, num_tokens)
-        cache.num_leased(hit)
+        cache.plans.num_leased(hit)
         cache.free_slots()
         cache.make_room(hit)
-        junction = cache.junction(hit)
+        junction = cache.lookups.junction(hit)
         promotion = cache.promote(hit)
         assert promotion.done, "a block was not on the device"
         num_hit, tables = promotion.num_tokens, promotion.tables
@@ -125,10 +125,10 @@ class KvtierCore:
         """As `serve`, for a prompt computed *chunk_tokens* a step, with a step's calls of poll and spill."""
         cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
         hit = cache.lookup(prompt, num_tokens)
-        cache.num_leased(hit)
+        cache.plans.num_leased(hit)
         cache.free_slots()
         cache.make_room(hit)
-        cache.junction(hit)
+        cache.lookups.junction(hit)
         promotion = cache.promote(hit)
         done, tables = promotion.num_tokens, promotion.tables
         while done < num_tokens:

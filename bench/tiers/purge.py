@@ -70,7 +70,7 @@ class Filled:
 
     def copy_all_down(self) -> None:
         """Until every block has a copy in host memory, and on disk while that may be written to."""
-        while self.cache.spill_rest():
+        while self.cache.drain.spill_rest():
             self.cache.wait(0.01)
 
     def close(self) -> None:

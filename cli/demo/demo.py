@@ -180,7 +180,7 @@ class Questioner:
             note(f"reading other document {self._num_others} to evict the first one from {' and '.join(tiers)}")
             other = make_document(self._num_others, self._stage.num_words // 4, num_facts=0)
             self._llm.generate(other.text, SamplingParams(max_tokens=1))
-            while self._llm.core.cache.num_under_way:
+            while self._llm.core.cache.num_in_flight:
                 self._llm.core.idle()
                 time.sleep(0.001)
 

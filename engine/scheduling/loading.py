@@ -189,7 +189,7 @@ class Loading:
         self._expect({State.QUEUED})
         request = self._request
         if request.options.reads_cache:
-            self._inquiry = self._cache.inquire(request.chain, len(request.token_ids))
+            self._inquiry = self._cache.lookups.inquire(request.chain, len(request.token_ids))
 
     def look_up(self) -> Hit:
         """Look up the request's hit, unless that was done less than `HIT_LASTS_S` ago."""
@@ -258,8 +258,8 @@ class Loading:
         self._begun_at = now
         self._request.timeline.on_begun(now)
         self._withdraw()
-        self._request.junction = self._cache.junction(hit)
-        if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
+        self._request.junction = self._cache.lookups.junction(hit)
+        if hit.start and self._cache.plans.on_device(hit).num_tokens >= hit.start:
             hit = replace(hit, start=0)  # the tokens that were to be computed are on the device by now
         if hit.start:
             self._split(hit)
@@ -376,15 +376,15 @@ class Loading:
         num_tokens = len(request.token_ids)
         request.chain.extend(request.token_ids)
         if not request.options.reads_cache:
-            return cache.no_hit(request.chain, num_tokens)
+            return cache.lookups.no_hit(request.chain, num_tokens)
         began_at = self._around.clock()
         hit = cache.lookup(request.chain, num_tokens)
         found_at = self._around.clock()
         if request.scores is not None and not request.scores.is_complete:
-            hit = cache.limit_hit(hit, request.scores.num_used, Reason.SCORED)
+            hit = cache.plans.limit_hit(hit, request.scores.num_used, Reason.SCORED)
         if request.options.max_load_tokens is not None:
-            hit = cache.limit_load(hit, request.options.max_load_tokens)
-        hit = cache.plan_load(hit, num_tokens, self._around.busy_s(request))
+            hit = cache.plans.limit_load(hit, request.options.max_load_tokens)
+        hit = cache.plans.plan_load(hit, num_tokens, self._around.busy_s(request))
         request.timeline.note(Stage.LOOKUP, began_at, found_at)
         request.timeline.note(Stage.PLAN, found_at, self._around.clock())
         return hit
@@ -395,7 +395,7 @@ class Loading:
 
     def _split(self, hit: Hit) -> None:
         """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""
-        front = self._cache.promote(self._cache.on_device(hit))
+        front = self._cache.promote(self._cache.plans.on_device(hit))
         assert front.done, "a promotion of blocks that are on the device is not done at once"
         self._promotion = self._cache.promote(hit, self._left_s())
         self._request.tables = front.tables

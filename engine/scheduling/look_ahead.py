@@ -50,14 +50,14 @@ class LookAhead:
             self._timed.unpin(pin)
 
     def _begin(self, request: Request) -> None:
-        left = min(self._max_bytes() - self.num_bytes, self._cache.free_to_pin)
+        left = min(self._max_bytes() - self.num_bytes, self._cache.pins.free_bytes)
         if left <= 0:
             return
         pin = None
         if request.reads_cache:
             request.chain.extend(request.token_ids)
             hit = self._cache.lookup(request.chain, len(request.token_ids))
-            if self._cache.on_device(hit).num_tokens < hit.num_tokens:
+            if self._cache.plans.on_device(hit).num_tokens < hit.num_tokens:
                 until = self._timed.now() + self._lasts_s
                 pin = self._timed.pin(self, request.chain, hit.num_tokens, left, until=until)
                 if pin is None:

@@ -93,7 +93,7 @@ class Scheduler:
     def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
         """Return what a request with this prompt would hit and load if it came now. Changes nothing."""
         hit = self._cache.lookup(chain, num_tokens)
-        return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))
+        return self._cache.plans.worth_loading(hit, num_tokens, self._busy_s(None))
 
     def add(self, request: Request) -> None:
         """Queue the request. Raises ValueError if it cannot run even alone, or if the queue is full."""

@@ -31,7 +31,7 @@ class SlotDemand:
         """
         if not active:
             return True
-        shared, free = self._cache.num_leased(hit), self._cache.free_slots()
+        shared, free = self._cache.plans.num_leased(hit), self._cache.free_slots()
         spoken_for = [self._to_come(other) for other in active if not other.is_decoding]
         for group_id, blocks in enumerate(self._of_all(request)):
             if blocks - shared[group_id] > free[group_id] - sum(to_come[group_id] for to_come in spoken_for):

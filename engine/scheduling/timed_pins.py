@@ -52,7 +52,7 @@ class TimedPins:
         """
         if max_bytes is not None and instead_of in self._owners:
             max_bytes += instead_of.num_bytes
-        pin = self._cache.pin(chain, num_tokens, max_bytes, start)
+        pin = self._cache.pins.pin(chain, num_tokens, max_bytes, start)
         if pin is not None:
             if instead_of is not None:
                 self.unpin(instead_of)
@@ -73,7 +73,7 @@ class TimedPins:
     def unpin(self, pin: Pin) -> None:
         """End the pin before its time; ignores a pin that has ended."""
         if pin in self._owners:
-            self._cache.unpin(pin)
+            self._cache.pins.unpin(pin)
             owner = self._owners.pop(pin)
             del self._ends[pin]
             self._num_bytes[owner] -= pin.num_bytes

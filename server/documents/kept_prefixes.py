@@ -86,7 +86,7 @@ class PinnedPrefixes:
 
     def _in_whole_blocks(self, prompt: MarkedPrompt, chain: BlockChain) -> Iterator[Breakpoint]:
         for each in prompt.breakpoints:
-            if num_tokens := self._core.cache.whole_tokens(chain, each.num_tokens):
+            if num_tokens := self._core.cache.pins.whole_tokens(chain, each.num_tokens):
                 yield Breakpoint(num_tokens, each.ttl_s)
 
     def _pin(self, breakpoint_: Breakpoint, tenant: str | None, chain: BlockChain, path: list[_Kept]) -> bool:

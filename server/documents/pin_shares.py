@@ -21,7 +21,7 @@ class PinShares:
     @property
     def share_bytes(self) -> int:
         """Number of bytes that one tenant may pin."""
-        return FairShare(self._core.cache.pinnable_bytes, self.num_tenants).each
+        return FairShare(self._core.cache.pins.max_bytes, self.num_tenants).each
 
     def pin(
         self,

@@ -133,7 +133,7 @@ class DocumentPins:
 
     def _keep(self, document: Document, ends: _Ends, must_have_room: bool = True) -> None:
         sidecar = self._core.config.sidecar
-        if not self._core.cache.pinnable_bytes and must_have_room:
+        if not self._core.cache.pins.max_bytes and must_have_room:
             why = (
                 "not configured; set host.capacity"
                 if sidecar is None

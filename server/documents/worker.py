@@ -131,7 +131,7 @@ class DocumentWorker:
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)
-        for tier in core.cache.where(chain):
+        for tier in core.cache.lookups.where(chain):
             tokens["nowhere" if tier is None else str(tier)] += chain.block_size
         tokens["nowhere"] += document.num_tokens % chain.block_size
         status = self._status(document, is_whole=hit.num_tokens == hit.limit)
@@ -144,7 +144,7 @@ class DocumentWorker:
             num_done.get(status, 0),
             tokens,
             {str(tier): round(tokens[str(tier)] * core.bytes_per_token) for tier in Tier},
-            core.cache.load_seconds(hit, planner),
+            core.cache.plans.load_seconds(hit, planner),
             compute_s,
             self._pins.is_warming(document),
             self._pins.is_held(document),

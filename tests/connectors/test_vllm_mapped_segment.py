@@ -15,7 +15,7 @@ from kvtier.connectors.vllm_connector.step_work import Segment
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.session import open_session
 from kvtier.sidecar.build import build_sidecar
-from kvtier.sidecar.endpoints import connectors_of
+from kvtier.sidecar.endpoints import endpoints_of
 from kvtier.sidecar.sidecar import Sidecar
 
 HELLO = hello()
@@ -24,7 +24,7 @@ HELLO = hello()
 @contextmanager
 def running(path: str) -> Iterator[Sidecar]:
     config = small_config(socket={"path": path}, http={"port": "none"}, lmcache={"listen": f"ipc://{path}-lmcache"})
-    sidecar = build_sidecar(config, connectors_of(config, {}))
+    sidecar = build_sidecar(config, endpoints_of(config, {}))
     thread = threading.Thread(target=sidecar.run)
     thread.start()
     try:

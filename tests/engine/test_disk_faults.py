@@ -96,7 +96,7 @@ def is_open(llm: LLM) -> bool:
 
 def is_written(llm: LLM) -> bool:
     """Whether nothing is left to write."""
-    return llm.statistics().cache.routes["host_to_disk"].num_bytes > 0 and not llm.core.cache.num_under_way
+    return llm.statistics().cache.routes["host_to_disk"].num_bytes > 0 and not llm.core.cache.num_in_flight
 
 
 def lines_with(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:

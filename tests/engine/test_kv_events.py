@@ -669,7 +669,7 @@ def settle(llm: LLM) -> None:
     """Let the engine finish its copies down."""
     deadline = time.monotonic() + DEADLINE_S
     llm.statistics()
-    while llm.core.cache.num_under_way:
+    while llm.core.cache.num_in_flight:
         assert time.monotonic() < deadline, "copies do not end"
         llm.statistics()
 
@@ -924,7 +924,7 @@ def test_what_the_router_believes_is_what_the_caches_hold(fleet: Fleet, tmp_path
             for known in asked:
                 chain = BlockChain(BLOCK_SIZE)
                 chain.extend(known)
-                where = llm.core.cache.where(chain)
+                where = llm.core.cache.lookups.where(chain)
                 assert fleet.router.prefix(name, known) == [
                     media[tier] for tier in where[: where.index(None) if None in where else None]
                 ], f"{name} after prompt {seed}"

@@ -95,7 +95,7 @@ def share(core: EngineCore) -> list[list[int]]:
         num_stored = remote(core).num_stored
         for document in DOCUMENTS:
             ask(core, document, 6)
-            wait_for(lambda: core.idle() or not (core.cache.spill_rest() or remote(core).num_wanted))
+            wait_for(lambda: core.idle() or not (core.cache.drain.spill_rest() or remote(core).num_wanted))
         if remote(core).num_stored == num_stored >= len(DOCUMENTS) * WHOLE // 16:
             return answers
     raise AssertionError(f"not all was shared: {remote(core)}")

@@ -16,7 +16,7 @@ def server() -> Iterator[ServerInThread]:
 
 
 def held_bytes(server: ServerInThread) -> int:
-    return server.ask(lambda core: core.cache.pinnable_bytes - core.cache.free_to_pin)
+    return server.ask(lambda core: core.cache.pins.max_bytes - core.cache.pins.free_bytes)
 
 
 def asked(server: ServerInThread, prompt: list[int], **options: object) -> dict:

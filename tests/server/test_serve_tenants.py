@@ -126,7 +126,7 @@ def test_a_tenants_quota_counts_all_its_salts(strict: ServerInThread) -> None:
         hit(strict, OPS, prompt_of(5000 + seed, 1000))
 
     come_true(lambda: strict.service.llm.statistics().cache.host_tenants.get(tenant_of("ann"), 0) > HOST_QUOTA)
-    come_true(lambda: strict.ask(lambda core: not core.cache.num_under_way))
+    come_true(lambda: strict.ask(lambda core: not core.cache.num_in_flight))
 
     statistics = strict.service.llm.statistics()
     assert 0 < statistics.tenants["bob"][Tier.HOST] <= HOST_QUOTA

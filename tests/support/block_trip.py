@@ -145,9 +145,9 @@ def trip(folder: Path) -> dict[str, Trace]:
         legs = {"compute, commit, release": Trace().of(compute)}
         legs["spill to host and disk"] = Trace().of(world.flush)
         legs["evict"] = Trace().of(lambda: world.evict_blocks(chain.names))
-        assert cache.where(chain) == [Tier.DISK]
+        assert cache.lookups.where(chain) == [Tier.DISK]
         legs["look up, promote, release"] = Trace().of(fetch)
-        assert cache.where(chain) == [Tier.DEVICE]
+        assert cache.lookups.where(chain) == [Tier.DEVICE]
         world.check()
         return legs
 

@@ -192,7 +192,7 @@ class World:
 
     def wait_for_index(self) -> None:
         """Until what is on disk already is known."""
-        while not self.cache.knows_disk:
+        while not self.cache.lower.status.is_indexed:
             self.clock.now += 1
             self.settle()
 
@@ -278,7 +278,7 @@ class World:
         def stir(num_left: int) -> None:
             self.settle()
 
-        assert self.cache.flush(10, stir) == 0
+        assert self.cache.drain.flush(10, stir) == 0
 
     def rot_a_host_block(self) -> None:
         """Flip a bit in some cached host block."""

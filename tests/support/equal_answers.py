@@ -48,9 +48,9 @@ def push_down(
     meanwhile, and find it in host memory.
     """
     for seed in range(100, 160):
-        warm = [there for there in llm.core.cache.where(chain_of(llm, prompt)) if there is not None]
+        warm = [there for there in llm.core.cache.lookups.where(chain_of(llm, prompt)) if there is not None]
         if all(there.depth > tier.depth for there in warm):
-            assert llm.core.cache.flush(READ_TIMEOUT_S) == 0, "blocks without a copy on disk"
+            assert llm.core.cache.drain.flush(READ_TIMEOUT_S) == 0, "blocks without a copy on disk"
             return
         llm.generate(prompt_of(seed + random.randrange(10**6), num_tokens), sampling)
     raise AssertionError(f"the prompt never left the {tier} tier")

@@ -360,7 +360,7 @@ class FuzzedEngine:
 
     def flush(self) -> None:
         """Write what is cached to disk, as far as that works."""
-        self.core.cache.flush(HUNG_COPY_S, self._let_a_moment_pass)
+        self.core.cache.drain.flush(HUNG_COPY_S, self._let_a_moment_pass)
         self._settle()
 
     def close(self) -> None:
@@ -408,7 +408,7 @@ class FuzzedEngine:
         cache = self.core.cache
         cache.check()
         assert not self.core.has_work
-        assert cache.num_under_way == 0, "copies are under way that nobody runs"
+        assert cache.num_in_flight == 0, "copies are under way that nobody runs"
         assert cache.free_slots() == [self._num_device] * len(cache.groups), "a device slot leaked"
         for pool in (slots.pool for slots in self._host_slots):
             assert pool.num_free == pool.num_slots, "a host slot leaked"
@@ -446,7 +446,7 @@ class FuzzedEngine:
             scores = asked.request.scores
             assert scores is None or scores.is_complete or not is_answered, "an answer without all its scores"
         for pin in self._pins:
-            self.core.cache.unpin(pin)
+            self.core.cache.pins.unpin(pin)
         self._pins.clear()
         self._settle()
         self.assert_nothing_leased()
@@ -499,10 +499,10 @@ class FuzzedEngine:
 
     def _hold_or_let_go(self) -> None:
         if self._pins and self.rng.random() < 0.5:
-            self.core.cache.unpin(self._pins.pop(self.rng.randrange(len(self._pins))))
+            self.core.cache.pins.unpin(self._pins.pop(self.rng.randrange(len(self._pins))))
             return
         token_ids = prompt_of(self.rng)
-        pin = self.core.cache.pin(self.core.chain(token_ids, ExtraKeys()), len(token_ids))
+        pin = self.core.cache.pins.pin(self.core.chain(token_ids, ExtraKeys()), len(token_ids))
         if pin is not None:
             self._pins.append(pin)
 

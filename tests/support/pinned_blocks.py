@@ -8,7 +8,7 @@ from kvtier.tiers.pins import Pin
 
 
 def held(w: World, document: str, num_tokens: int = DOCUMENT) -> Pin:
-    pin = w.cache.pin(w.chain(document, num_tokens), num_tokens)
+    pin = w.cache.pins.pin(w.chain(document, num_tokens), num_tokens)
     assert pin is not None
     return pin
 
@@ -33,6 +33,6 @@ def on_disk_only(w: World, document: str) -> None:
     read(w, document)
     w.flush()
     others = iter("mnopqrstuvwxyz")
-    while any(tier is not Tier.DISK for tier in w.cache.where(w.chain(document, DOCUMENT))):
+    while any(tier is not Tier.DISK for tier in w.cache.lookups.where(w.chain(document, DOCUMENT))):
         read(w, next(others))
     assert host_blocks(w, document) == 0

@@ -75,7 +75,7 @@ class DemandNoted(LoadPlanner):
 def demand_of(world: World, hit: Hit) -> Demand | None:
     """What the cache tells a planner that the hit has to move; None where it asks none."""
     planner = DemandNoted(PrefillSpeed(), 1, world.clock)
-    world.cache.load_seconds(hit, planner)
+    world.cache.plans.load_seconds(hit, planner)
     return planner.demand
 
 

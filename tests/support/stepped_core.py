@@ -176,7 +176,7 @@ def finish_too_late(core: EngineCore, clock: FakeClock) -> None:
 
 
 def assert_nothing_leased(core: EngineCore) -> None:
-    step_until(core, lambda: core.cache.num_under_way == 0)
+    step_until(core, lambda: core.cache.num_in_flight == 0)
     core.cache.check()
     num_slots = core.config.device.capacity // BLOCK_BYTES
     assert core.cache.free_slots() == [num_slots] * len(core.cache.groups)

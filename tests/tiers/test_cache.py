@@ -149,7 +149,7 @@ def test_a_promotion_through_a_host_smaller_than_the_document_arrives_in_portion
     with LmdbStore(tmp_path, 100 * CHARGE) as store:
         large = world(num_device_slots=16, num_host_slots=40, store=store)
         read(large, "a")
-        assert large.cache.flush(10, stirring(large)) == 0
+        assert large.cache.drain.flush(10, stirring(large)) == 0
         small = world(num_device_slots=16, num_host_slots=3, store=store)
 
         promotion = read(small, "a")
@@ -172,7 +172,7 @@ def test_a_flushed_cache_is_warm_after_a_restart(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, 100 * CHARGE) as store:
         before = world(store=store)
         read(before, "a")
-        assert before.cache.flush(10, stirring(before)) == 0
+        assert before.cache.drain.flush(10, stirring(before)) == 0
     with LmdbStore(tmp_path, 100 * CHARGE) as store:
         after = world(store=store)
 
@@ -266,7 +266,7 @@ def test_reset_is_refused_while_anything_is_leased_and_forgets_every_tier() -> N
 
     assert w.cache.reset()
 
-    assert w.cache.where(w.chain("a", DOCUMENT)) == [None] * 10
+    assert w.cache.lookups.where(w.chain("a", DOCUMENT)) == [None] * 10
     assert balance(read(w, "a")) == (0, 0, 0, 41)
 
 
@@ -373,7 +373,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs_and_a_hit_on_the_device_
     w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
     below = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     on_device = w.cache.lookup(w.chain("c", DOCUMENT), DOCUMENT + 17)
-    assert w.cache.on_device(on_device).num_tokens == on_device.num_tokens > 0
+    assert w.cache.plans.on_device(on_device).num_tokens == on_device.num_tokens > 0
 
     is_below_ready, is_on_device_ready = w.cache.make_room(below), w.cache.make_room(on_device)
     w.clock.now += 2
@@ -512,7 +512,7 @@ def test_a_flush_gives_up_on_a_disk_that_cannot_be_written() -> None:
         stirring(w)(num_left)
         w.clock.now += 1
 
-    assert w.cache.flush(1000, progress) > 0
+    assert w.cache.drain.flush(1000, progress) > 0
     assert len(asked) < 50
 
 
@@ -529,10 +529,10 @@ def test_a_flush_does_not_wait_for_host_slots_that_others_keep() -> None:
         w.settle()
         w.clock.now += 1
 
-    assert w.cache.flush(1000, progress) == 10
+    assert w.cache.drain.flush(1000, progress) == 10
     assert HUNG_S < w.clock.now - began_at < 2 * HUNG_S
     w.lower.abandon(0, np.array(kept))
-    assert w.cache.flush(1000, progress) == 0
+    assert w.cache.drain.flush(1000, progress) == 0
 
 
 class UnforgettingStore(MemoryStore):
@@ -544,7 +544,7 @@ def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
     w = world(store=UnforgettingStore(100 * CHARGE))
     read(w, "a")
     w.flush()
-    pin = w.cache.pin(w.chain("a", DOCUMENT), DOCUMENT)
+    pin = w.cache.pins.pin(w.chain("a", DOCUMENT), DOCUMENT)
     assert pin is not None
     assert pin.is_whole
 
@@ -563,9 +563,9 @@ def two_writes_under_way(w: World) -> list[Transfer]:
         assert table is not None
         w.compute(table, chain, 0, 2 * BLOCK_SIZE)
         w.cache.release(table)
-        pin = w.cache.pin(chain, 2 * BLOCK_SIZE)  # copies down what is on the device only
+        pin = w.cache.pins.pin(chain, 2 * BLOCK_SIZE)  # copies down what is on the device only
         assert pin is not None
-        w.cache.unpin(pin)
+        w.cache.pins.unpin(pin)
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
         w.cache.spill()
@@ -623,7 +623,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     store = FullStore(100 * CHARGE)
     w = world(num_device_slots=16, num_host_slots=12, store=store, min_clean_ahead=16)
     read(w, "a")
-    w.cache.flush(10, stirring(w))
+    w.cache.drain.flush(10, stirring(w))
     store.is_full = True
     read(w, "other", DOCUMENT // 2 + 1)
     for _ in range(12):
@@ -649,7 +649,7 @@ def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken
     upload = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     assert not upload.done
     w.evict_blocks(chain.names)
-    again = w.cache.promote(w.cache.no_hit(chain, DOCUMENT + 1))
+    again = w.cache.promote(w.cache.lookups.no_hit(chain, DOCUMENT + 1))
     slots = w.cache.allocate([1])
     assert slots is not None
     w.compute(slots, chain, 0, BLOCK_SIZE)

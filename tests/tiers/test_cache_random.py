@@ -105,16 +105,16 @@ class Simulation:
             return
         num_tokens = self.rng.randrange(1, 60)
         chain = self.world.chain(self.rng.choice(DOCUMENTS), num_tokens)
-        inquiry = self.cache.inquire(chain, num_tokens)
+        inquiry = self.cache.lookups.inquire(chain, num_tokens)
         if not inquiry.is_done and self.rng.random() < 0.8:  # it comes again
             return
         hit = self.cache.lookup(chain, num_tokens)
         if self.rng.random() < 0.5 and not self.cache.make_room(hit):
             return
         timeout_s = self.rng.choice([None, 0.5, 5.0])
-        starts = range(self.cache.on_device(hit).num_tokens, hit.num_tokens, self.cache.alignment)[1:]
+        starts = range(self.cache.plans.on_device(hit).num_tokens, hit.num_tokens, self.cache.alignment)[1:]
         if len(starts) and not any(group.forgets for group in self.groups) and self.rng.random() < 0.5:
-            front = self.cache.promote(self.cache.on_device(hit))
+            front = self.cache.promote(self.cache.plans.on_device(hit))
             assert front.done
             rest = self.cache.promote(replace(hit, start=self.rng.choice(starts)), timeout_s)
             self.readers.append(Reader(chain, num_tokens, rest, front.tables, front.num_tokens, is_split=True))
@@ -199,9 +199,9 @@ class Simulation:
             pin = self.rng.choice(self.holds)
             self.holds.remove(pin)
             self.whole += pin.is_whole and pin.num_bytes > 0
-            self.cache.unpin(pin)
+            self.cache.pins.unpin(pin)
         num_tokens = self.rng.randrange(1, 60)
-        pin = self.cache.pin(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
+        pin = self.cache.pins.pin(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
         if pin is not None:
             self.holds.append(pin)
 
@@ -230,7 +230,7 @@ class Simulation:
         """Everybody leaves; nothing may be left leased or under way, and everything still has its bytes."""
         self.world.settle()
         for pin in self.holds:
-            self.cache.unpin(pin)
+            self.cache.pins.unpin(pin)
         for reader in self.readers:
             if reader.tables is None or reader.is_split:
                 self.cache.cancel(reader.promotion)

@@ -158,7 +158,7 @@ def test_tiers_below_that_are_smaller_than_the_device_come_to_rest(num_disk_bloc
     at_rest = rest()
     assert rest() == at_rest
     assert at_rest[0] == NUM_BLOCKS * BLOCK_BYTES, "each block goes down once"
-    assert w.cache.spill_rest() == 0
+    assert w.cache.drain.spill_rest() == 0
 
     read(w, "b")
     assert rest()[0] >= 2 * at_rest[0], "what is computed later goes down too"

@@ -56,9 +56,9 @@ def test_without_its_store_the_tiers_above_serve_and_nobody_waits_for_the_disk()
 
     disk = disk_of(w)
     assert balance(read(w, "h"))[0] == DOCUMENT
-    assert (disk.is_open, disk.is_failing, w.cache.knows_disk) == (False, True, False)
+    assert (disk.is_open, disk.is_failing, w.cache.lower.status.is_indexed) == (False, True, False)
     assert (disk.writing.num_opened, disk.reading.num_opened) == (0, 0)
-    assert w.cache.flush(10) > 0
+    assert w.cache.drain.flush(10) > 0
     w.check()
 
 
@@ -74,7 +74,7 @@ def test_a_store_that_opens_late_gives_what_it_has_and_takes_what_comes_from_the
     late.change(kept)
     step(w)
 
-    assert w.cache.knows_disk
+    assert w.cache.lower.status.is_indexed
     assert disk_of(w).is_open
     assert balance(read(w, "z")) == (0, 0, DOCUMENT, 1)
     w.flush()
@@ -126,7 +126,7 @@ def test_device_blocks_whose_only_copies_were_in_a_store_that_is_gone_are_copied
     w.flush()
     host, device, names = w.index.host[0], w.cache.residency.groups[0].slots, w.names("a", DOCUMENT)
     host.evict(host.pool.find_all(names), EvictionCause.ROOM)
-    assert w.cache.where(w.chain("a", DOCUMENT)) == [Tier.DEVICE] * len(names)
+    assert w.cache.lookups.where(w.chain("a", DOCUMENT)) == [Tier.DEVICE] * len(names)
     again = empty()
 
     late.change(again)
@@ -152,7 +152,7 @@ def test_a_page_of_a_store_that_is_gone_tells_nothing_of_the_next_one() -> None:
     late.change(empty())
     step(w)
 
-    assert w.cache.knows_disk
+    assert w.cache.lower.status.is_indexed
     assert disk_of(w).index.num_blocks == 0
 
 

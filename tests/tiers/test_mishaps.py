@@ -37,7 +37,7 @@ def promote(w: World, document: str, timeout_s: float | None = None) -> Promotio
 
 
 def places(w: World, document: str) -> list[Tier | None]:
-    return w.cache.where(w.chain(document, DOCUMENT))
+    return w.cache.lookups.where(w.chain(document, DOCUMENT))
 
 
 def leave_the_device(w: World, document: str) -> None:
@@ -162,7 +162,7 @@ def test_a_device_block_whose_host_copy_was_evicted_is_copied_down_again_before_
         read(w, document)
         pin = held(w, document)
         until_whole(w, pin)
-        w.cache.unpin(pin)
+        w.cache.pins.unpin(pin)
     assert host_blocks(w, "a") == 0
     assert places(w, "a") == [Tier.DEVICE] * NUM_BLOCKS
 
@@ -183,7 +183,7 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
         read(w, document)
         pin = held(w, document)
         until_whole(w, pin)
-        w.cache.unpin(pin)
+        w.cache.pins.unpin(pin)
     w.flush()
     assert host_blocks(w, "a") == 0
     assert places(w, "a") == [Tier.DEVICE] * NUM_BLOCKS
@@ -195,7 +195,7 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
 
     pin = held(w, "a")
     w.settle()  # the records are read, and found bad
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
     found = w.cache.statistics().tiers[Tier.DISK].corrupt
     assert sum(found.values()) == (0 if fault == "missing" else NUM_BLOCKS)
@@ -220,7 +220,7 @@ def test_a_held_block_whose_read_failed_is_not_whole_and_is_read_again() -> None
     until_whole(w, pin)
 
     assert host_blocks(w, "a") == NUM_BLOCKS
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
 
 
@@ -235,7 +235,7 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
     w.cache.poll()
     w.cache.spill()
     assert w.lanes[Route.HOST_TO_DISK].num_pending > 0
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
 
     w.evict_blocks(w.chain("a", DOCUMENT).names)
     w.settle()
@@ -301,7 +301,7 @@ def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_wh
     w.lanes[Route.DEVICE_TO_HOST].failing = 0.0
     w.clock.now += BACK_OFF_S
     until_whole(w, pin)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
 
 
 def computed(w: World, document: str) -> None:
@@ -327,7 +327,7 @@ def test_a_block_on_its_way_down_is_not_copied_a_second_time() -> None:
     until_whole(w, pin)
 
     assert moved(w, Route.DEVICE_TO_HOST).num_bytes == NUM_BLOCKS * BLOCK_BYTES
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
 
 
 def test_an_upload_and_a_verification_that_found_the_lane_full_have_their_turn(by_layers: World) -> None:
@@ -387,7 +387,7 @@ def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.Monk
     groups = [FullAttention(BLOCK_SIZE)]
     w = World(groups, [BLOCK_BYTES], 16, 40, MemoryStore(100 * CHARGE), world().rng, by_layers=True)
     on_disk_only(w, "a")
-    half = w.cache.pin(w.chain("a", DOCUMENT // 2), DOCUMENT // 2)
+    half = w.cache.pins.pin(w.chain("a", DOCUMENT // 2), DOCUMENT // 2)
     assert half is not None
     until_whole(w, half)
 
@@ -397,7 +397,7 @@ def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.Monk
     assert promotion.gate is None
     assert balance(promotion) == (0, DOCUMENT // 2, DOCUMENT // 2, 1)
     w.cache.release(promotion.tables)
-    w.cache.unpin(half)
+    w.cache.pins.unpin(half)
     w.check()
 
 
@@ -427,7 +427,7 @@ def test_what_may_come_later_keeps_one_reader_busy_at_most(monkeypatch: pytest.M
 
     assert w.lanes[Route.DISK_TO_HOST].num_pending == 1
     until_whole(w, pin)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
 
 
 def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_held() -> None:
@@ -447,7 +447,7 @@ def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_hel
     w.settle()
     w.cache.release(promotion.tables)
     for pin in pins:
-        w.cache.unpin(pin)
+        w.cache.pins.unpin(pin)
 
 
 def full_of_what_cannot_be_written(num_host_slots: int) -> World:
@@ -475,7 +475,7 @@ def test_a_read_takes_the_room_of_what_cannot_be_written_and_what_is_only_held_d
     assert promotion.done
     assert balance(promotion)[2] == DOCUMENT
     w.cache.release(promotion.tables)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
 
 
@@ -507,7 +507,7 @@ def test_a_write_that_hangs_is_a_disk_to_be_left_alone() -> None:
 
     assert breakers(w)["write"] == "open"
     w.settle()
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
 
 
@@ -598,7 +598,7 @@ def test_what_comes_from_disk_keeps_its_tenant_within_the_quota(how: str, quota:
             pin = held(w, document)
             until_whole(w, pin)
             held_bytes = w.cache.statistics().host_tenants[tenant]
-            w.cache.unpin(pin)
+            w.cache.pins.unpin(pin)
             assert held_bytes == NUM_BLOCKS * BLOCK_BYTES  # the older one had to go, what is held may not
 
     if how == "promoted":
@@ -611,7 +611,7 @@ def test_what_was_held_is_forgotten_from_its_tail() -> None:
     computed(w, "a")
     pin = held(w, "a")
     until_whole(w, pin)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     leave_the_device(w, "a")
 
     for number in range(20):
@@ -628,7 +628,7 @@ def test_a_device_block_whose_record_was_evicted_is_copied_down_again_before_it_
         read(w, document)
         pin = held(w, document)
         until_whole(w, pin)
-        w.cache.unpin(pin)
+        w.cache.pins.unpin(pin)
         for _ in range(3):
             w.cache.spill()
             w.settle()
@@ -649,12 +649,12 @@ def test_a_slot_is_taken_from_a_block_with_a_copy_below_before_an_older_one_with
     computed(w, "a")
     pin = held(w, "a")
     until_whole(w, pin)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.lanes[Route.DEVICE_TO_HOST].capacity = 0
 
     assert w.cache.allocate([24 - 2 - NUM_BLOCKS + 3]) is not None
 
-    assert w.cache.where(w.chain("older", 2 * BLOCK_SIZE)) == [Tier.DEVICE] * 2
+    assert w.cache.lookups.where(w.chain("older", 2 * BLOCK_SIZE)) == [Tier.DEVICE] * 2
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
 
 

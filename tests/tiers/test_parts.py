@@ -106,7 +106,7 @@ def test_who_leaves_a_long_prefix_gives_up_what_is_under_way_and_nothing_of_the_
     assert w.cache.free_slots() == [80]
     assert promotion.reason_at_end is Reason.DEADLINE
     w.settle()
-    assert sum(tier is not Tier.DISK for tier in w.cache.where(promotion.chain)) <= 4
+    assert sum(tier is not Tier.DISK for tier in w.cache.lookups.where(promotion.chain)) <= 4
 
 
 def test_slots_of_what_is_to_come_are_given_to_nobody_else() -> None:
@@ -225,7 +225,7 @@ def test_a_long_prefix_comes_by_layers_once_all_of_it_is_under_way(monkeypatch: 
     promotion = promote(w, "a")
     gates = [promotion.gate]
     while promotion.gate is None:
-        assert not w.cache.num_under_way, "what is to come by layers has begun"
+        assert not w.cache.num_in_flight, "what is to come by layers has begun"
         w.cache.wait(60.0)  # does not wait: there is more to be put under way
     w.settle()
 
@@ -282,7 +282,7 @@ def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> N
 
 
 def pin(w: World, document: str) -> Pin:
-    there = w.cache.pin(w.chain(document, DOCUMENT), DOCUMENT)
+    there = w.cache.pins.pin(w.chain(document, DOCUMENT), DOCUMENT)
     assert there is not None
     return there
 
@@ -307,7 +307,7 @@ def test_a_long_prefix_that_is_held_is_looked_through_in_parts(monkeypatch: pyte
 
     assert there.is_whole
     assert max(counts) <= 4 + 4  # the second: refreshes of what has come
-    w.cache.unpin(there)
+    w.cache.pins.unpin(there)
     w.check()
 
 
@@ -323,7 +323,7 @@ def test_every_hold_has_its_turn_beside_a_long_one_that_never_becomes_whole() ->
 
     assert there.is_whole
     for each in (*never, there):
-        w.cache.unpin(each)
+        w.cache.pins.unpin(each)
     w.check()
 
 
@@ -338,7 +338,7 @@ def test_a_long_prefix_pushes_out_only_what_has_a_copy_below() -> None:
 
     promotion = w.cache.promote(hit)
     chain = w.chain("e", 10 * BLOCK_SIZE)
-    compute_and_leave(w, w.cache.promote(w.cache.no_hit(chain, 10 * BLOCK_SIZE)), chain)
+    compute_and_leave(w, w.cache.promote(w.cache.lookups.no_hit(chain, 10 * BLOCK_SIZE)), chain)
     until_done(w, promotion)
 
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
@@ -355,13 +355,13 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     on_disk(w, "a")
     promotion = promote(w, "a")
     w.lanes[Route.DISK_TO_HOST].stir(1.0)
-    assert w.cache.num_under_way == 6
+    assert w.cache.num_in_flight == 6
     w.clock.tick_s = cache.TAKING_IN_S  # each look takes as long as taking in may last
 
-    counts = [w.cache.num_under_way]
+    counts = [w.cache.num_in_flight]
     while w.lanes[Route.HOST_TO_DEVICE].num_pending < 6:
         w.cache.wait(60.0)  # does not wait: there is more to be taken in
-        counts.append(w.cache.num_under_way - w.lanes[Route.HOST_TO_DEVICE].num_pending)
+        counts.append(w.cache.num_in_flight - w.lanes[Route.HOST_TO_DEVICE].num_pending)
 
     assert counts == [6, 4, 2, 0]
     w.clock.tick_s = 0.0
@@ -382,7 +382,7 @@ def test_what_a_look_up_found_is_not_looked_for_again(where: Tier, monkeypatch: 
 
     demand = demand_of(w, hit)
     fits = w.cache.make_room(hit)
-    begins_with = w.cache.on_device(hit)
+    begins_with = w.cache.plans.on_device(hit)
     num_asked = sum(asked)
     promotion = w.cache.promote(hit)
 

@@ -21,7 +21,7 @@ def test_what_is_held_comes_from_disk_takes_no_device_slot_and_outlives_what_flu
 
     assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
     assert balance(read(w, "a"))[1] == DOCUMENT  # from host memory
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
     for document in "ijklmno":
         read(w, document)
@@ -45,7 +45,7 @@ def test_what_only_the_device_has_is_copied_down_also_while_a_request_leases_it(
     until_whole(w, pin)
 
     assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     if is_leased:
         w.cache.release(promotion.tables)
     w.check()
@@ -56,11 +56,11 @@ def test_half_of_host_memory_may_be_held() -> None:
     read(w, "a")
     pin = held(w, "a")
 
-    assert w.cache.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is None
+    assert w.cache.pins.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is None
 
-    w.cache.unpin(pin)
-    w.cache.unpin(pin)
-    assert w.cache.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is not None
+    w.cache.pins.unpin(pin)
+    w.cache.pins.unpin(pin)
+    assert w.cache.pins.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is not None
 
 
 def test_what_is_let_go_before_it_is_read_is_not_read() -> None:
@@ -70,7 +70,7 @@ def test_what_is_let_go_before_it_is_read_is_not_read() -> None:
 
     pin = held(w, "a")
     w.cache.poll()
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.lanes[Route.DISK_TO_HOST].capacity = 6
     w.settle()
 
@@ -95,7 +95,7 @@ def test_a_promotion_s_blocks_are_read_before_those_that_are_only_held() -> None
     assert host_blocks(w, "b") > 0
     assert host_blocks(w, "a") == 0
     w.settle()
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.cache.release(promotion.tables)
     w.check()
 
@@ -111,7 +111,7 @@ def test_a_promotion_of_what_is_being_held_reads_nothing_twice() -> None:
     assert balance(promotion)[2] == DOCUMENT
     until_whole(w, pin)
     w.cache.release(promotion.tables)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()
 
 
@@ -141,7 +141,7 @@ def test_what_is_held_is_let_go_with_memory_that_is_lost_and_comes_again_from_di
 
     assert w.lower.is_alive
     assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.settle()
     w.check()
     assert not any(slots.pool.num_leases for slots in w.host or ())
@@ -160,5 +160,5 @@ def test_what_is_held_stays_leased_when_only_the_disk_begins_anew() -> None:
     assert pin.is_whole
     assert num_leased == [DOCUMENT // BLOCK_SIZE]
     w.settle()
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     w.check()

@@ -109,7 +109,7 @@ class Desk(World):
         chain = self.chain_of(token_ids, extra)
         find = self.cache.lookup if reads_cache else self.cache.no_hit
         hit = find(chain, len(token_ids))
-        junction = self.cache.junction(hit)
+        junction = self.cache.lookups.junction(hit)
         promotion = self.cache.promote(hit)
         self.remember(chain, token_ids)
         return Reader(token_ids, chain, hit, junction, promotion, num_prompt_tokens=len(token_ids))
@@ -244,7 +244,7 @@ class Desk(World):
             for lane in self.lanes.values():
                 lane.stir(1.0)
 
-        assert self.cache.flush(10, progress) == 0
+        assert self.cache.drain.flush(10, progress) == 0
 
 
 def kv_bytes(group_id: int, token_ids: Sequence[int], extra: ExtraKeys) -> np.ndarray:
@@ -505,7 +505,7 @@ def test_blocks_are_evicted_from_host_memory_too() -> None:  # S13
 
     desk.evict_blocks(reader.chain.names[1:])
 
-    assert desk.cache.where(reader.chain) == [Tier.DEVICE, None, None]
+    assert desk.cache.lookups.where(reader.chain) == [Tier.DEVICE, None, None]
 
 
 def test_a_block_that_two_have_computed_is_gone_with_its_only_slot() -> None:  # S14: there are no duplicates
@@ -552,7 +552,7 @@ def test_of_a_hit_only_as_much_is_taken_as_is_wanted_and_what_else_was_found_has
     prompt = [*text(1, 40), *text(2, 40)]
     found = desk.lookup(prompt)
 
-    taken = {limit: desk.cache.limit_hit(found, limit, Reason.SCORED) for limit in (0, 20, 40)}
+    taken = {limit: desk.cache.plans.limit_hit(found, limit, Reason.SCORED) for limit in (0, 20, 40)}
 
     assert (found.num_tokens, found.partial.num_tokens) == (32, 8)
     assert {limit: hit.num_tokens for limit, hit in taken.items()} == {0: 0, 20: 16, 40: 32}
@@ -856,7 +856,7 @@ def test_only_what_is_on_the_device_is_copied() -> None:
     desk.leave(source)
     desk.spill_all()
     desk.forget(Tier.DEVICE, source, (0, 2))
-    assert desk.cache.where(source.chain) == [Tier.DEVICE, Tier.DEVICE, Tier.HOST]
+    assert desk.cache.lookups.where(source.chain) == [Tier.DEVICE, Tier.DEVICE, Tier.HOST]
 
     reader = desk.enter(text(1, 37) + text(2, 20))
 
@@ -870,7 +870,7 @@ def first_block_below(token_ids: list[int]) -> Desk:
     desk.leave(reader)
     desk.flush()
     desk.forget(Tier.DEVICE, reader, (0, 0))
-    assert desk.cache.where(reader.chain)[:2] == [Tier.HOST, Tier.DEVICE]
+    assert desk.cache.lookups.where(reader.chain)[:2] == [Tier.HOST, Tier.DEVICE]
     return desk
 
 
@@ -1187,7 +1187,7 @@ def test_a_hit_in_host_memory_that_room_is_made_for_may_be_gone_by_then() -> Non
         if desk.cache.make_room(hit):
             break
         desk.settle()
-    assert desk.cache.where(chain)[-1] is None
+    assert desk.cache.lookups.where(chain)[-1] is None
 
     promotion = desk.cache.promote(hit)
     desk.settle()
@@ -1291,7 +1291,7 @@ def test_with_retention_0_a_lost_block_leaves_nothing_to_resume_at_but_a_junctio
 
     hit = desk.lookup(C + [3] * 5)
 
-    assert (hit.num_tokens, desk.cache.junction(hit)) == (0, junction)
+    assert (hit.num_tokens, desk.cache.lookups.junction(hit)) == (0, junction)
 
 
 def test_with_retention_0_the_blocks_a_junction_showed_to_be_missing_are_kept_the_next_time() -> None:  # S43
@@ -1359,8 +1359,8 @@ def test_with_retention_0_and_two_sizes_only_the_same_prompt_resumes_and_a_sibli
     hit, again = desk.lookup(sibling), desk.lookup(text(1, 100))
 
     assert desk.holders(first, 1) == [None, None, None, None, 4, 5]
-    assert (hit.num_tokens, desk.cache.junction(hit)) == (0, 64)
-    assert (again.num_tokens, desk.cache.junction(again)) == (96, None)
+    assert (hit.num_tokens, desk.cache.lookups.junction(hit)) == (0, 64)
+    assert (again.num_tokens, desk.cache.lookups.junction(again)) == (96, None)
     desk.leave(first, desk.enter(sibling))
     assert desk.lookup(text(1, 80) + text(3, 20)).num_tokens == 64
 
@@ -1396,7 +1396,7 @@ def test_with_retention_0_a_state_is_kept_where_the_prompt_s_last_full_block_end
 
     hit = at_once.lookup(C + [9] * 7)
 
-    assert (hit.num_tokens, at_once.cache.junction(hit)) == (0, 48)
+    assert (hit.num_tokens, at_once.cache.lookups.junction(hit)) == (0, 48)
     assert [first.slots(group_id) for group_id in range(2)] == [[0, 1, 2, 3], [_, _, 0, 1]]
     assert in_two.lookup(C + [9] * 7).num_tokens == 48
 

@@ -26,7 +26,7 @@ def everywhere(w, documents: str) -> None:
     """Read these documents, so that host memory and disk have all of them and the device the last ones."""
     for document in documents:
         read(w, document)
-    while w.cache.spill_rest():
+    while w.cache.drain.spill_rest():
         w.settle()
 
 
@@ -41,7 +41,7 @@ def done(w, order: PurgeOrder) -> dict[Tier, Purged]:
 
 
 def num_found(w, document: str) -> int:
-    return sum(tier is not None for tier in w.cache.where(w.chain(document, DOCUMENT)))
+    return sum(tier is not None for tier in w.cache.lookups.where(w.chain(document, DOCUMENT)))
 
 
 def test_all_that_is_cached_leaves_every_tier_and_is_counted_by_tier() -> None:
@@ -97,7 +97,7 @@ def test_what_a_reset_forgets_is_remembered_as_cleared(below: str) -> None:
 def test_what_a_reset_takes_from_a_tier_below_was_lost_there() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     everywhere(w, "abcd")
-    assert {w.cache.where(w.chain(document, DOCUMENT))[0] for document in "abcd"} == set(LOCAL)
+    assert {w.cache.lookups.where(w.chain(document, DOCUMENT))[0] for document in "abcd"} == set(LOCAL)
     w.clock.now = 77.0
 
     assert w.cache.reset()
@@ -141,7 +141,7 @@ def test_what_a_request_or_a_pin_leases_stays_and_is_counted() -> None:
     w = world(num_device_slots=32, num_host_slots=64)
     everywhere(w, "ab")
     leased = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT + 1), DOCUMENT + 1))
-    pin = w.cache.pin(w.chain("b", DOCUMENT), DOCUMENT)
+    pin = w.cache.pins.pin(w.chain("b", DOCUMENT), DOCUMENT)
     w.settle()
     assert leased.done
     assert pin is not None
@@ -153,7 +153,7 @@ def test_what_a_request_or_a_pin_leases_stays_and_is_counted() -> None:
     assert outcome[Tier.HOST].num_leased == BLOCKS
     assert num_found(w, "a") == num_found(w, "b") == BLOCKS
     w.cache.release(leased.tables)
-    w.cache.unpin(pin)
+    w.cache.pins.unpin(pin)
     assert done(w, PurgeOrder())[Tier.HOST] == Purged(BLOCKS, BLOCKS * BLOCK_BYTES)
 
 
@@ -164,8 +164,8 @@ def test_a_block_on_its_way_down_is_evicted_where_it_arrives() -> None:
     assert tables is not None
     w.compute(tables, chain, 0, DOCUMENT)
     w.cache.release(tables)
-    w.cache.spill_rest()
-    assert w.cache.num_under_way  # the copies are not taken in before the first look has gone by
+    w.cache.drain.spill_rest()
+    assert w.cache.num_in_flight  # the copies are not taken in before the first look has gone by
     purge = w.cache.purge(PurgeOrder())
     for _ in range(3):
         purge.go_on()

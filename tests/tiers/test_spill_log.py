@@ -117,7 +117,7 @@ def test_what_a_tenants_quota_pushes_out_of_the_batch_itself_is_dropped() -> Non
     num_dropped = sum(spill.dropped.get(Drop.PUSHED_OUT, 0) for spill in to_disk)
     assert num_written == DOCUMENT // w.cache.block_size
     assert 0 < num_dropped <= num_written - 2
-    assert w.cache.where(w.chain("a", DOCUMENT)).count(Tier.DISK) <= 2
+    assert w.cache.lookups.where(w.chain("a", DOCUMENT)).count(Tier.DISK) <= 2
 
 
 def test_a_lane_that_ends_drops_what_it_has_not_begun() -> None:

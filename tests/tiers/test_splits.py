@@ -24,10 +24,10 @@ def test_a_split_hit_brings_only_the_rest_and_says_that_the_front_was_computed()
         read(w, document)
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     assert hit.num_tokens == DOCUMENT
-    on_device = w.cache.on_device(hit).num_tokens
+    on_device = w.cache.plans.on_device(hit).num_tokens
     start = on_device + 3 * w.cache.block_size
 
-    front = w.cache.promote(w.cache.on_device(hit))
+    front = w.cache.promote(w.cache.plans.on_device(hit))
     rest = w.cache.promote(replace(hit, start=start))
     w.settle()
     slots = w.cache.allocate([3])

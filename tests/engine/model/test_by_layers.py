@@ -88,7 +88,7 @@ def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
     prompt = prompt_of(1)
     with LLM(model, configuration(tmp_path, 1.5, 6.0), byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
-        llm.core.cache.flush(DEADLINE_S)
+        llm.core.cache.drain.flush(DEADLINE_S)
         push_down(llm, prompt, Tier.DEVICE)
         core = llm.core
         free = core.cache.free_slots()
@@ -104,7 +104,7 @@ def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
 
         core.abort(request)
 
-        while core.cache.num_under_way:
+        while core.cache.num_in_flight:
             core.cache.wait(0.01)
         llm.check()
         assert core.cache.free_slots() == free

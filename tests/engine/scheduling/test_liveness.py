@@ -157,10 +157,13 @@ class Engine(HangingWorld):
             self.ask(document)
             if hour % 5 == 4:
                 self.ask("abcdefgh"[hour % 8])
-            if hour % 6 == 0 and (pin := self.cache.pin(self.chain("cgh"[hour % 3], DOCUMENT), DOCUMENT)) is not None:
+            if (
+                hour % 6 == 0
+                and (pin := self.cache.pins.pin(self.chain("cgh"[hour % 3], DOCUMENT), DOCUMENT)) is not None
+            ):
                 self.holds.append(pin)
             if hour % 6 == 3 and self.holds:
-                self.cache.unpin(self.holds.pop(0))
+                self.cache.pins.unpin(self.holds.pop(0))
             for _ in range(10):
                 self.step()
                 yield
@@ -176,7 +179,7 @@ class Engine(HangingWorld):
         for asked in self.asked:
             self.scheduler.abort(asked.request)
         for pin in self.holds:
-            self.cache.unpin(pin)
+            self.cache.pins.unpin(pin)
 
     def free(self) -> list[int]:
         assert self.host is not None
@@ -263,7 +266,7 @@ def see_that_it_ends(engine: Engine) -> None:
     """Assert that closing takes no longer than a lane may take, and no lease is lost once hanging copies have ended."""
     engine.let_go()
     began_at = engine.clock.now
-    engine.cache.flush(120.0)
+    engine.cache.drain.flush(120.0)
     assert engine.clock.now - began_at <= HUNG_S + SHORT_S
     assert engine.cache.free_slots()[0] >= NUM_DEVICE_SLOTS // 2  # but for those of copies that hang
     engine.check()
@@ -371,7 +374,7 @@ def test_closing_waits_once_for_a_lane_that_hangs_and_says_so(route: Route, monk
     began_at = engine.clock.now
 
     engine.let_go()
-    engine.cache.flush(120.0)
+    engine.cache.drain.flush(120.0)
     closed = engine.cache.close()
 
     assert not closed
@@ -408,7 +411,7 @@ def only_on_disk(engine: Engine, *documents: str) -> None:
     for document in documents:
         chain = engine.chain(document, DOCUMENT)
         engine.evict_blocks(chain.names)
-        assert set(engine.cache.where(chain)) == {Tier.DISK}
+        assert set(engine.cache.lookups.where(chain)) == {Tier.DISK}
 
 
 def test_a_read_that_hangs_is_waited_for_once() -> None:
@@ -441,15 +444,15 @@ def test_what_a_read_that_hung_brings_after_all_is_in_host_memory() -> None:
     engine.clock.now += 1.0
     engine.cache.poll()
     assert (promotion.done, promotion.num_tokens) == (True, 0)
-    assert engine.cache.where(chain) == [None] * 6
+    assert engine.cache.lookups.where(chain) == [None] * 6
 
     engine.come_back()
 
-    assert engine.cache.where(chain) == [Tier.HOST] * 6
+    assert engine.cache.lookups.where(chain) == [Tier.HOST] * 6
     engine.check()
     without_answers(engine, 2.0)
     engine.evict_blocks(chain.names)
-    assert engine.cache.where(chain) == [Tier.DISK] * 6
+    assert engine.cache.lookups.where(chain) == [Tier.DISK] * 6
 
 
 def test_a_write_that_hangs_keeps_no_load_from_a_disk_that_reads_well() -> None:
@@ -532,7 +535,7 @@ def test_a_page_of_the_index_that_hangs_is_read_by_another_reader() -> None:
 
     after = Engine(Fault(Route.DISK_TO_HOST, 0, num_threads=2), store=before.store)
 
-    assert after.cache.knows_disk
+    assert after.cache.lower.status.is_indexed
     assert wait_for(after, "a")[0] < SHORT_S
     assert after.asked[0].request.tokens.disk == DOCUMENT
     after.come_back()

@@ -76,7 +76,7 @@ class Walk(World):
         self.finished.lanes = self.lanes
 
     def wait_for_index(self) -> None:
-        while not self.cache.knows_disk:
+        while not self.cache.lower.status.is_indexed:
             self.cache.wait(1.0)
 
     def look_at_the_clock(self) -> float:
@@ -105,7 +105,7 @@ class Walk(World):
         elif dice < 0.36:
             self.rot_a_host_block()
         elif dice < 0.38:
-            self.cache.flush(5.0, self.let_copies_end)
+            self.cache.drain.flush(5.0, self.let_copies_end)
             for _ in range(8):
                 self.rot_a_host_block()
         elif dice < 0.39:

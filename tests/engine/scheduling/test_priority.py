@@ -103,7 +103,7 @@ def test_random_priorities_in_a_small_pool_give_the_tokens_of_being_alone(model:
 
 
 def where(core: EngineCore, request: Request) -> set[Tier | None]:
-    return set(core.cache.where(request.chain))
+    return set(core.cache.lookups.where(request.chain))
 
 
 def test_what_a_waiting_request_needs_comes_from_disk_while_it_waits(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_a_waiting_request_needs_comes_from_disk_while_it_waits(model: PreT
         assert running.finish_reason is None
         finish(core)
         assert_nothing_leased(core)
-        assert core.cache.free_to_pin == core.cache.pinnable_bytes
+        assert core.cache.pins.free_bytes == core.cache.pins.max_bytes
 
     assert waiting.tokens is not None
     assert waiting.tokens.host == 10 * BLOCK_SIZE

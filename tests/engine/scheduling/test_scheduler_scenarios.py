@@ -120,7 +120,7 @@ class Machine(World):
             for lane in self.lanes.values():
                 lane.stir(1.0)
 
-        assert self.cache.flush(10, progress) == 0
+        assert self.cache.drain.flush(10, progress) == 0
 
     def push_out(self, request: Request, to: Tier = Tier.HOST) -> None:
         """Push the request's full blocks out of all other tiers."""
@@ -136,7 +136,7 @@ class Machine(World):
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
             self.index.disk.index.clear()
-        assert set(self.cache.where(request.chain)) == {to}
+        assert set(self.cache.lookups.where(request.chain)) == {to}
 
 
 def with_tiers(groups: Sequence[AttentionGroup] = FULL, num_slots: int = 20, **options: object) -> Machine:
@@ -607,7 +607,7 @@ def test_slots_that_a_copy_writes_to_are_not_given_out_until_it_has_ended() -> N
     machine.settle()
     assert machine.cache.free_slots() == [6]
     machine.cache.check()
-    assert machine.cache.where(stored.chain) == [Tier.DEVICE] * 4  # it has come, so it may be found
+    assert machine.cache.lookups.where(stored.chain) == [Tier.DEVICE] * 4  # it has come, so it may be found
 
 
 def test_slots_that_wait_for_the_disk_are_free_as_soon_as_no_request_wants_the_blocks() -> None:  # S67
@@ -624,7 +624,7 @@ def test_slots_that_wait_for_the_disk_are_free_as_soon_as_no_request_wants_the_b
     machine.cache.check()
     machine.settle()
     machine.cache.check()
-    assert machine.cache.where(stored.chain) == [Tier.HOST] * 4
+    assert machine.cache.lookups.where(stored.chain) == [Tier.HOST] * 4
 
 
 # --- with a model

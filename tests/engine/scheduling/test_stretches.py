@@ -15,7 +15,7 @@ from kvtier.tiers.lower.breaker import CircuitBreaker
 def test_a_request_that_waits_for_room_has_spilled_and_then_promoted() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     read(w, "a")
-    while w.cache.spill_rest():
+    while w.cache.drain.spill_rest():
         w.settle()
     chain = w.chain("b", 15 * BLOCK_SIZE)
     tables = w.cache.allocate([15])  # a's blocks leave the device

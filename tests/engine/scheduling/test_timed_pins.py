@@ -26,7 +26,7 @@ def pinned(w: World, pins: TimedPins, owner: str, until: float, num_blocks: int 
 
 
 def held_bytes(w: World) -> int:
-    return w.cache.pinnable_bytes - w.cache.free_to_pin
+    return w.cache.pins.max_bytes - w.cache.pins.free_bytes
 
 
 def test_pins_end_in_the_order_of_their_times_a_few_with_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:

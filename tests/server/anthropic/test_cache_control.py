@@ -57,7 +57,7 @@ def whole_blocks(content: str) -> int:
 
 
 def held_tokens(server: ServerInThread) -> int:
-    held = server.ask(lambda core: core.cache.pinnable_bytes - core.cache.free_to_pin)
+    held = server.ask(lambda core: core.cache.pins.max_bytes - core.cache.pins.free_bytes)
     return held // 1024  # bytes of a token
 
 

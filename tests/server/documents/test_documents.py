@@ -62,7 +62,7 @@ def salt_of(document: Document) -> str | None:
 
 def held_bytes(core: EngineCore) -> int:
     """Bytes of host memory that pins take."""
-    return core.cache.pinnable_bytes - core.cache.free_to_pin
+    return core.cache.pins.max_bytes - core.cache.pins.free_bytes
 
 
 def no_extra(_: Document) -> ExtraKeys:

@@ -44,7 +44,7 @@ def prefixes(core: EngineCore) -> PinnedPrefixes:
 
 
 def held_blocks(core: EngineCore) -> int:
-    return (core.cache.pinnable_bytes - core.cache.free_to_pin) // BLOCK_BYTES
+    return (core.cache.pins.max_bytes - core.cache.pins.free_bytes) // BLOCK_BYTES
 
 
 def keep(prefixes: PinnedPrefixes, prompt: str, *ends: tuple[int, float]) -> list[int]:

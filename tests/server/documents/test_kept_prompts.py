@@ -35,7 +35,7 @@ def core(model: PreTrainedModel, clock: FakeClock) -> Iterator[EngineCore]:
 
 
 def held_blocks(core: EngineCore) -> int:
-    return (core.cache.pinnable_bytes - core.cache.free_to_pin) // BLOCK_BYTES
+    return (core.cache.pins.max_bytes - core.cache.pins.free_bytes) // BLOCK_BYTES
 
 
 def kept(worker: DocumentWorker, tenant: str | None, num_blocks: int, ttl_s: float = 60.0) -> bool:

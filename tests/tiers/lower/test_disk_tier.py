@@ -183,7 +183,7 @@ def restarted_beside_a_store_that_failed() -> World:
 def test_an_index_that_could_not_be_read_is_read_later() -> None:
     after = restarted_beside_a_store_that_failed()
     after.settle()
-    assert after.cache.knows_disk
+    assert after.cache.lower.status.is_indexed
     assert balance(read(after, "a")) == (0, 0, 40, 1)
 
 
@@ -195,7 +195,7 @@ def test_an_index_whose_reading_found_its_lane_full_is_read_later() -> None:
     after.lanes[Route.DISK_TO_HOST].capacity = 6
     after.settle()
 
-    assert after.cache.knows_disk
+    assert after.cache.lower.status.is_indexed
     assert balance(read(after, "a")) == (0, 0, 40, 1)
 
 

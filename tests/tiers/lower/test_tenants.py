@@ -178,13 +178,13 @@ def test_blocks_that_a_quota_pushed_out_do_not_push_each_other_out_for_ever(disk
 
     def moved_at_rest() -> list[int]:
         for _ in range(20):
-            w.cache.spill_rest()
+            w.cache.drain.spill_rest()
             w.settle()
         return [route.num_bytes for route in w.cache.statistics().routes.values()]
 
     at_rest = moved_at_rest()
     assert moved_at_rest() == at_rest
-    assert w.cache.spill_rest() == 0
+    assert w.cache.drain.spill_rest() == 0
     w.check()
 
 
@@ -192,7 +192,7 @@ def test_a_block_that_a_quota_pushed_out_is_told_from_one_that_never_came() -> N
     w = world({ANN: 2 * BLOCK_BYTES}, {ANN: 3 * CHARGE})
     read(w, "ann")
     for _ in range(20):
-        w.cache.spill_rest()
+        w.cache.drain.spill_rest()
         w.settle()
     push_out(w)
 

@@ -243,7 +243,7 @@ def test_a_hit_not_worth_loading_is_computed_and_says_why() -> None:
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     assert hit.num_tokens == DOCUMENT
 
-    worth = w.cache.worth_loading(hit, DOCUMENT + 1)
+    worth = w.cache.plans.worth_loading(hit, DOCUMENT + 1)
     promotion = w.cache.promote(worth)
     w.settle()
 
@@ -273,7 +273,7 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     num_blocks = {route: (moves.num_bytes / BLOCK_BYTES).tolist() for route, moves in demand.moves.items()}
     assert num_blocks[Route.HOST_TO_DEVICE] == [0, 1, 2, 3, 4, 5, 6]
     assert num_blocks[Route.DISK_TO_HOST] == [0, 0, 0, 0, 1, 2, 3]
-    assert w.cache.where(hit.chain) == [Tier.DEVICE] * 4 + [Tier.HOST] * 3 + [Tier.DISK] * 3
+    assert w.cache.lookups.where(hit.chain) == [Tier.DEVICE] * 4 + [Tier.HOST] * 3 + [Tier.DISK] * 3
 
 
 def test_a_hit_that_is_all_on_the_device_needs_no_plan() -> None:

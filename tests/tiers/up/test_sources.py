@@ -14,7 +14,7 @@ def below_only(is_apart: bool) -> World:
     read(w, "a")
     w.flush()
     for other in "bcdefg":
-        if all(tier is not Tier.DEVICE for tier in w.cache.where(w.chain("a", DOCUMENT))):
+        if all(tier is not Tier.DEVICE for tier in w.cache.lookups.where(w.chain("a", DOCUMENT))):
             break
         read(w, other)
     return w

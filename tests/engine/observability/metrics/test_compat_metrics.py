@@ -146,7 +146,7 @@ def test_a_request_that_runs_leases_a_share_of_vllms_cache_and_one_that_has_ende
     used: list[float] = []
     with LLM(model, {**configuration(tmp_path), "disk": None}, byte_tokenizer()) as llm:
         request = llm.core.add(list(range(100)), GREEDY, NO_EXTRA_KEYS, 0.0)
-        while request.finish_reason is None or llm.core.cache.num_under_way:
+        while request.finish_reason is None or llm.core.cache.num_in_flight:
             llm.core.step()
             llm.core.idle()
             used.append(of_vllm(told(llm.core.statistics, "vllm"), "kv_cache_usage_perc") * NUM_SLOTS)

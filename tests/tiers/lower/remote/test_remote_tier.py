@@ -34,7 +34,7 @@ def machine(values: Values, store: MemoryStore | None = None, **options: object)
 def ask(w: World, document: str, num_tokens: int = DOCUMENT + 1, is_answered: bool = True) -> TokenBalance:
     """Answer a prompt as an engine does: ask, look up, promote, compute the rest, leave."""
     chain = w.chain(document, num_tokens)
-    inquiry = w.cache.inquire(chain, num_tokens)
+    inquiry = w.cache.lookups.inquire(chain, num_tokens)
     if is_answered:
         w.settle()
     assert inquiry.is_done
@@ -131,10 +131,10 @@ def test_a_prompt_that_nobody_has_seen_is_one_question_and_then_none_for_a_while
     assert w.store is not None
     w.store.delete(list(w.store.keys()))
 
-    assert w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+    assert w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
     assert remote(w).usage.num_questions == num_questions
     w.clock.now += ABSENT_LASTS_S
-    assert not w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+    assert not w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
 
 
 def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
@@ -153,7 +153,7 @@ def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
     assert w.store is not None
     w.store.delete(list(w.store.keys()))
 
-    inquiry = w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    inquiry = w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
     store.away = frozenset()
     w.settle()
 
@@ -167,7 +167,7 @@ def test_nothing_is_asked_about_what_local_tiers_have() -> None:
     w = machine({})
     ask(w, "a")
 
-    inquiry = w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    inquiry = w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
 
     assert inquiry.is_done
     assert remote(w).num_asked == 1
@@ -178,7 +178,7 @@ def test_requests_for_one_document_share_a_question() -> None:
     w.settle()
     chain = w.chain("a", DOCUMENT + 1)
 
-    inquiries = [w.cache.inquire(chain, DOCUMENT + 1) for _ in range(5)]
+    inquiries = [w.cache.lookups.inquire(chain, DOCUMENT + 1) for _ in range(5)]
     w.settle()
 
     assert all(inquiry.is_done for inquiry in inquiries)
@@ -188,7 +188,7 @@ def test_requests_for_one_document_share_a_question() -> None:
 def test_an_answer_is_waited_for_a_moment_and_serves_those_that_come_later() -> None:
     w = machine(shared())
     w.settle()
-    inquiry = w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    inquiry = w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
     w.clock.now += ANSWER_S * 0.9
     w.cache.poll()
     assert not inquiry.is_done
@@ -206,11 +206,11 @@ def test_an_answer_is_waited_for_a_moment_and_serves_those_that_come_later() -> 
 def test_while_it_does_not_answer_nobody_waits_and_it_is_tried_again() -> None:
     w = machine(shared())
     w.settle()
-    w.cache.inquire(w.chain("b", DOCUMENT + 1), DOCUMENT + 1)
+    w.cache.lookups.inquire(w.chain("b", DOCUMENT + 1), DOCUMENT + 1)
     w.clock.now += 2 * ANSWER_S
     w.cache.poll()
 
-    assert w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+    assert w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
     w.settle()  # its owner hears at last
     assert remote(w).breakers["ask"] is BreakerState.OPEN
     w.clock.now += 2
@@ -223,7 +223,7 @@ def test_while_it_does_not_answer_nobody_waits_and_it_is_tried_again() -> None:
 def test_answers_that_wait_for_an_owner_who_was_away_are_not_late() -> None:
     w = machine(shared())
     w.settle()
-    inquiry = w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    inquiry = w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
     w.asks[0].stir(1.0)
 
     w.clock.now += 10
@@ -290,7 +290,7 @@ def test_what_others_have_evicted_meanwhile_is_a_miss() -> None:
     second = machine(values)
     second.settle()
     chain = second.chain("a", DOCUMENT + 1)
-    second.cache.inquire(chain, DOCUMENT + 1)
+    second.cache.lookups.inquire(chain, DOCUMENT + 1)
     second.settle()
     values.clear()
 
@@ -309,7 +309,7 @@ def test_a_read_that_hangs_ends_with_its_deadline_and_reading_is_tried_without_a
     second = machine(shared())
     second.settle()
     chain = second.chain("a", DOCUMENT + 1)
-    second.cache.inquire(chain, DOCUMENT + 1)
+    second.cache.lookups.inquire(chain, DOCUMENT + 1)
     second.settle()
     promotion = second.cache.promote(second.cache.lookup(chain, DOCUMENT + 1), timeout_s=1)
     hanging = second.lanes[Route.REMOTE_TO_HOST].held
@@ -322,7 +322,7 @@ def test_a_read_that_hangs_ends_with_its_deadline_and_reading_is_tried_without_a
     assert promotion.num_tokens == 0
     assert remote(second).breakers["read"] is BreakerState.OPEN
     second.cache.release(promotion.tables)
-    assert second.cache.inquire(chain, DOCUMENT + 1).is_done  # nobody waits while it cannot be read
+    assert second.cache.lookups.inquire(chain, DOCUMENT + 1).is_done  # nobody waits while it cannot be read
     assert second.cache.lookup(chain, DOCUMENT + 1).num_tokens == 0
     second.clock.now += HUNG_S
     second.lanes[Route.REMOTE_TO_HOST].held += hanging
@@ -364,9 +364,9 @@ def test_answers_are_not_believed_for_ever() -> None:
     second = machine(shared())
     second.settle()
     chain = second.chain("a", DOCUMENT + 1)
-    second.cache.inquire(chain, DOCUMENT + 1)
+    second.cache.lookups.inquire(chain, DOCUMENT + 1)
     second.settle()
-    assert second.cache.where(chain) == [Tier.REMOTE] * NUM_BLOCKS
+    assert second.cache.lookups.where(chain) == [Tier.REMOTE] * NUM_BLOCKS
 
     for document in "bc":
         second.clock.now += LASTS_S + 1
@@ -374,7 +374,7 @@ def test_answers_are_not_believed_for_ever() -> None:
         ask(second, f"other than {document}")
         ask(second, document)
 
-    assert second.cache.where(chain) == [None] * NUM_BLOCKS
+    assert second.cache.lookups.where(chain) == [None] * NUM_BLOCKS
 
 
 def test_what_is_loaded_is_chosen_by_the_stores_own_speed() -> None:
@@ -387,16 +387,16 @@ def test_what_is_loaded_is_chosen_by_the_stores_own_speed() -> None:
     speed.latency_s = 1e-6
     speed.take_over(1.0, 0.0)  # a byte a second
     chain = second.chain("a", DOCUMENT + 1)
-    second.cache.inquire(chain, DOCUMENT + 1)
+    second.cache.lookups.inquire(chain, DOCUMENT + 1)
     second.settle()
     hit = second.cache.lookup(chain, DOCUMENT + 1)
     assert hit.num_tokens == DOCUMENT
 
-    assert second.cache.plan_load(hit, DOCUMENT + 1).num_tokens == 0
+    assert second.cache.plans.plan_load(hit, DOCUMENT + 1).num_tokens == 0
     speed.take_over(1e12, 0.0)
-    assert second.cache.plan_load(hit, DOCUMENT + 1).num_tokens == DOCUMENT
+    assert second.cache.plans.plan_load(hit, DOCUMENT + 1).num_tokens == DOCUMENT
     speed.latency_s = 1.0
-    assert second.cache.plan_load(hit, DOCUMENT + 1).num_tokens == 0
+    assert second.cache.plans.plan_load(hit, DOCUMENT + 1).num_tokens == 0
 
 
 def test_what_is_computed_sooner_than_asked_is_not_asked_about() -> None:
@@ -407,7 +407,7 @@ def test_what_is_computed_sooner_than_asked_is_not_asked_about() -> None:
         prefill.on_computed(64, 0, 64e-6)
     w.transfers.speed(Route.REMOTE_TO_HOST).latency_s = 1.0
 
-    assert w.cache.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+    assert w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
     assert remote(w).num_asked == 0
 
 

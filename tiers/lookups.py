@@ -1,0 +1,145 @@
+"""Lookups: queries about which part of a prompt is cached, and where."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, AllOf, Inquiry
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.naming.retention import Retention
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.residency import Located, Residency
+from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.promotion import Hit, Misses, PartialHit
+
+NOTHING = np.empty(0, np.int32)
+NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
+
+
+class Lookups:
+    """Queries about prompts, over all tiers at once. They lease nothing and have no side effects.
+
+    Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        attentions: Sequence[AttentionGroup],
+        residency: Residency,
+        retention: Retention,
+        planner: LoadPlanner | None,
+    ) -> None:
+        """Answer from *residency*; *planner* says when querying a slow tier is worth its time."""
+        self._attentions = tuple(attentions)
+        self._residency = residency
+        self._groups = residency.groups
+        self._retention = retention
+        self._planner = planner
+        self._block_size = name_block_size(attentions)
+        self._alignment = alignment(attentions)
+
+    def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
+        """Return the longest cached prefix of the prompt over all tiers. Leases nothing and has no side effects.
+
+        *chain* holds the names of the prompt's blocks, and *num_tokens* is the prompt's length. The last token must
+        always be computed, so the hit has at most *num_tokens* - 1 tokens.
+        """
+        limit = self._limit(chain, num_tokens)
+        located: dict[int, tuple[int, Located]] = {}
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            group = self._groups[group_id]
+            found = self._residency.locate(group, group.names_in(chain, range(start, end)))
+            located[group_id] = start, found
+            return start + found.num_found
+
+        num_found = longest_hit(limit, self._attentions, first_hole)
+        device_slots, below = [], []
+        for group in self._groups:
+            needed = group.needed(num_found)
+            start, found = located.get(group.id, (0, NOT_LOOKED_FOR))
+            if needed.start < start or start + len(found.device_slots) < needed.stop:
+                start, found = needed.start, self._residency.locate(group, group.names_in(chain, needed))
+            device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
+            below.append(found.below[needed.start - start : needed.stop - start])
+        misses = Misses(())
+        if num_found < limit:
+            ends = {num_found // group.block_size * group.block_size + group.block_size for group in self._attentions}
+            why = self._residency.miss_reason(chain.names[end // self._block_size - 1] for end in sorted(ends))
+            misses = Misses(((limit, why),))
+        partial = self._partial_hit(chain, num_found, num_tokens)
+        return Hit(chain, limit, num_found, misses, partial, device_slots, below, self._residency.num_changes)
+
+    def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
+        """Return the empty hit of a request that must not read the cache."""
+        limit = self._limit(chain, num_tokens)
+        return Hit(chain, limit, 0, Misses(((limit, Reason.SKIPPED),)))
+
+    def inquire(self, chain: BlockChain, num_tokens: int) -> Inquiry:
+        """Query slow tiers (for example the remote store) for the part of the prompt that no faster tier holds.
+
+        Tiers are not queried if computing that part would be faster than the query. Once the inquiry is done, `lookup`
+        includes its result.
+        """
+        if not self._residency.lower.hints.can_ask:
+            return NOTHING_TO_ASK
+        limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
+        for group in self._groups:
+            names = group.names_in(chain, range(limit // group.block_size))
+            start = 0 if group.attention.forgets else self._residency.locate(group, names).num_found
+            if start < len(names) and self._is_worth_asking(start * group.block_size, num_tokens):
+                inquiries.append(self._residency.lower.hints.inquire(group.id, names[start:]))
+        return AllOf(inquiries)
+
+    def junction(self, hit: Hit) -> int | None:
+        """Return the length of a prefix, longer than the hit, after which only groups that forget lack blocks, or None.
+
+        Such a prefix was requested a second time, so the forgetting groups' blocks at its end are worth keeping.
+        """
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            group = self._groups[group_id]
+            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
+
+        if self._retention.interval_tokens is None or len(self._attentions) == 1:
+            return None  # all blocks are kept anyway
+        num_tokens = longest_single(hit.limit, self._attentions, first_hole)
+        return num_tokens if num_tokens > hit.num_tokens else None
+
+    def where(self, chain: BlockChain) -> list[Tier | None]:
+        """Return for each name the coldest tier from which a group gets its block; None if any group misses it."""
+        result: list[Tier | None] = []
+        for place in range(len(chain.names)):
+            found = []
+            for group in self._groups:
+                block_id = place * self._block_size // group.block_size
+                names = group.names_in(chain, range(block_id, block_id + 1))
+                found.append(self._residency.tier_of(group, names[0]) if names else None)
+            tiers = [tier for tier in found if tier is not None]
+            result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
+        return result
+
+    def _is_worth_asking(self, num_found: int, num_tokens: int) -> bool:
+        """Return whether the rest of a prompt takes longer to compute than a query of the remote tier takes."""
+        if self._planner is None or not self._planner.prefill.is_known:
+            return True
+        compute_s = self._planner.compute_seconds(num_found, num_tokens - num_found)
+        return compute_s > self._residency.lower.status.read_speed(Tier.REMOTE).latency_s
+
+    def _limit(self, chain: BlockChain, num_tokens: int) -> int:
+        limit = min(max(0, num_tokens - 1), len(chain.names) * self._block_size)
+        return limit // self._alignment * self._alignment
+
+    def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
+        """Return the device block that shares the most tokens with the prompt after the hit, if all groups have it."""
+        group = self._residency.partial_group
+        wanted = chain.token_ids[num_found : min(num_found + self._block_size, num_tokens - 1)]
+        if group is None or group.partial_matches is None or not len(wanted):
+            return None
+        key = chain.continued_key(num_found // self._block_size)
+        for slot, num_shared in group.partial_matches.sharing(key, wanted, group.pool):
+            name = group.pool.name(slot)
+            if name is not None and all(each.pool.find(name) is not None for each in self._groups):
+                return PartialHit(name, num_shared, group.partial_matches.is_used_up(slot, num_shared))
+        return None

@@ -1,0 +1,106 @@
+"""Plans for hits: which part of a hit to load, and how long that takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.group_tiers import GroupTiers
+from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.naming.groups import alignment
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
+from kvtier.tiers.up.promoter import Hits
+from kvtier.tiers.up.promotion import Hit
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+
+class HitPlans:
+    """Shortens hits to the part that a request should load. Has no side effects except the planner's counts.
+
+    Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupTiers],
+        hits: Hits,
+        lower: LowerTiers,
+        transfers: TransferEngine,
+        planner: LoadPlanner | None,
+    ) -> None:
+        """Plan with *planner*; without it, everything is worth loading."""
+        self._groups = groups
+        self._hits = hits
+        self._lower = lower
+        self._transfers = transfers
+        self._planner = planner
+        self._alignment = alignment([group.attention for group in groups])
+
+    def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
+        """Shorten the hit to the part that is faster to load than to recompute, for a prompt of *num_tokens* tokens.
+
+        *busy_s* is how long the device will first compute for other requests. The request starts a split hit
+        (`Hit.start`) with the part that is `on_device`, and promoting the hit loads the rest. Has no side effects.
+        """
+        return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
+
+    def plan_load(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
+        """Return the same as `worth_loading`, and count the plan."""
+        return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.choose)
+
+    def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
+        """Return the seconds to load the whole hit after the queued loads; None while a lane's speed is unknown."""
+        demand = self._hits.demand(hit, self._alignment)
+        return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
+
+    def limit_load(self, hit: Hit, num_tokens: int) -> Hit:
+        """Shorten the hit so that at most *num_tokens* tokens must be loaded from lower tiers."""
+        limit = self._hits.on_device(hit).num_tokens + num_tokens
+        if hit.num_tokens <= limit:
+            return hit
+        return replace(self._hits.shorter(hit, limit), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
+
+    def limit_hit(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
+        """Shorten the hit to the first *num_tokens* tokens; the rest of it is computed for *reason*."""
+        num_found = hit.num_tokens + (0 if hit.partial is None else hit.partial.num_tokens)
+        if num_found <= num_tokens:
+            return hit
+        shorter = self._hits.shorter(hit, num_tokens)
+        return replace(shorter, partial=None, misses=hit.misses.cut(num_found, reason))
+
+    def on_device(self, hit: Hit) -> Hit:
+        """Shorten the hit to the part that is on the device, which can be promoted at once."""
+        return self._hits.on_device(hit)
+
+    def computed(self, hit: Hit) -> range:
+        """Return the chain's blocks that the request of a split hit computes although they are cached."""
+        return self._hits.computed(hit)
+
+    def num_leased(self, hit: Hit) -> list[int]:
+        """Return by group how many of the hit's blocks are in device slots that are already leased."""
+        slots = self._hits.device_slots(hit)
+        return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._groups, slots, strict=True)]
+
+    def _planned(
+        self,
+        hit: Hit,
+        num_tokens: int,
+        busy_s: float,
+        choose: Callable[[Demand, int, float, LoadSpeeds], Plan],
+    ) -> Hit:
+        """Shorten or split the hit according to the plan that *choose*, a method of the planner, returns."""
+        demand = self._hits.demand(hit, self._alignment)
+        if demand is None:
+            return hit
+        plan = choose(demand, num_tokens, busy_s, self._speeds)
+        if plan.end == hit.num_tokens:
+            return replace(hit, start=plan.start) if plan.start else hit
+        return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+
+    @property
+    def _speeds(self) -> LoadSpeeds:
+        return {
+            Route.DISK_TO_HOST: self._lower.status.read_speed(Tier.DISK),
+            Route.REMOTE_TO_HOST: self._lower.status.read_speed(Tier.REMOTE),
+            Route.HOST_TO_DEVICE: self._transfers.speed(Route.HOST_TO_DEVICE),
+        }
