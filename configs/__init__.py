@@ -1,1 +1,1 @@
-"""Ready-made configurations, by use."""
+"""Ready-made configurations, by use case: engines, sidecars, routers, clusters, dashboards and alerts."""

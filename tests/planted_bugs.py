@@ -841,7 +841,7 @@ BUGS = [
     ),
     Bug(
         "a page of the disk's index brings back what has left meanwhile",
-        "tiers/lower/disk_tier.py",
+        "tiers/lower/disk_index.py",
         "        if gone is not None:\n            rows = rows[~gone.holds(rows)]\n",
         "",
         "tests/tiers/lower/test_disk_tier.py",

@@ -1,6 +1,6 @@
 #!/bin/sh
-# make-secrets.sh FOLDER: makes all secrets of the cluster as files in a new folder; then it prints what takes them
-# into Kubernetes. Nothing is sent anywhere. Keep the folder where no one else reads it, or delete it afterwards.
+# make-secrets.sh FOLDER: creates all secrets of the cluster as files in a new folder, then prints the commands that
+# create them in Kubernetes. Nothing is sent anywhere. Keep the folder private, or delete it afterwards.
 set -eu
 folder=${1:?"usage: make-secrets.sh FOLDER"}
 umask 077
@@ -12,7 +12,7 @@ digest() { printf %s "$1" | sha256sum | cut -d' ' -f1; }
 store=$(word); keeper=$(word); replication=$(word); client=$(word); metrics=$(word)
 mkdir keys metrics store valkey vllm
 printf '[keys]\n"sha256:%s" = "team-a"\n"sha256:%s" = "prometheus"\n' "$(digest "$client")" "$(digest "$metrics")" > keys/keys.toml
-printf '%s\n' "$client" > client.key # what a client of team-a sends; it is in no secret
+printf '%s\n' "$client" > client.key # the API key for a client of team-a; not part of any secret
 operator=$(word)
 printf '[keys]\n"sha256:%s" = "operator"\n' "$(digest "$operator")" > keys/operators.toml
 printf '%s\n' "$operator" > operator.token

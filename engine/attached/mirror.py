@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.tiers.device.block_pool import SlotIndex
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.disk_tier import DiskIndex
+from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
 from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName

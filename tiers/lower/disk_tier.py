@@ -3,8 +3,8 @@
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,15 +18,12 @@ from kvtier.store.record import Fault
 from kvtier.tiers.device.group_slots import AGES_S
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.lower.breaker import CircuitBreaker
+from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.name_set import (
     GROUP_BYTES,
     KEY_BYTES,
     NAMESPACE_BYTES,
-    NameSet,
-    Rows,
     block_key,
-    names_of,
-    rows_of,
 )
 from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
@@ -34,150 +31,10 @@ from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
-FEW = 48  # names; up to this many, lookups one by one are faster than one vectorised lookup (measured)
-BUCKETS_AT_ONCE = 64  # buckets whose names one call of `pop_forgotten` returns: about 220 names
-TOLD_AT_ONCE = 256  # buckets whose names make up one page of `pages`: about 900 names
 EVERY_S = 1.0
 MAX_MARKERS = 4096
 WORD_BYTES = 4
 PAGE_KEYS = 512  # keys of the index read at a time: costs a reader, then the owner, half a millisecond each
-
-
-class DiskIndex:
-    """The names of the blocks on disk, by group; about 70 bytes per block.
-
-    The owner reports every write and eviction. Blocks that were on disk before the index was created are loaded in
-    pages, newest first, so that the blocks most likely to be requested are known early. A block that is not known yet
-    counts as not on disk. No call takes longer because the index holds more names.
-    """
-
-    def __init__(self) -> None:
-        self.is_loaded = False
-        self._names: defaultdict[int, NameSet] = defaultdict(NameSet)
-        # While loading: names that were removed but may still be in a page that was read earlier.
-        self._gone: defaultdict[int, NameSet] = defaultdict(NameSet)
-        # Names from earlier openings of the store, which are still to be reported as gone.
-        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = deque()
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks known to be on disk."""
-        return sum(map(len, self._names.values()))
-
-    def holds(self, group_id: int, name: BlockName) -> bool:
-        """Return whether the block is on disk."""
-        return group_id in self._names and name in self._names[group_id]
-
-    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """Return how many of *names* come before the first that is not on disk."""
-        held = self._names.get(group_id)
-        if held is None:
-            return 0
-        if len(names) <= FEW:
-            return next((i for i, name in enumerate(names) if name not in held), len(names))
-        is_held = held.holds(rows_of(names))
-        return len(names) if is_held.all() else int(is_held.argmin())
-
-    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """Return for each of *names* whether the block is on disk."""
-        held = self._names.get(group_id)
-        if held is None:
-            return np.zeros(len(names), np.bool_)
-        if len(names) <= FEW:
-            return np.array([name in held for name in names], np.bool_)
-        return held.holds(rows_of(names))
-
-    def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Return group and name of a block on disk that is not in *besides*; None if this call found none."""
-        blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
-        return next((block for block in blocks if block not in besides), None)
-
-    def load(self, group_id: int, rows: Rows) -> list[BlockName]:
-        """Add a page of names that were on disk when it was read, and return the names that the index did not have."""
-        gone = self._gone.get(group_id)
-        if gone is not None:
-            rows = rows[~gone.holds(rows)]
-        return names_of(rows[self._names[group_id].add(rows)])
-
-    def finish_loading(self) -> None:
-        """Mark the index as completely loaded: from now on a block that is not in it is not on disk."""
-        self.is_loaded = True
-        self._let_go(self._gone)
-
-    def add(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Add the names of blocks that have been written."""
-        held = self._names[group_id]
-        if len(names) <= FEW:
-            for name in names:
-                held.add_one(name)
-        else:
-            held.add(rows_of(names))
-        gone = self._gone.get(group_id)
-        if gone is not None:
-            for name in names:
-                gone.discard(name)
-
-    def remove(self, group_id: int, name: BlockName) -> bool:
-        """Remove a block that is no longer on disk, and return whether it was in the index."""
-        if not self.is_loaded:
-            self._gone[group_id].add_one(name)
-        return group_id in self._names and self._names[group_id].discard(name)
-
-    def begin_again(self) -> None:
-        """Empty the index and load it again from the first page; `pop_forgotten` returns the names it had."""
-        for group_id, names in self._names.items():
-            self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
-        self._names.clear()
-        self._let_go(self._gone)
-        self.is_loaded = False
-
-    def pages(self, group_id: int) -> Iterator[list[BlockName]]:
-        """Yield the group's names, a few hundred at a time: each name that stays in the index until the last page.
-
-        Names may be added and removed meanwhile. If the index is emptied, no further page follows.
-        """
-        names = self._names.get(group_id)
-        pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
-        while names is not None and self._names.get(group_id) is names:
-            page = next(pages, None)
-            if page is None:
-                return
-            yield page
-
-    def empty(self) -> None:
-        """Empty the index as `clear` does, but have `pop_forgotten` return the names that it had."""
-        self.begin_again()
-        self.is_loaded = True
-
-    @property
-    def is_forgetting(self) -> bool:
-        """Whether `pop_forgotten` still has names to return or memory to free."""
-        return bool(self._past)
-
-    def clear(self) -> None:
-        """Empty the index: nothing is on disk, and there is no page to load."""
-        self._let_go(self._names)
-        self._let_go(self._gone)
-        self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
-        self.is_loaded = True
-
-    def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
-        """Return a group and some names it had before `begin_again`; None when there are no more.
-
-        Each call also frees a part of their memory, because freeing 600 MB at once takes 30 ms.
-        """
-        if not self._past:
-            return None
-        group_id, names, pages = self._past[0]
-        page = next(pages, None)
-        if page is None and not names.give_back():
-            self._past.popleft()
-        return group_id, page or []
-
-    def _let_go(self, names: dict[int, NameSet]) -> None:
-        """Empty *names* and let `pop_forgotten` free the memory."""
-        self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
-        names.clear()
 
 
 class DiskAges:

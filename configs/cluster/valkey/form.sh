@@ -1,27 +1,28 @@
 #!/bin/sh
-# Makes one cluster of the nodes in NODES (host:port or host:port@bus-port ...), PRIMARIES of them with an equal part
-# of the slots each, the rest as their replicas; and again after nodes came back with nothing. What is as it should be is left alone.
-# Exit status 0: it is whole. 1: not yet; call it again. Valkey's own failover does not wait for this script.
-# CLI: valkey-cli or redis-cli with options; the password is in REDISCLI_AUTH.
+# Forms a cluster from the nodes in NODES (host:port or host:port@bus-port ...), and repairs it after nodes came back
+# empty. PRIMARIES of the nodes are primaries with equal parts of the slots, the others their replicas. Does not change
+# what is already right.
+# Exit status 0: the cluster is complete. 1: not yet; run the script again. Valkey's own failover does not depend on it.
+# CLI: valkey-cli or redis-cli with options. REDISCLI_AUTH: the password.
 set -u
 CLI=${CLI:-valkey-cli --user keeper --no-auth-warning}
 PRIMARIES=${PRIMARIES:-3}
 SLOTS=16384
 
-ask() { # NODE COMMAND...: its answer, without carriage returns
+ask() { # NODE COMMAND...: print the node's answer, without carriage returns
   node=${1%@*}; shift
   timeout 5 $CLI -h "${node%:*}" -p "${node##*:}" "$@" 2>&1 | tr -d '\r'
 }
 
-address_of() { # NODE: its IP address, which CLUSTER MEET needs
+address_of() { # NODE: print its IP address, which CLUSTER MEET needs
   getent hosts "${1%%:*}" | awk 'NR == 1 {print $1}'
 }
 
-nodes_of() { # NODE: what it knows of all, a line each, of those that have said who they are
+nodes_of() { # NODE: print a line for each node that it knows, without those in handshake
   ask "$1" CLUSTER NODES | grep -v handshake
 }
 
-slots_of() { # NODE: first-last of each range of slots that it owns itself
+slots_of() { # NODE: print each range of slots that it owns itself, as first-last
   nodes_of "$1" | awk '$3 ~ /myself,master/ {for (i = 9; i <= NF; i++) if ($i !~ /^\[/) print $i}'
 }
 
@@ -36,7 +37,7 @@ done
 set -- $NODES
 first=$1
 
-# A node that has lost what it knew, or came back at another address, is met again.
+# Introduce nodes that have lost their state or have a new address.
 for node in $NODES; do
   met=0
   for id in $ids; do nodes_of "$node" | grep -q "^$id [^ ]* [^ ]* .* connected" && met=$((met + 1)); done
@@ -50,7 +51,7 @@ for node in $NODES; do
 done
 [ -z "${strangers:-}" ] || later "nodes have been introduced to each other"
 
-# Whoever is none of these nodes is gone for good. A replica takes the place of such a primary; then it is forgotten.
+# A node that is not in NODES is gone for good. Its replica takes over if it was a primary; then all nodes forget it.
 is_one_of_us() { case " $ids " in *" $1 "*) return 0 ;; *) return 1 ;; esac }
 for node in $NODES; do
   of=$(nodes_of "$node" | awk '$3 ~ /myself,slave/ {print $4}')
@@ -67,7 +68,7 @@ for node in $NODES; do
 done
 [ -z "${forgot:-}" ] || later "nodes that are gone were forgotten"
 
-# Slots that no node has go to primaries that have none. Slots move in whole parts only.
+# Give slots that no node owns to primaries without slots, one whole part to each.
 owned=$(for node in $NODES; do slots_of "$node"; done)
 part=0
 while [ "$part" -lt "$PRIMARIES" ]; do
@@ -86,8 +87,8 @@ while [ "$part" -lt "$PRIMARIES" ]; do
 done
 [ -z "${gave:-}" ] || later "slots were given to primaries"
 
-# A primary without slots becomes a replica of the primary that has the fewest; so does a replica of one that has two
-# more. Each node is asked about itself: what others have heard of it comes later.
+# Make a primary without slots a replica of the primary with the fewest replicas. If there is none, move a replica from
+# a primary that has at least two more. Ask each node about itself, because other nodes learn of its role later.
 state=$(for node in $NODES; do
   nodes_of "$node" | awk -v node="$node" '$3 ~ /myself/ {print node, $1, ($3 ~ /slave/ ? $4 : (NF > 8 ? "primary" : "empty"))}'
 done)
@@ -101,7 +102,7 @@ if [ -z "$mover" ] && [ $((${most%% *} - ${fewest%% *})) -ge 2 ]; then
 fi
 if [ -n "$mover" ]; then
   ask "$mover" CLUSTER REPLICATE "${fewest#* }" > /dev/null
-  later "a replica was given to a primary" # one at a time: the next is counted with this one
+  later "a replica was given to a primary" # one at a time, so that the next count includes this one
 fi
 
 for node in $NODES; do

@@ -10,7 +10,7 @@ from kvtier.engine.attached import wire
 from kvtier.sidecar import port as port_module
 from kvtier.sidecar.own import feed as feed_module
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.lower import disk_tier
+from kvtier.tiers.lower import disk_index
 
 
 def is_told(engine: Engine) -> bool:
@@ -53,7 +53,7 @@ def step(rng: random.Random, engine: Engine) -> None:
 def test_engines_know_what_is_so_after_anything(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "PAGE_BLOCKS", 3)
     monkeypatch.setattr(feed_module, "MAX_SLOTS_PER_PAGE", 10)
-    monkeypatch.setattr(disk_tier, "TOLD_AT_ONCE", 1)
+    monkeypatch.setattr(disk_index, "TOLD_AT_ONCE", 1)
     rng = random.Random(seed)
     store = MemoryStore(60 * 4200) if seed % 3 else None
     with engine_bed(tmp_path, num_extents=3, store=store) as bed:
@@ -86,7 +86,7 @@ def test_an_engine_that_attaches_while_all_changes_knows_what_is_so(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_module, "PAGE_BLOCKS", 2)
-    monkeypatch.setattr(disk_tier, "TOLD_AT_ONCE", 1)
+    monkeypatch.setattr(disk_index, "TOLD_AT_ONCE", 1)
     rng = random.Random(seed)
     with engine_bed(tmp_path, num_extents=3, store=MemoryStore(400 * 4200)) as bed:
         engine = Engine(bed)

@@ -13,7 +13,8 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.lower import disk_tier
 from kvtier.tiers.lower.breaker import BreakerState
-from kvtier.tiers.lower.disk_tier import DiskIndex, DiskTier
+from kvtier.tiers.lower.disk_index import DiskIndex
+from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.name_set import rows_of
 from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.write_budget import DAY_S
