@@ -7,7 +7,7 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.routing.config import RouteConfig, route_config
 
-EXAMPLE = Path(__file__).parents[3] / "configs" / "route" / "route.toml"
+EXAMPLE = Path(__file__).parents[2] / "configs" / "route" / "route.toml"
 ONE, OTHER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 
 

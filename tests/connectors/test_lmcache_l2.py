@@ -14,7 +14,7 @@ from waiting import wait_for
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 OBJECT_BYTES = 256 << 10  # in the script
 CAPACITY = "64MiB"
-UNVERIFIED = Path(__file__).parents[2] / "support" / "unverified"
+UNVERIFIED = Path(__file__).parents[1] / "support" / "unverified"
 
 pytestmark = [
     pytest.mark.engines,

@@ -16,7 +16,7 @@ PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
 BLOCK = 128
 FAILURES = ("promotion_job_failures", "cascade_job_failures", "promotion_allocation_failures", "allocation_failure")
-UNVERIFIED = Path(__file__).parents[2] / "support" / "unverified"
+UNVERIFIED = Path(__file__).parents[1] / "support" / "unverified"
 BROKEN = """
 from kvtier.connectors.disk_below.disk_below import DiskBelow
 

@@ -1,28 +1,5 @@
-"""Fixtures that several tests of the engine use."""
+"""Fixtures of the engine's tests."""
 
-import os
-from collections.abc import Iterator
+from model_fixtures import model, one_thread
 
-import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does
-
-from small_models import build
-from transformers import PreTrainedModel
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Have torch use one thread: on busy cores the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """The small Llama."""
-    return build("llama")
+__all__ = ["model", "one_thread"]

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_fixtures import model, one_thread
 from serving import ServerInThread, chat_tokenizer, serving, tables
 from small_models import build
+
+__all__ = ["model", "model_folder", "one_thread", "server"]
 
 
 @pytest.fixture(scope="session")

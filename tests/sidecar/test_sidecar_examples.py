@@ -21,7 +21,7 @@ from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
 from kvtier.sidecar.systemd import MIN_WATCHDOG_S
 
-FOLDER = Path(__file__).resolve().parents[3] / "configs" / "sidecar"
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "sidecar"
 UNIT = FOLDER / "kvtier-sidecar.service"
 SOCKETS = [FOLDER / "kvtier-sidecar.socket", FOLDER / "kvtier-sidecar-http.socket"]
 

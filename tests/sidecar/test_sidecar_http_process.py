@@ -20,7 +20,7 @@ from kvtier.transfer.segment import leftovers
 
 pytestmark = pytest.mark.long
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "engine" / "metrics" / "boards"
+FOLDER = Path(__file__).parents[1] / "engine" / "observability" / "metrics" / "boards"
 
 
 @dataclass(frozen=True)

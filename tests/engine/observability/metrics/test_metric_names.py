@@ -14,7 +14,7 @@ from kvtier.engine.observability.metrics.http import HttpMetrics
 from kvtier.engine.observability.metrics.metric_name import Kind, MetricName, counter, gauge
 from kvtier.engine.observability.metrics.names import CATALOGUE
 
-DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 
 def test_no_two_metrics_have_one_name() -> None:

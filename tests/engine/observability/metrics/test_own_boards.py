@@ -15,7 +15,7 @@ import kvtier.configs
 from kvtier.engine.observability.metrics.metric_name import Kind
 from kvtier.engine.observability.metrics.names import CATALOGUE
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CONFIGS = ROOT / "configs"
 BOARD = json.loads((CONFIGS / "grafana" / "kvtier.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]

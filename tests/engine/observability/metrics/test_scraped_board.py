@@ -22,7 +22,7 @@ from kvtier.engine.core import EngineCore
 
 pytestmark = pytest.mark.long
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 BOARD = json.loads((CONFIGS / "grafana" / "kvtier.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 KEYS = {"sk-ann-1111": "ann", "sk-bob-2222": "bob", "sk-ops-3333": "ops"}

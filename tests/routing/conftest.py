@@ -1,0 +1,5 @@
+"""Fixtures of the tests of routing."""
+
+from model_fixtures import model, one_thread
+
+__all__ = ["model", "one_thread"]
