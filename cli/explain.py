@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.file_input import text_of, token_of
+from kvtier.cli.user_input import text_of, token_of
 from kvtier.web.json_client import JsonClient
 
 _TIMEOUT_S = 60.0

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any
 
-from kvtier.cli.file_input import text_of, token_of
+from kvtier.cli.user_input import text_of, token_of
 from kvtier.engine.config import size_text
 from kvtier.web.json_client import JsonClient
 

@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.confirm import confirm
 from kvtier.cli.remote_arguments import remote_of
+from kvtier.cli.user_input import confirm
 from kvtier.engine.config import size_text
 from kvtier.engine.stores.remote_store import remote_store
 from kvtier.store.blob_store import Blob

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvtier.cli.confirm import confirm
 from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_process
+from kvtier.cli.user_input import confirm
 from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.file_input import token_of
+from kvtier.cli.user_input import token_of
 from kvtier.engine.config import is_loopback, size_text
 
 _ANSWER_S = 5.0

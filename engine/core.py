@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
-from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
@@ -28,9 +28,9 @@ from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
-from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
+from kvtier.engine.scheduling.slot_demand import longest_request
 from kvtier.engine.scheduling.step_times import Stall, StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller, Timeline

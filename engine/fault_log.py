@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState

@@ -22,8 +22,8 @@ from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.model.short_memory import oom_as_memory_error
 from kvtier.engine.observability.metrics.server import serve_metrics
 from kvtier.engine.one_caller import OneCaller
 from kvtier.engine.scheduling.request import Completion, Request, RequestOptions

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from kvtier.engine.async_llm import AsyncLLM, StreamChunk
     from kvtier.engine.config import Config, ConfigError, load_config
     from kvtier.engine.llm import LLM
+    from kvtier.engine.model.errors import UnsupportedModel
     from kvtier.engine.model.sampling import SamplingParams
     from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
-    from kvtier.engine.model.unsupported_model import UnsupportedModel
     from kvtier.engine.scheduling.request import Completion, FinishReason, RequestOptions
 
     __version__: str

@@ -11,18 +11,17 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine.config import ServerConfig
-from kvtier.routing.broken_answer import BROKEN_EVENT, replica_failed
 from kvtier.routing.config import RouteConfig
 from kvtier.routing.metrics import RouteMetrics
-from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, may_repeat, read_question
+from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Salts, may_repeat, read_question
 from kvtier.routing.replica import Replica
 from kvtier.routing.router import RoutedPrompt, Router
-from kvtier.routing.salts import Salts
 from kvtier.routing.tokens import Tokens
 from kvtier.routing.upstream import Answer, Asked, Broken, NoAnswer, answered, forwarded
 from kvtier.web.api_error import ApiError
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.connection import while_connected
+from kvtier.web.event_stream import BROKEN_EVENT, replica_failed
 from kvtier.web.facts import facts_of
 from kvtier.web.request_body import read_body
 

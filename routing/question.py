@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvtier.web.api_keys import ApiKeys, effective_salt
+
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # have a prompt, and may be retried
 
@@ -155,3 +157,21 @@ def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes 
         return None
     text = f"{len(who)} {who}{name[:_MAX_SESSION]}"
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+class Salts:
+    """The salts of requests, from the replicas' keys if there are any, because blocks are named by tenant.
+
+    Does not check keys: every request passes.
+    """
+
+    def __init__(self, keys: ApiKeys | None, is_strict: bool) -> None:
+        self._keys, self._is_strict = keys, is_strict
+
+    def of(self, who: str, asked: str | None) -> str | None:
+        """Return a request's salt; *who* is the header with its credentials, *asked* its own salt."""
+        if self._keys is None:
+            return asked
+        scheme, _, token = who.partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else who
+        return effective_salt(self._keys.tenant_of(key), asked, self._is_strict)

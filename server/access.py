@@ -8,8 +8,7 @@ from dataclasses import replace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtier.engine.observability.tracing.span import Attribute, Span
-from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.engine.observability.tracing.trace_context import Attribute, Span, TraceContext
 from kvtier.server.entrance import Entrance
 from kvtier.web.api_error import ApiError
 from kvtier.web.error_response import error_response

@@ -16,10 +16,9 @@ from kvtier.server.entrance import Entrance
 from kvtier.server.http_server import HttpServer
 from kvtier.server.loading_app import LoadingApp
 from kvtier.server.served_models import ServedModels
-from kvtier.web.api_keys import ApiKeys
+from kvtier.web.api_keys import ApiKeys, with_tenant_names
 from kvtier.web.log_lines import redirect_libraries
 from kvtier.web.operating.routes import Operating
-from kvtier.web.tenancy import with_tenant_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

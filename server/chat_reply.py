@@ -7,9 +7,8 @@ from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.server.generation_request import MAX_LOGPROBS, StreamOptions
-from kvtier.server.prompt_logprobs import prompt_logprobs
 from kvtier.server.reply import Answer, CountedTokens, chunk_fields, envelope
-from kvtier.server.token_text import TokenText, finite
+from kvtier.server.token_text import TokenText, finite, prompt_logprobs
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Reader, TextDelta, read_whole
 from kvtier.server.tool_calls.tool_use import ToolUse
 from kvtier.server.usage import Usage

@@ -15,9 +15,8 @@ from kvtier.engine.text.chat_template import (
     TemplateValue,
     chat_text,
 )
-from kvtier.engine.text.min_tokens import TooManyTokens
+from kvtier.engine.text.min_tokens import PromptLimit, TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText
-from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
 from kvtier.server.cache_control import CacheControl, check_breakpoints
 from kvtier.server.documents.kept_prefixes import Breakpoint

@@ -7,9 +7,8 @@ from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.server.completion_request import CompletionRequest
 from kvtier.server.prompt import Prompt
-from kvtier.server.prompt_logprobs import prompt_logprobs
 from kvtier.server.reply import Answer, CountedTokens, chunk_fields, envelope
-from kvtier.server.token_text import TokenText, finite
+from kvtier.server.token_text import TokenText, finite, prompt_logprobs
 from kvtier.server.usage import Usage
 from kvtier.web.api_error import ApiError
 from kvtier.web.event_stream import DONE, data_event

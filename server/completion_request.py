@@ -7,7 +7,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import PromptLimit
 from kvtier.server.generation_request import IGNORED, GenerationRequest, LogprobCount, TokenCount
 from kvtier.server.prompt import Prompt
 

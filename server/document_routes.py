@@ -1,5 +1,6 @@
 """`/v1/kvtier/documents`: put, list, show, warm, pin and delete documents; each tenant has its own."""
 
+import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal, TypeVar
@@ -11,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvtier.engine.text.min_tokens import TooManyTokens
-from kvtier.server.document_object import damaged_object, document_object
 from kvtier.server.documents.document import MAX_PINNED_S, Document, Form
 from kvtier.server.documents.documents import Documents, TooManyDocuments
 from kvtier.server.documents.draft import Draft
 from kvtier.server.documents.pins import NoRoomToPin
+from kvtier.server.documents.worker import DocumentState
 from kvtier.server.generation_request import Text
 from kvtier.server.service import Service
 from kvtier.tiers.naming.tier import Tier
@@ -26,6 +27,35 @@ from kvtier.web.paths import DOCUMENTS, OLD_DOCUMENTS
 from kvtier.web.request_body import parse, read_body
 
 _T = TypeVar("_T")
+
+
+def document_object(document: Document, residence: DocumentState, model: str) -> dict[str, object]:
+    """Return the JSON object of a document, without its text; *model* is the name of the server's model."""
+    pin, left_s = None, (document.pinned_until or 0.0) - time.time()
+    if left_s > 0:
+        pin = {"expires_at": document.pinned_until, "ttl_s": round(left_s, 1), "is_held": residence.is_held}
+    return {
+        "id": document.id,
+        "object": "document",
+        "created": int(document.created_at),
+        "as": document.form,
+        "model": document.lora or model,
+        "status": residence.status,
+        "error": residence.error,
+        "num_tokens": document.num_tokens,
+        "prefilled_tokens": residence.num_computed,
+        "tokens": residence.tokens,
+        "bytes": residence.num_bytes,
+        "load_s": residence.load_s,
+        "compute_s": residence.compute_s,
+        "is_warming": residence.is_warming,
+        "pin": pin,
+    }
+
+
+def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> dict[str, object]:
+    """Return the JSON object of a document whose file is unreadable; *document_id* or *file* may be unknown."""
+    return {"id": document_id, "object": "document", "status": "damaged", "error": why, "file": file}
 
 
 class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

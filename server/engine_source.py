@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from kvtier.engine.core import EngineStatistics
 from kvtier.engine.observability.metrics.tiers import sources_of
-from kvtier.server.document_object import document_object
+from kvtier.server.document_routes import document_object
 from kvtier.server.service import Service
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.naming.tier import Tier

@@ -25,9 +25,9 @@ from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.api_keys import effective_salt
 from kvtier.web.facts import facts_of
 from kvtier.web.request_body import parse, read_body
-from kvtier.web.tenancy import effective_salt
 
 CONTEXT_TOKENS = 12  # tokens of context to show before the token at which a prompt diverges
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -27,8 +27,7 @@ from kvtier.server.context_limit import ContextLimit
 from kvtier.server.documents.documents import Documents
 from kvtier.server.documents.kept_prefixes import MarkedPrompt
 from kvtier.server.documents.worker import PROMPT_PIN_S
-from kvtier.server.generation_request import IGNORED, NEUTRAL
-from kvtier.server.ignored_fields import log_unknown_fields
+from kvtier.server.generation_request import IGNORED, NEUTRAL, log_unknown_fields
 from kvtier.server.named_documents import with_document, with_document_texts
 from kvtier.server.prompt import Prompt
 from kvtier.server.reply import Answer, Reply
@@ -38,11 +37,11 @@ from kvtier.server.tool_calls.tool_use import ToolFormat, ToolUse
 from kvtier.server.usage import Usage
 from kvtier.server.waiting_room import RoomFull, Visit
 from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.api_keys import effective_salt
 from kvtier.web.connection import in_time, while_connected
 from kvtier.web.event_stream import HEADERS
 from kvtier.web.facts import facts_of
 from kvtier.web.request_body import fit, json_object, parse, read_body
-from kvtier.web.tenancy import effective_salt
 
 HEADER = "x-kvtier-left-out"
 _MAX_CHARACTERS = 1024  # proxies take headers of a few KiB

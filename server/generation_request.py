@@ -1,5 +1,7 @@
 """GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
 
+import logging
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -75,6 +77,11 @@ TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+MAX_NAMES = 100  # per process, because clients may make up any number of names
+MAX_CHARACTERS = 40
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,3 +228,10 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
     if asked is not None:
         return asked
     return otherwise if of_model is None else of_model
+
+
+def log_unknown_fields(names: Iterable[str]) -> None:
+    """Log those *names* that are new to this process."""
+    for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
+        _told.add(name)
+        log.info("messages: ignoring the unknown field %r", name[:MAX_CHARACTERS])

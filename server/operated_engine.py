@@ -16,8 +16,8 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin as CachePin
 from kvtier.web.api_error import ApiError
+from kvtier.web.api_keys import effective_salt
 from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer, until_done
-from kvtier.web.tenancy import effective_salt
 
 LOOK_S = 0.02  # polling interval for copies and reads in flight
 COMING_S = 10.0  # maximum time that an answer waits for a pin's blocks to be loaded into host memory

@@ -17,7 +17,7 @@ from kvtier.engine.model.gpu_share import GpuShare
 from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.observability.records.request_log import refuse_unusable
-from kvtier.engine.scheduling.longest_request import longest_request
+from kvtier.engine.scheduling.slot_demand import longest_request
 from kvtier.engine.stores.disk_store import MIN_BLOCKS
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra

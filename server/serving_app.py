@@ -36,6 +36,7 @@ from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool_use import ToolFormat
 from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_error import json_response
+from kvtier.web.api_keys import effective_salt
 from kvtier.web.dashboard.assets import page_routes
 from kvtier.web.dashboard.dashboard import Dashboard
 from kvtier.web.dashboard.keeper import history_path, keeper_of
@@ -53,7 +54,6 @@ from kvtier.web.paths import (
     STATS,
     TOKENIZE,
 )
-from kvtier.web.tenancy import effective_salt
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,10 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import TemplateValue
-from kvtier.engine.text.min_tokens import TooManyTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import PromptLimit, TooManyTokens
 from kvtier.server.chat_request import CHAT_NEUTRAL, MAX_MESSAGES, ChatRequest, Message, unknown_fields
 from kvtier.server.generation import MAX_TRUNCATION_FACTOR
-from kvtier.server.generation_request import Text
-from kvtier.server.ignored_fields import log_unknown_fields
+from kvtier.server.generation_request import Text, log_unknown_fields
 from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.request_text import check_text

@@ -16,8 +16,7 @@ from kvtier.sidecar.inherited import ENGINE, LMCACHE
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.endpoint import LmcacheEndpoint
 from kvtier.sidecar.lmcache.zmtp import Zmtp
-from kvtier.sidecar.own.endpoint import EngineEndpoint
-from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.own.endpoint import EngineEndpoint, EngineFrames
 from kvtier.sidecar.port import Port, listen
 from kvtier.sidecar.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine

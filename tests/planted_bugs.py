@@ -659,7 +659,7 @@ BUGS = [
     ),
     Bug(
         "presence and frequency penalties count the prompt's tokens",
-        "engine/model/drawing/token_counts.py",
+        "engine/model/drawing/changed_logits.py",
         "        self._num_times = np.zeros(len(self._token_ids), dtype=np.int64)",
         "        self._num_times = np.ones(len(self._token_ids), dtype=np.int64)",
         "tests/engine/model/drawing",
@@ -1915,7 +1915,7 @@ BUGS = [
     ),
     Bug(
         "memory that is short is taken for a model that cannot be used",
-        "engine/model/short_memory.py",
+        "engine/model/errors.py",
         "if isinstance(error, MemoryError) or not _SHORT.search(str(error)):",
         "if isinstance(error, MemoryError) or error:",
         "tests/engine/model/test_short_memory.py",

@@ -8,6 +8,9 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
+from kvtier.engine.config import Config
 from kvtier.store.private_file import read_private
 
 log = logging.getLogger(__name__)
@@ -91,3 +94,26 @@ def _digest_of(key: str) -> bytes:
             f"a key is shorter than {_MIN_LENGTH} characters or has spaces; make one with openssl rand -hex 32"
         )
     return hashlib.sha256(key.encode()).digest()
+
+
+def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
+    """Name the quotas of tenants that have keys after these tenants in metrics. Other salts may be secrets."""
+    if keys is None:
+        return config
+    tenants = {
+        salt: msgspec.structs.replace(tenant, name=salt) if tenant.name is None and salt in keys.tenants else tenant
+        for salt, tenant in config.tenants.items()
+    }
+    return msgspec.structs.replace(config, tenants=tenants)
+
+
+def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
+    """Return the salt that names a request's blocks. It is the *asked* `cache_salt` if there are no API keys.
+
+    With API keys (*tenant* is not None) the salt begins with the tenant, so no *asked* salt gives access to another
+    tenant's blocks. Tenants share only the blocks of requests without a salt, and not even these if isolation
+    *is_strict*. All salts of a tenant count towards its quota (`tiers.naming.tenant.tenant_of`).
+    """
+    if tenant is None or (asked is None and not is_strict):
+        return asked
+    return f"{tenant}\0{asked or ''}"

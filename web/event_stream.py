@@ -2,6 +2,8 @@
 
 import msgspec
 
+from kvtier.web.api_error import ApiError
+
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
@@ -14,3 +16,13 @@ def data_event(content: object) -> bytes:
 def named_event(name: str, content: object) -> bytes:
     """Return an event with a name, as in Anthropic's API, with *content* as JSON."""
     return b"event: " + name.encode() + b"\n" + data_event(content)
+
+
+def replica_failed(what: str, status: int = 502) -> ApiError:
+    """Return the error for a request whose replica failed as *what* says."""
+    return ApiError(status, f"the replica {what}", code="replica_failed")
+
+
+BROKEN_EVENT = b"\n\nevent: error\n" + data_event(
+    {"type": "error", **replica_failed("ended before its answer did").content()}
+)

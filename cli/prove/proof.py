@@ -13,11 +13,10 @@ from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.families import CUE, PromptGenerator
 from kvtier.cli.prove.judgement import Judgement, judge
 from kvtier.cli.prove.measures import Measures
-from kvtier.cli.prove.plan import Planner
+from kvtier.cli.prove.plan import Planner, RunSettings, Salts
 from kvtier.cli.prove.prover import Prover
 from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.cli.prove.questioner import Note
-from kvtier.cli.prove.setting import RunSettings, Salts
 from kvtier.cli.prove.writing import WORDS, PromptFormat, TokenIds, Words
 
 _FEW = 40  # words in a short prompt, which fits any model

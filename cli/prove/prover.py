@@ -10,10 +10,9 @@ from kvtier.cli.prove.dialect import token_ids_of
 from kvtier.cli.prove.evidence import Evidence, Request
 from kvtier.cli.prove.families import Pieces, PromptGenerator
 from kvtier.cli.prove.measures import Measures
-from kvtier.cli.prove.plan import Plan, Question
+from kvtier.cli.prove.plan import Plan, Question, RunSettings
 from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.cli.prove.questioner import Note, Questioner
-from kvtier.cli.prove.setting import RunSettings
 from kvtier.cli.prove.writing import PromptFormat
 
 NUM_HALF = NUM_TOKENS // 2

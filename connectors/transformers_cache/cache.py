@@ -19,7 +19,7 @@ from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, RowLa
 from kvtier.connectors.transformers_cache.watched_passes import WatchedPasses
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.engine.model.digest import config_digest, weights_digest
-from kvtier.engine.model.unsupported_model import ChangedModel, UnsupportedModel
+from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.engine.one_caller import OneCaller
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm

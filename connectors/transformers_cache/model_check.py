@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicLayer
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
 from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, LayerShape, RowLayout
 from kvtier.engine.model.check import EXACT, TOLERANCE
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 
 SMALL_BLOCK = 16
 NUM_TOKENS = 20 * LIMIT + 10  # for a miniature, in which every limit is `LIMIT`, so effects beyond a limit show

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from kvtier.connectors.transformers_cache.row_layout import KeysAndValues
-from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.engine.model.errors import UnsupportedModel
 
 Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 

@@ -1,12 +1,13 @@
 """Construction of the scheduler's half of the connector from vLLM's configuration."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from kvtier.connectors.vllm_connector.adapters import Adapters
@@ -15,7 +16,6 @@ from kvtier.connectors.vllm_connector.engine_facts import engine_facts
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, namespace_of
 from kvtier.connectors.vllm_connector.scheduler_half import Heard, SchedulerHalf
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
-from kvtier.connectors.vllm_connector.settings import Settings
 from kvtier.connectors.vllm_connector.step_work import Segment
 from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
@@ -25,11 +25,33 @@ from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.lane import ThreadLane
 from kvtier.transfer.transfer_engine import TransferEngine
 
+SOCKET_SCHEME = "unix://"
 log = logging.getLogger(__name__)
 
 ATTACH_WAIT_S = 10.0  # a running sidecar answers at once
 TOLD_WAIT_S = 10.0  # a sidecar announces a million blocks in about 8 s; the rest arrive during the first requests
 MAX_NAME_CHARACTERS = 256
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings that `kv_connector_extra_config` may have.
+
+    *sidecar* is the path of the sidecar's own socket. *deadline_ms* limits how long a request waits for its prefix.
+    *weights* identifies the model's weights; without it their digest is computed.
+    """
+
+    sidecar: Annotated[str, msgspec.Meta(min_length=1)]
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=60_000)] = 300.0
+    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+def settings_of(extra_config: Mapping[str, object]) -> Settings:
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
+    try:
+        settings = msgspec.convert(extra_config, Settings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config: {error}") from None
+    return msgspec.structs.replace(settings, sidecar=settings.sidecar.removeprefix(SOCKET_SCHEME))
 
 
 def build_scheduler_half(

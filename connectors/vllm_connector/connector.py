@@ -16,17 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.vllm_connector.build import build_scheduler_half
+from kvtier.connectors.vllm_connector.build import build_scheduler_half, settings_of
 from kvtier.connectors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
 from kvtier.connectors.vllm_connector.engine_layout import group_layouts
 from kvtier.connectors.vllm_connector.known_vllm import check_engine
 from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
-from kvtier.connectors.vllm_connector.settings import settings_of
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.connectors.vllm_connector.vllm_request import overwritten_pages
 from kvtier.connectors.vllm_connector.worker_side import WorkerSide
-from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.tiers.naming.tier import Tier
 
 KVConnectorMetadata.register(StepWork)

@@ -9,8 +9,8 @@ from kvtier.connectors.guard import Guard
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.connectors.vllm_connector.vllm_request import Pages, VllmRequest
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
-from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import TransferEngine
 

@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier.engine.attached.attachment import AttachableMemory, Attachment
 from kvtier.engine.attached.session import Session
-from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.attached.wire import FromEngine, FromSidecar, Malformed, Ping, Welcome
 
 ASK_AFTER_S = 0.25  # ask a sidecar that owes an answer whether it lives after this much silence
@@ -14,6 +14,16 @@ LOST_AFTER_S = 1.0  # do not use it after this much silence, until it sends some
 MAX_STEP_S = 0.1  # longest time between two checks that counts: a busy or stopped engine has not listened
 MAX_COME = 1024  # limit on received but unprocessed messages; beyond it, the connection is not read
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarStanding:
+    """State of the connection to a sidecar at one moment."""
+
+    path: str  # of its socket
+    is_attached: bool  # whether the sidecar is attached and answers
+    num_attached: int  # how often the engine has attached
+    attached_s: float  # seconds since it attached last; 0 while it is not attached
 
 
 class Silence:

@@ -10,10 +10,9 @@ import numpy as np
 from kvtier.engine.attached.attached_fetch import AttachedFetch, AttachedFetches
 from kvtier.engine.attached.attached_inquiries import AttachedInquiries
 from kvtier.engine.attached.attachment import AttachableMemory, Attachment
-from kvtier.engine.attached.link import SidecarLink
+from kvtier.engine.attached.link import SidecarLink, SidecarStanding
 from kvtier.engine.attached.mirror import Mirror
 from kvtier.engine.attached.slot_stock import SlotStock
-from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.attached.wire import (
     Abandon,
     Chain,

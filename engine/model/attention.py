@@ -9,11 +9,11 @@ import torch
 from transformers import AttentionInterface
 
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention, CpuPlan
+from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_in_place import Plan, attend_in_place
 from kvtier.engine.model.paged_segment import Segment, segment
-from kvtier.engine.model.unsupported_model import ChangedModel, UnsupportedModel
 from kvtier.transfer.layer_gate import LayerGate
 
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.digest import config_digest
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.layers import bytes_per_block
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.paged_model import Chunk, PagedModel
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 
 # Tolerance for the model itself, as a fraction of the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

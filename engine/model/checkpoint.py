@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.engine.model.short_memory import oom_as_memory_error
+from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.extras import require_packages
 
 # Imported inside functions: the server needs a model's name seconds before torch and transformers are imported.

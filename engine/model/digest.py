@@ -15,7 +15,7 @@ from torch.nn.modules.module import Module as TorchModule
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.model.cpu.stand_ins import StandIn
-from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.engine.model.errors import UnsupportedModel
 
 PIECE_BYTES = 4 << 20  # piece per thread: one thread hashes 0.4 GB/s without SHA instructions, so all cores are used
 # Fields that do not change keys and values.

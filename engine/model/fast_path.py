@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from kvtier.engine.model.short_memory import oom_as_memory_error
+from kvtier.engine.model.errors import oom_as_memory_error
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
+from kvtier.engine.model.errors import UnsupportedModel, oom_as_memory_error
 from kvtier.engine.model.paged_segment import reads
-from kvtier.engine.model.short_memory import oom_as_memory_error
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvtier.engine.config import LoraConfig
 from kvtier.engine.model.adapter_folder import UnusableLora, check_adapter_folder
 from kvtier.engine.model.digest import tensor_digest
-from kvtier.engine.model.short_memory import oom_as_memory_error
+from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvtier.engine.model.short_memory import oom_as_memory_error
+from kvtier.engine.model.errors import oom_as_memory_error
 
 # Windows, chunks, top-k, block sizes and similar limits are cut to this. The product of two is shorter than a prompt.
 LIMIT = 16

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.attention import IMPLEMENTATION
-from kvtier.engine.model.unsupported_model import ChangedModel
+from kvtier.engine.model.errors import ChangedModel
 
 
 @dataclass(eq=False, slots=True)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
 from kvtier.engine.model.cpu.cpu_attention import CpuAttention
 from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.errors import ChangedModel
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
-from kvtier.engine.model.unsupported_model import ChangedModel
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 

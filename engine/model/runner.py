@@ -14,11 +14,10 @@ from kvtier.engine.model.cpu.fused_rotations import fused_rotations
 from kvtier.engine.model.cpu.packed_linears import available_bytes, packed_linears
 from kvtier.engine.model.cpu.stand_ins import StandIns
 from kvtier.engine.model.digest import config_digest, weights_digest
+from kvtier.engine.model.errors import ChangedModel, oom_as_memory_error
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
-from kvtier.engine.model.short_memory import oom_as_memory_error
-from kvtier.engine.model.unsupported_model import ChangedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory

@@ -5,8 +5,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import PART_SEPARATOR, chat_text
-from kvtier.engine.text.min_tokens import TooManyTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import PromptLimit, TooManyTokens
 from kvtier.engine.text.template_traits import TemplateTraits
 
 _MAX_BEHIND = 1024  # limit on the tokens after a document, including the question; templates add a handful

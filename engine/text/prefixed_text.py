@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import PromptLimit
 
 
 class PrefixedText:

@@ -10,8 +10,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.sharing.turns import FairShare, Turns
-from kvtier.engine.text.min_tokens import MinTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import MinTokens, PromptLimit
 from kvtier.engine.thread_work import guarded
 
 _T = TypeVar("_T")

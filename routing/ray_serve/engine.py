@@ -20,8 +20,7 @@ from kvtier.server.entrance import Entrance
 from kvtier.server.http_server import with_cors
 from kvtier.server.served_models import ServedModels
 from kvtier.server.serving_app import load_app
-from kvtier.web.api_keys import ApiKeys
-from kvtier.web.tenancy import with_tenant_names
+from kvtier.web.api_keys import ApiKeys, with_tenant_names
 
 REPLICA_HEADER = b"x-kvtier-replica"
 _ANY_PORT = "tcp://*:0"

@@ -15,16 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from kvtier.routing.broken_answer import BROKEN_EVENT, replica_failed
-from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, may_repeat, read_question
+from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, Salts, may_repeat, read_question
 from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
-from kvtier.routing.salts import Salts
 from kvtier.routing.token_cache import TokenArray, TokenCache, asking, client_key, tokens_in
 from kvtier.server.entrance import browser_rules
 from kvtier.web.api_error import ApiError
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.error_response import error_response
+from kvtier.web.event_stream import BROKEN_EVENT, replica_failed
 from kvtier.web.facts import Facts
 from kvtier.web.paths import TOKENIZE
 from kvtier.web.request_body import read_body

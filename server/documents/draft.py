@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
 from kvtier.engine.text.chat_prefix import chat_prefix
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import PromptLimit
 from kvtier.server.documents.document import Form
 from kvtier.tiers.naming.request_text import check_text
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.engine.observability.explain.explainer import Explainer
 from kvtier.engine.observability.records.recent_records import RecentRecords
-from kvtier.engine.observability.tracing.span import Attribute
+from kvtier.engine.observability.tracing.trace_context import Attribute
 from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.trail import Trail

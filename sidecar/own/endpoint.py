@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.engine.attached import wire
-from kvtier.engine.attached.wire import Malformed, frame_of
+from kvtier.engine.attached.wire import Frames, Malformed, frame_of
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.layout import Layout, LayoutRefused
 from kvtier.sidecar.layouts import Layouts
@@ -375,3 +375,11 @@ class EngineEndpoint:
 
 def _name(client: Client[bytes]) -> str:
     return f"{process_name(client)}, connection {client.connection.fileno()}"
+
+
+class EngineFrames(Frames):
+    """A framing (see `Framing`) whose messages are the bytes of one frame each. The framing itself sends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_send = bytearray()

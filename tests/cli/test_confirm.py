@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvtier.cli.confirm import confirm
+from kvtier.cli.user_input import confirm
 
 
 def typed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

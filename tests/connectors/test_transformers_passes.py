@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvtier import LLM, KVTierCache
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
-from kvtier.engine.model.unsupported_model import ChangedModel
+from kvtier.engine.model.errors import ChangedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -10,8 +10,8 @@ from equal_answers import BLOCK_SIZE, GREEDY, NUM_NEW, NUM_TOKENS, chain_of, con
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer, plain_greedy
 
 from kvtier import LLM, SamplingParams
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import Chunk, ModelRunner
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.tiers.naming.tier import Tier
 

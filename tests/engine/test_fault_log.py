@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
 from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.tiers.lower.breaker import BreakerState

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.llm import LLM
+from kvtier.engine.model.errors import ChangedModel
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.model.unsupported_model import ChangedModel
 
 NUM_NEW = 6
 PROMPT = [(37 * i + 5) % 256 for i in range(300)]

@@ -21,8 +21,7 @@ from chat_templates import (
 )
 
 from kvtier.engine.text.chat_prefix import chat_prefix
-from kvtier.engine.text.min_tokens import MinTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import MinTokens, PromptLimit
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.server.anthropic.messages_request import Conversation
 from kvtier.server.chat_request import ChatRequest

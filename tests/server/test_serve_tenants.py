@@ -14,8 +14,7 @@ from small_models import VOCAB, build
 
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
-from kvtier.web.api_keys import ApiKeys
-from kvtier.web.tenancy import effective_salt
+from kvtier.web.api_keys import ApiKeys, effective_salt
 
 ANN, ANN_TOO, BOB, OPS = "sk-ann-1111", "sk-ann-2222", "sk-bob-3333", "sk-ops-4444"
 KEYS = {ANN: "ann", f"sha256:{hashlib.sha256(ANN_TOO.encode()).hexdigest()}": "ann", BOB: "bob", OPS: "ops"}

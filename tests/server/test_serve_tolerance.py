@@ -9,7 +9,7 @@ from plain_http import NO_TLS
 from serving import MODEL, ServerInThread, chat_tokenizer, serving, tables
 from small_models import VOCAB, build, byte_tokenizer
 
-from kvtier.server.ignored_fields import MAX_NAMES, log_unknown_fields
+from kvtier.server.generation_request import MAX_NAMES, log_unknown_fields
 from kvtier.web.request_body import MAX_VALUES
 
 QUESTION = {"role": "user", "content": "Hello?"}
@@ -36,12 +36,12 @@ def test_unknown_fields_of_messages_change_nothing_and_are_told_once(
     answers = {"role": "assistant", "content": "Hello."}
     plain = chat(server, QUESTION, answers, QUESTION)
 
-    with caplog.at_level(logging.INFO, "kvtier.server.ignored_fields"):
+    with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
         for _ in range(2):
             told = chat(server, QUESTION, {**answers, "humour": "Dry.", "mood": 1}, QUESTION)
 
     assert told == plain
-    told_by = "kvtier.server.ignored_fields"  # another test may have had all loggers say more
+    told_by = "kvtier.server.generation_request"  # another test may have had all loggers say more
     assert [record.getMessage() for record in caplog.records if record.name == told_by] == [
         "messages: ignoring the unknown field 'humour'",
         "messages: ignoring the unknown field 'mood'",
@@ -49,7 +49,7 @@ def test_unknown_fields_of_messages_change_nothing_and_are_told_once(
 
 
 def test_a_client_that_makes_names_up_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvtier.server.ignored_fields"):
+    with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
         for number in range(3 * MAX_NAMES):
             log_unknown_fields([f"{number}-{'x' * 10_000}"])
 

@@ -18,8 +18,7 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, new_engine
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.own.block_layout import BlockLayout, BlockShape
-from kvtier.sidecar.own.endpoint import EngineEndpoint
-from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.own.endpoint import EngineEndpoint, EngineFrames
 from kvtier.sidecar.port import Port, listen_at_path
 from kvtier.sidecar.refusals import Refusals
 from kvtier.sidecar.shares import Shares

@@ -21,8 +21,7 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
-from kvtier.sidecar.own.endpoint import EngineEndpoint
-from kvtier.sidecar.own.framing import EngineFrames
+from kvtier.sidecar.own.endpoint import EngineEndpoint, EngineFrames
 from kvtier.sidecar.port import Port, listen_at_path
 from kvtier.sidecar.refusals import Refusals
 from kvtier.sidecar.sidecar import Sidecar

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -362,3 +363,23 @@ class NoDisk(DiskTier):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(MemoryStore(0), bytes(NAMESPACE_BYTES), clock, opening=lambda: 0)
         self.index.finish_loading()
+
+
+class DiskContent(Protocol):
+    """The index of a disk, and the bookkeeping above the disk when blocks are found on it or lost."""
+
+    @property
+    def disk(self) -> DiskTier:
+        """The disk tier."""
+
+    def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """Handle a read of the block that returned no bytes."""
+
+    def load_index_page(self, keys: Sequence[bytes]) -> None:
+        """Add one page of the keys that were in the store when it was opened."""
+
+    def report_forgotten(self) -> None:
+        """Forget some blocks that were on disk before its store was reopened."""
+
+    def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
+        """Offer all blocks above the disk to it, *num_at_once* per step, because its content may have changed."""

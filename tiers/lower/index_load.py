@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtier.store.blob_store import StoreUnavailable
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.disk_content import DiskContent
+from kvtier.tiers.lower.disk_tier import DiskContent
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 

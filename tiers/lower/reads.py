@@ -11,7 +11,7 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt, CircuitBreaker
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import blocks_in_batch
-from kvtier.tiers.lower.disk_content import DiskContent
+from kvtier.tiers.lower.disk_tier import DiskContent
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause

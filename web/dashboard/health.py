@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.stores.reopening_store import StoreStanding, WhyClosed
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.observability.metrics import names
 from kvtier.engine.observability.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.observability.metrics.compat.vllm import vllm_metrics

@@ -1,7 +1,6 @@
 """Construction of a request's spans from its record."""
 
-from kvtier.engine.observability.tracing.span import Attribute, Span
-from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.engine.observability.tracing.trace_context import Attribute, Span, TraceContext
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Stage
 from kvtier.tiers.naming.tier import Tier

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvtier.engine.observability.tracing.span import Span
-from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.engine.observability.tracing.trace_context import Span, TraceContext
 from kvtier.extras import extra
 
 if TYPE_CHECKING:

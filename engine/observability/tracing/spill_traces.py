@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from kvtier.engine.observability.tracing.span import Attribute, Span
-from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.engine.observability.tracing.trace_context import Attribute, Span, TraceContext
 from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName

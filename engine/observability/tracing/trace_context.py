@@ -2,10 +2,12 @@
 
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
+Attribute = str | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +45,21 @@ class TraceContext:
 
 def _random(num_bytes: int) -> str:
     return (secrets.token_bytes(num_bytes - 1) + b"\1").hex()  # never all 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span of a trace. *parent_id* is None for the root span.
+
+    Times are in seconds since the Unix epoch. No attribute contains text of the user.
+    """
+
+    name: str
+    context: TraceContext
+    parent_id: str | None
+    start: float
+    end: float
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    is_server: bool = False  # whether it answers a request from the network
+    is_failed: bool = False
+    links: Sequence[TraceContext] = ()  # related spans of other traces, all of them sampled

@@ -8,9 +8,8 @@ from functools import partial
 
 from kvtier.engine.config import TracingConfig
 from kvtier.engine.observability.tracing.request_spans import spans_of
-from kvtier.engine.observability.tracing.span import Attribute, Span
 from kvtier.engine.observability.tracing.span_sender import SpanSender
-from kvtier.engine.observability.tracing.trace_context import TraceContext
+from kvtier.engine.observability.tracing.trace_context import Attribute, Span, TraceContext
 from kvtier.engine.scheduling.request_record import RequestRecord
 
 

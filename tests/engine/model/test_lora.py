@@ -19,9 +19,9 @@ from waiting import wait_for
 from kvtier import LLM, AsyncLLM, SamplingParams
 from kvtier.engine.llm import keyed
 from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.runner import Chunk, ModelRunner
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.engine.scheduling.request import Request, RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys, Lora
 from kvtier.tiers.naming.tier import Tier

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.model.digest import weights_digest
-from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.engine.model.errors import UnsupportedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao says that it is deprecated; models made with it exist
 

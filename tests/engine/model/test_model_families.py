@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvtier.engine.model.attention import paged_attention
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import Chunk, ModelRunner
-from kvtier.engine.model.unsupported_model import UnsupportedModel
 
 BLOCK_SIZE = 16
 STEPS = (40, 1, 29, 50)

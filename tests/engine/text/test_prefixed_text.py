@@ -11,9 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.engine.text.min_tokens import MinTokens, TooManyTokens
+from kvtier.engine.text.min_tokens import MinTokens, PromptLimit, TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText, num_common
-from kvtier.engine.text.prompt_limit import PromptLimit
 
 TEXT = "The harbour is blue, as the sea is. The garden — blü — is in the harbour, and so on."
 

@@ -32,8 +32,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import Completion
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.chat_prefix import chat_prefix, chat_token_ids
-from kvtier.engine.text.min_tokens import MinTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import MinTokens, PromptLimit
 from kvtier.server.documents.document import Document, Form
 from kvtier.server.documents.documents import Documents, TooManyDocuments
 from kvtier.server.documents.draft import Draft

@@ -7,8 +7,7 @@ from small_models import byte_tokenizer
 from tokenizers import AddedToken
 from tool_templates import FAMILIES, HERMES, LLAMA, MISTRAL, PHI, PLAIN, QWEN, tool_tokenizer
 
-from kvtier.engine.text.min_tokens import MinTokens
-from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.min_tokens import MinTokens, PromptLimit
 from kvtier.server.chat_request import ChatRequest
 from kvtier.server.tool_calls.families import syntax_of
 from kvtier.server.tool_calls.tool_use import ToolFormat

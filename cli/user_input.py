@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from rich.console import Console, RenderableType
+
 
 def text_of(option: str, file: str) -> str:
     """Return the text of the file, or of standard input for "-".
@@ -24,3 +26,14 @@ def token_of(file: str) -> str:
     if not token:
         raise ValueError(f"--token-file {file}: is empty; give a file that holds the token")
     return token
+
+
+def confirm(question: str, about: RenderableType | None = None) -> None:
+    """Show *about* and ask *question*. Raise RuntimeError if the answer is not yes, or if there is no terminal."""
+    if not sys.stdin.isatty():
+        raise RuntimeError(f"{question} there is no terminal to ask on; add --yes")
+    if about is not None:
+        Console(stderr=True).print(about)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RuntimeError("nothing was deleted")

@@ -1,4 +1,4 @@
-"""Conversion of out-of-memory errors to MemoryError, because torch raises RuntimeError for them and for bad models."""
+"""Errors for a model that cannot use kvtier's blocks, or that was changed while it used them."""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +6,14 @@ from contextlib import contextmanager
 
 # Messages of torch (CPU, CUDA, cuBLAS), of C++ and of errno 12.
 _SHORT = re.compile("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+
+
+class UnsupportedModel(ValueError):
+    """An error for a model whose attention cannot use kvtier, or whose weights have no digest. The message says why."""
+
+
+class ChangedModel(RuntimeError):
+    """An error for a model whose weights, parts, attention or mode differ from those that computed cached blocks."""
 
 
 @contextmanager
