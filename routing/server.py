@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-import uvicorn
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from kvtier.routing.app import RouteApp
@@ -23,9 +22,9 @@ from kvtier.routing.router import Router
 from kvtier.routing.tokens import Tokens
 from kvtier.routing.upstream import no_retry
 from kvtier.web.api_keys import ApiKeys
+from kvtier.web.asgi_server import AsgiServer
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.gate import ConnectionLimits, Gate
-from kvtier.web.http_connection import HttpConnection
 from kvtier.web.operating.audit_log import AuditLog
 from kvtier.web.operating.operators import Operators
 
@@ -35,14 +34,6 @@ CONNECT_S = 5.0
 IDLE_S = 4.0  # how long an idle connection to a replica is kept; uvicorn's servers close one after 5 s
 LEAVING_S = 5  # for the last bytes of answers
 LOOK_S = 0.05  # between two checks whether all answers have ended
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which `cli/route.py` sets for the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class RouteServer:
@@ -91,7 +82,7 @@ class RouteServer:
         """Route until `stop`. Raise the error of a background task that failed."""
         async with self._ends:
             await self._health.look()
-            server = _Uvicorn(_settings(self._config, self.app, self.metrics))
+            server = _server(self._config, self.app, self.metrics)
             beside = [asyncio.create_task(each) for each in self._beside()]
             answering = asyncio.create_task(server.serve([self._bound]))
             stopping = asyncio.create_task(self._stop.wait())
@@ -135,7 +126,7 @@ def _session(config: RouteConfig) -> ClientSession:
     )
 
 
-def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvicorn.Config:
+def _server(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> AsgiServer:
     limits = ConnectionLimits(
         max_header_bytes=config.max_header,
         header_timeout_s=config.header_timeout_s,
@@ -143,18 +134,8 @@ def _settings(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> uvic
         max_per_address=config.max_connections_per_address,
     )
     gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
-    return uvicorn.Config(
-        app,
-        http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,  # the last address in X-Forwarded-For must be that of the connected client
-        timeout_graceful_shutdown=LEAVING_S,
-    )
+    # The last address in X-Forwarded-For must be that of the connected client, and Date is the replica's.
+    return AsgiServer(app, gate, LEAVING_S, date_header=False, proxy_headers=False)
 
 
 def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:

@@ -1,13 +1,10 @@
 """HttpServer: answers on a port at once, loads the model meanwhile, and serves until `stop`."""
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -17,7 +14,7 @@ from kvtier.server.app import App, Switch
 from kvtier.server.entrance import Entrance
 from kvtier.server.loading_app import LoadingApp
 from kvtier.web.api_keys import ApiKeys
-from kvtier.web.http_connection import HttpConnection
+from kvtier.web.asgi_server import AsgiServer
 
 if TYPE_CHECKING:
     from kvtier.server.serving_app import ServingApp  # imported while the server is already answering
@@ -41,14 +38,6 @@ def with_cors(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
     )
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which `cli/serve.py` sets for the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class HttpServer:
     """A server of one model on a bound socket. `build_server` creates it; `run` runs it on an event loop."""
 
@@ -65,17 +54,8 @@ class HttpServer:
         self._load = load
         self._switch = Switch(loading)
         self._stop = asyncio.Event()
-        settings = uvicorn.Config(
-            Access(with_cors(KeyCheck(self._switch, entrance), entrance.settings), entrance),
-            http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_LEAVING_S,
-        )
-        self._uvicorn = _Uvicorn(settings)
+        app = Access(with_cors(KeyCheck(self._switch, entrance), entrance.settings), entrance)
+        self._uvicorn = AsgiServer(app, entrance.gate, _LEAVING_S)
 
     @property
     def app(self) -> App:

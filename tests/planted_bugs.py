@@ -659,7 +659,7 @@ BUGS = [
     ),
     Bug(
         "presence and frequency penalties count the prompt's tokens",
-        "engine/model/drawing/changed_logits.py",
+        "engine/model/drawing/token_counts.py",
         "        self._num_times = np.zeros(len(self._token_ids), dtype=np.int64)",
         "        self._num_times = np.ones(len(self._token_ids), dtype=np.int64)",
         "tests/engine/model/drawing",

@@ -4,15 +4,13 @@ import asyncio
 import logging
 import socket
 import threading
-from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
-import uvicorn
 from starlette.types import ASGIApp
 
+from kvtier.web.asgi_server import AsgiServer
 from kvtier.web.gate import Gate
-from kvtier.web.http_connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +28,6 @@ class Beside(Protocol):
         """End the answers, and make `run` return soon."""
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, but one that ends *beside* first, because uvicorn waits for answers to end by themselves."""
-
-    def __init__(self, settings: uvicorn.Config, beside: Beside) -> None:
-        super().__init__(settings)
-        self._beside = beside
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers, and wait for them."""
-        self._beside.end()
-        await super().shutdown(sockets)
-
-
 class HttpThread:
     """A thread with an event loop that serves *app* from its creation until `close`.
 
@@ -54,17 +39,8 @@ class HttpThread:
         self._bound = bound
         self._beside = beside
         self.port: int = bound.getsockname()[1]
-        settings = uvicorn.Config(
-            app,
-            http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes one
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_LEAVING_S,
-        )
-        self._server = _Uvicorn(settings, beside)
+        # uvicorn waits for answers, and those of *beside* go on until it ends.
+        self._server = AsgiServer(app, gate, _LEAVING_S, on_shutdown=beside.end)
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
 
