@@ -59,7 +59,7 @@ class EngineThread:
 
     It settles three futures, in this order, even after an error: *loaded* (with the engine), *served* (no more commands
     run) and *closed*. *served* carries the error of a failed engine, *closed* an error of closing. Every command that
-    `put` accepts is either run or refused. Any thread may call all methods except `add_attendant` and `remove_attendant`.
+    `put` accepts is either run or refused. Any thread may call all methods but `add_attendant` and `remove_attendant`.
 
     It is not a ThreadPoolExecutor, because Python joins those threads at exit, so that a program that forgot to close
     the engine would never end.

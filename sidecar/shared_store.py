@@ -8,7 +8,7 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store with one view per namespace. Lanes' threads use the views; `take_disconnected` is for the views' owner."""
+    """A store with one view per namespace. Lanes' threads use the views; their owner calls `take_disconnected`."""
 
     def __init__(self, store: Records) -> None:
         self.store = store

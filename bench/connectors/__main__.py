@@ -1,5 +1,5 @@
-"""What do the real vLLM and LMCache get from our connectors, what do these cost, and what becomes of engines when a sidecar
-is killed or stopped, or bytes on disk are damaged? What does transformers' `generate` get from KVTierCache?
+"""What do the real vLLM and LMCache get from our connectors, what do these cost, and what becomes of engines when a
+sidecar is killed or stopped, or bytes on disk are damaged? What does transformers' `generate` get from KVTierCache?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
 forty minutes; name questions to have their answers only.

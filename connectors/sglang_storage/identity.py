@@ -67,7 +67,7 @@ def folder_of(path: str, config: Any) -> Path:
 
 
 def weights_of(model: str, revision: str | None) -> str:
-    """Return the digest of the model's files, given a path or hub id. Raise `UnsupportedEngine` if there are no files."""
+    """Return the digest of the model's files at a path or hub id. Raise `UnsupportedEngine` if there are none."""
     try:
         return weights_digest(folder_of_model(model, revision))
     except (OSError, ValueError, ImportError) as error:

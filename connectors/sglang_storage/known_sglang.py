@@ -13,7 +13,7 @@ class UnsupportedEngine(ValueError):
 
 
 def check_config(config: Any) -> None:
-    """Raise `UnsupportedEngine` if SGLang does not provide the facts that identify a page, or the engine is not supported."""
+    """Raise `UnsupportedEngine` unless SGLang provides the facts that identify a page, and the engine is supported."""
     _check(config, _FACTS)
     if config.is_mla_model and config.tp_size > 1:
         raise UnsupportedEngine(

@@ -15,7 +15,7 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
 def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `UnsupportedEngine` if this vLLM lacks what the connector needs, or has a configuration it does not support.
+    """Raise `UnsupportedEngine` if the connector does not support this vLLM or its configuration.
 
     *base* is vLLM's base class of connectors.
     """

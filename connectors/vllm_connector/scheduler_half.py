@@ -120,7 +120,7 @@ class SchedulerHalf:
             self.side.on_report(report)
 
     def reset(self) -> bool:
-        """Begin a new lineage and evict all stored blocks: see `SchedulerSide.start_new_lineage` and `SchedulerSide.clear`.
+        """Begin a new lineage and evict all stored blocks; see `start_new_lineage` and `clear` of `SchedulerSide`.
 
         Waits a few seconds at most for copies in flight.
         """

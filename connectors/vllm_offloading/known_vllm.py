@@ -20,7 +20,7 @@ OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that may
 
 
 def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
-    """Raise `UnsupportedEngine` if this vLLM lacks what copies on CPUs need, or has a configuration they do not support.
+    """Raise `UnsupportedEngine` if copies on CPUs do not support this vLLM or its configuration.
 
     *spec* is vLLM's `TieringOffloadingSpec`, *region* its class of the host pool's memory.
     """
@@ -45,7 +45,7 @@ def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
 
 
 def check_tier(base: type, vllm_config: Any) -> None:
-    """Raise `UnsupportedEngine` if this vLLM lacks what the tier needs, or if a block's key does not determine its bytes.
+    """Raise `UnsupportedEngine` if this vLLM lacks what the tier needs, or a block's key does not determine its bytes.
 
     *base* is vLLM's class of secondary tiers.
     """

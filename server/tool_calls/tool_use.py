@@ -78,7 +78,7 @@ class ToolUse:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text, calls included. Raises `InvalidParameter` if it cannot be combined with calls."""
+        """Required format of the text, calls included. Raises `InvalidParameter` if calls rule it out."""
         answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
             return answer

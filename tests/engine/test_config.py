@@ -147,7 +147,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"int_block_hash": True}}, "$.events.int_block_hash: unknown key; did you mean int_block_hashes?"),
         (
             {"events": {"endpoint": "localhost:5557"}},
-            "$.events.endpoint: is not an address; write it as tcp://127.0.0.1:5557 or ipc:///run/kvtier-events.sock or i",
+            "$.events.endpoint: is not an address; write it as tcp://127.0.0.1:5557 or ipc:///run/kvtier-events.sock",
         ),
         (
             {"events": {"replay_endpoint": "udp://*:0"}},

@@ -1,4 +1,4 @@
-"""A sidecar's endpoint over real sockets and real shared memory, which has its turn when the engine polls, and can die."""
+"""A sidecar's endpoint over real sockets and shared memory, which has its turn when the engine polls, and can die."""
 
 import random
 import secrets

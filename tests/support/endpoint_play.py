@@ -1,4 +1,4 @@
-"""Engines that come and go at LMCache's endpoint, over a segment too small for what they store, with rests and damage."""
+"""Engines that come and go at LMCache's endpoint, over a segment too small for them, with rests and damage."""
 
 import random
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
-"""A sidecar with its own endpoint over real shared memory and a real Unix socket, turned by hand, and engines that say what
-a test has them say."""
+"""A sidecar with its own endpoint over real shared memory and a real Unix socket, turned by hand, and engines that
+send what a test tells them to."""
 
 import contextlib
 import mmap
@@ -141,8 +141,8 @@ class Bed:
 
 
 class Plain:
-    """A connection to the endpoint that says what it is told to, and never waits: in one process what one side has sent the
-    other can read."""
+    """A connection to the endpoint that never waits: in one process, the bytes that one side has sent can be read by the
+    other."""
 
     def __init__(self, bed: Bed) -> None:
         self.bed = bed

@@ -1,4 +1,4 @@
-"""A worker of an engine with two KV cache groups at LMCache's endpoint: all chunks of one, the last two of the other."""
+"""A worker of an engine with two KV cache groups at LMCache's endpoint: all chunks of one, two of the other."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The boards of others, by panel and query, as they are in tests/engine/observability/metrics/boards with where they come from."""
+"""The boards of others, by panel and query, as they are in `boards/` beside the tests of metrics."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Sidecars for tests: real ones, small, on a thread of the test's process, with an endpoint at which the test attaches."""
+"""Sidecars for tests: real ones, small, on a thread of the test's process, with an endpoint for the test."""
 
 import os
 import threading

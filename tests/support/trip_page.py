@@ -25,9 +25,9 @@ class Step:
 INTRODUCTION = """# A block's round trip
 
 One block is computed, copied down to host memory and to disk, evicted from above, found again by a later prompt, and
-promoted back. These are the functions that it passes, with the bookkeeping left out: about an hour's reading. The page is
-generated from the source (`python tests/support/trip_page.py`), and a test runs the trip and checks that it passes each of
-them. `python tests/support/block_trip.py --functions` lists all functions of the trip.
+promoted back. These are the functions that it passes, with the bookkeeping left out: about an hour's reading. The
+page is generated from the source (`python tests/support/trip_page.py`), and a test runs the trip and checks that it
+passes each of them. `python tests/support/block_trip.py --functions` lists all functions of the trip.
 
 The device's side (steps 1, 2, 6, 7) talks to the tiers below it through one contract, `LowerTiers` in
 `tiers/lower/lower_tiers.py`.
@@ -47,8 +47,8 @@ STEPS = (
     ),
     Step(
         "Release",
-        "The request ends. Its slots join the end of the eviction order with their content intact, the tail of the prefix "
-        "first, so that a block is evicted before the blocks that it continues.",
+        "The request ends. Its slots join the end of the eviction order with their content intact, the tail of the "
+        "prefix first, so that a block is evicted before the blocks that it continues.",
         [
             "tiers/cache.py: TieredCache.release",
             "tiers/device/block_pool.py: BlockPool.release",
@@ -57,8 +57,8 @@ STEPS = (
     ),
     Step(
         "Spill to host memory",
-        "Blocks near the eviction end are copied to host slots before their device slots are needed. A batch leases both "
-        "ends of each copy until it has ended.",
+        "Blocks near the eviction end are copied to host slots before their device slots are needed. A batch leases "
+        "both ends of each copy until it has ended.",
         [
             "tiers/down/host_spill.py: HostSpill.spill",
             "tiers/down/host_spill.py: HostSpill._clean",
@@ -79,8 +79,8 @@ STEPS = (
     ),
     Step(
         "Write to disk",
-        "A batch of blocks goes to the store. The payload is written to a slot that no record has; then index, order and "
-        "counters change in one transaction.",
+        "A batch of blocks goes to the store. The payload is written to a slot that no record has; then index, order "
+        "and counters change in one transaction.",
         [
             "tiers/lower/disk_spill.py: DiskSpill._start",
             "tiers/lower/disk_spill.py: DiskSpill._work",
@@ -94,8 +94,8 @@ STEPS = (
     ),
     Step(
         "Evict",
-        "A slot is needed. The oldest free block loses its name, and stays findable below. If nothing below holds it, the "
-        "block is remembered as a ghost with the cause.",
+        "A slot is needed. The oldest free block loses its name, and stays findable below. If nothing below holds it, "
+        "the block is remembered as a ghost with the cause.",
         [
             "tiers/device/group_slots.py: GroupSlots.evict",
             "tiers/device/block_pool.py: BlockPool.evict",
@@ -113,8 +113,8 @@ STEPS = (
     ),
     Step(
         "Promote",
-        "The block is read from disk into a leased host slot, verified against its key, copied to a device slot, verified "
-        "against its digest, and published. The request computes only the rest of the prompt.",
+        "The block is read from disk into a leased host slot, verified against its key, copied to a device slot, "
+        "verified against its digest, and published. The request computes only the rest of the prompt.",
         [
             "tiers/up/promoter.py: Promoter.promote",
             "tiers/up/promoter.py: Promoter._start_part",

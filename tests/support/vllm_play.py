@@ -1,5 +1,5 @@
 """A small scheduler that treats requests as vLLM's does: chunked prefill, a prefix cache of its own, preemption, steps
-in flight, and both of its policies for loads that fail. It plays on a `ConnectorBed` with one group of full attention."""
+in flight, and both of its policies for failed loads. It plays on a `ConnectorBed` with one group of full attention."""
 
 from collections import deque
 from collections.abc import Sequence
