@@ -132,7 +132,7 @@ class TransferEngine:
     def poll(self, timeout_s: float = 0.0, should_continue: Callable[[], bool] = lambda: True) -> int:
         """Deliver the finished transfers, waiting up to *timeout_s* for the first, and return their number.
 
-        *should_continue* is called after each delivery. If it returns False, the other transfers wait for the next `poll`.
+        *should_continue* is called after each delivery. If it returns False, the rest waits for the next `poll`.
         """
         num_delivered = 0
         while self._in_flight:

@@ -141,8 +141,8 @@ class Bed:
 
 
 class Plain:
-    """A connection to the endpoint that never waits: in one process, the bytes that one side has sent can be read by the
-    other."""
+    """A connection to the endpoint that never waits: in one process, one side can read what the other has sent
+    at once."""
 
     def __init__(self, bed: Bed) -> None:
         self.bed = bed

@@ -1,5 +1,5 @@
 """vLLM's side of our connector without vLLM: requests, pages, steps and a worker, on a sidecar's endpoint over real
-sockets and real shared memory. What is "computed" of a block is bytes that its prompt decides, so that a wrong one shows."""
+sockets and real shared memory. What is "computed" of a block is bytes that its prompt decides, so a wrong one shows."""
 
 import hashlib
 import random

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from block_trip import functions, main, trip
+from trip_page import PAGE, generated_page, named_functions
 
 
 def test_a_block_is_followed_down_and_up_again(tmp_path: Path) -> None:
@@ -41,3 +42,13 @@ def test_the_sums_of_the_functions_are_those_of_the_rows(
         num_functions, num_lines = (int(word) for word in line.split() if word.isdecimal())
         assert num_functions == len(own) > 20
         assert num_lines == sum(own)
+
+
+def test_the_page_of_the_trip_is_as_its_generator_writes_it_now() -> None:
+    assert PAGE.read_text() == generated_page(), "run python tests/support/trip_page.py"
+
+
+def test_the_trip_passes_each_function_that_its_page_quotes(tmp_path: Path) -> None:
+    passed = [f"{function.file}: {function.name}" for function in functions(trip(tmp_path / "store"))]
+
+    assert [function for function in named_functions() if function not in passed] == []

@@ -48,7 +48,7 @@ def run_trial(asked: StructuredOutputs) -> TrialResult:
     """Compile the constraint *asked*, and follow it for a few hundred tokens, in a subprocess. Takes 0.1 s.
 
     Raises:
-        InvalidParameter: If *asked* is not a valid grammar, is not enforceable, or exceeds the limits of time or memory.
+        InvalidParameter: If *asked* is no valid grammar, is not enforceable, or exceeds the limits of time or memory.
     """
     question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.parameter_name])
     try:
