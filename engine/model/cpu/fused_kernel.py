@@ -26,7 +26,8 @@ def normalize(rows: Array, weight: Array, eps: float, output: Array) -> None:
 @compiled
 def rotate(heads: Array, cosines: Array, sines: Array, output: Array) -> None:
     """Rotate *heads*, [num_tokens, num_heads, head_dim] float32, by *cosines* and *sines*, [num_tokens, head_dim]: the
-    first half of a head with the second."""
+    first half of a head with the second.
+    """
     num_tokens, num_heads, head_dim = heads.shape
     half = head_dim // 2
     for token in range(num_tokens):

@@ -23,7 +23,8 @@ class Layer:
 
 def layer_of(query: torch.Tensor, slab: torch.Tensor, number: int, scoring: Scoring, output: torch.Tensor) -> Layer:
     """The layer of tensors on a CPU. *query*: [1, num_heads, num_tokens, head_dim]. *output*, float32 in any case, is
-    written to; queries and slab are read where they are, if they are float32 in a row."""
+    written to; queries and slab are read where they are, if they are float32 in a row.
+    """
     bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)
     return Layer(
         number,

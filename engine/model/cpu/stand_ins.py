@@ -57,7 +57,8 @@ def forward_of(layer: torch.nn.Module, stand_in: StandIn) -> Place:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether kernels can read it: float32 on a CPU, and nobody wants its gradient. A model's code may be at work
-    elsewhere in the process, on another device or in training, while stand-ins are in its place."""
+    elsewhere in the process, on another device or in training, while stand-ins are in its place.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
