@@ -143,7 +143,7 @@ class LayoutTiers:
 
     def poll(self) -> None:
         """Advance everything that is in flight, and start copies to disk."""
-        if self._store is not None and (gone := self._store.take_disconnected()):
+        if self._store is not None and (gone := self._store.pop_evicted()):
             self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
         if self._store is not None and (cleared := self._store.take_cleared()):
             self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)

@@ -8,7 +8,7 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store with one view per namespace. Lanes' threads use the views; their owner calls `take_disconnected`."""
+    """A store with one view per namespace. Lanes' threads use the views; their owner calls `pop_evicted`."""
 
     def __init__(self, store: Records) -> None:
         self.store = store
@@ -50,7 +50,7 @@ class StoreView:
         self._store = shared.store
         self._namespace = namespace
 
-    def take_disconnected(self) -> list[bytes]:
+    def pop_evicted(self) -> list[bytes]:
         """Return the keys that were evicted for other namespaces' records since the last call."""
         return _taken(self.gone)
 

@@ -3400,7 +3400,7 @@ BUGS = [
     Bug(
         "an operator's eviction takes blocks that are leased",
         "tiers/device/slot_purge.py",
-        "slots, end = self._slots.pool.order.part(start, MAX_SLOTS_PER_PAGE)",
+        "slots, end = self._slots.pool.order.part(start, SCAN_ENTRIES)",
         "slots, end = np.flatnonzero(self._slots.pool.are_named(np.arange(self._slots.pool.num_slots))), None",
         "tests/tiers/test_purge.py",
     ),

@@ -125,7 +125,7 @@ def paged_attention(
     if paths.gathered:
         attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
     if paths.on_cpu is not None:
-        group.cpu_attention.add_attendant(query, group.slab, layer, paths.on_cpu, scoring, output)
+        group.cpu_attention.attend(query, group.slab, layer, paths.on_cpu, scoring, output)
     if paths.in_place is not None:
         attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None

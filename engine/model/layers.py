@@ -96,7 +96,7 @@ class _Observation:
         self._masks[id(mask)] = (mask, kwargs["mask_function"])
         return mask
 
-    def add_attendant(
+    def attend(
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -188,8 +188,8 @@ class _Observation:
 
 # transformers finds both functions by a name that all threads share, but each thread has its own observation.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
-AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().add_attendant(*args, **kwargs))
-AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().add_attendant(*args, **kwargs))
+AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
+AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
 AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
 
 

@@ -13,7 +13,7 @@ from kvtier.tiers.naming.block_hash import ExtraKeys
 
 PRIORITY = 101  # less urgent than every priority that a client may ask for; lower is more urgent
 ORDINARY = 0  # the priority of a request that asks for none
-HUNG_COPY_S = 60.0  # a document without progress for this long gets the ordinary priority
+PATIENCE_S = 60.0  # a document without progress for this long gets the ordinary priority
 _BEHIND_ALL = RequestOptions(priority=PRIORITY)
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -109,12 +109,12 @@ class DocumentPrefills:
         except ValueError as error:
             self._on_ended(document, str(error))
         else:
-            self._running = _Running(document, request, self._clock() + HUNG_COPY_S)
+            self._running = _Running(document, request, self._clock() + PATIENCE_S)
 
     def _hurry(self, running: _Running) -> None:
         """Give a document the ordinary priority if it made no progress for a minute."""
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
-            running.num_computed, running.patient_until = num_computed, self._clock() + HUNG_COPY_S
+            running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S
         elif running.request.options.priority > ORDINARY and self._clock() >= running.patient_until:
             self._core.set_priority(running.request, ORDINARY)

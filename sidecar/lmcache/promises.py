@@ -259,7 +259,7 @@ class Promise:
     former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
     lost: set[tuple[int, int]] = field(default_factory=set)  # chunks that cannot be loaded, as pairs of group and place
     inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
-    continues_answer: bool = False
+    is_begun: bool = False
     is_settled: bool = False
     num_chunks: int = 0  # that can be loaded, once it is settled
     is_ended: bool = False  # no load starts from it any more
@@ -466,7 +466,7 @@ class Promises:
         self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
-        if not promise.continues_answer and not self._begin_chunks(promise):
+        if not promise.is_begun and not self._begin_chunks(promise):
             return
         for own in promise.chunks:
             own.verify_arrived()
@@ -538,7 +538,7 @@ class Promises:
             missing = [*promise.before[promise.num_before :], *names]
             if self._may_come(promise, dict.fromkeys(lasting, missing)):
                 return False
-            promise.continues_answer = True
+            promise.is_begun = True
             promise.misses = Misses(((len(names), tiers.miss_reason(missing[0])),))
             return True
         share = self._shares.of(promise.client)
@@ -548,7 +548,7 @@ class Promises:
         num_beyond = hit.num_there - hit.num_chunks
         if hit.num_there < len(names) and not num_beyond and self._may_come(promise, hit.missing()):
             return False
-        promise.continues_answer = True
+        promise.is_begun = True
         for group_id in lasting if promise.before else ():
             tiers.refresh(group_id, promise.before[::-1], ())
         self.counts.num_over_share += num_beyond
@@ -582,7 +582,7 @@ class Promises:
 
         The disk may just have a long queue, or it may hang.
         """
-        promise.continues_answer = True
+        promise.is_begun = True
         end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
         promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)

@@ -187,11 +187,11 @@ class LmdbWriter:
         """See `BlobStore.delete`."""
         num_deleted, left = 0, list(keys)
 
-        def pop_forgotten(change: Change, limit: int) -> list[bool]:
+        def forget_some(change: Change, limit: int) -> list[bool]:
             return [change.forget(key) for key in left[:limit]]
 
         while left:
-            forgotten = self._files.remove(pop_forgotten)
+            forgotten = self._files.remove(forget_some)
             num_deleted += sum(forgotten)
             del left[: len(forgotten)]
         return num_deleted

@@ -33,7 +33,7 @@ from kvtier.store.lmdb.upkeep import Tally, Verification
 from kvtier.store.record import Fault, Record, digest
 
 CAPACITY_BYTES = 10 << 20
-HUNG_COPY_S = 60.0  # reached only when a test fails
+PATIENCE_S = 60.0  # reached only when a test fails
 BLOCK_BYTES = 8192
 CHARGED_KIB = charged_bytes(BLOCK_BYTES) / 1024
 A, B, C = b"namespace number", b"namespace-number", b"model-A layout-1"
@@ -150,7 +150,7 @@ def owner_of(folder: Path) -> "Iterator[subprocess.Popen[str]]":
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         yield owner
-        owner.communicate(timeout=HUNG_COPY_S)
+        owner.communicate(timeout=PATIENCE_S)
 
 
 def wait_until_open(folder: Path, check: "subprocess.Popen[str]") -> None:
@@ -581,7 +581,7 @@ def test_check_shows_its_progress_on_a_terminal(many: Path) -> None:
                     shown += read
             except OSError:  # the other end is closed
                 pass
-        out, _ = check.communicate(timeout=HUNG_COPY_S)
+        out, _ = check.communicate(timeout=PATIENCE_S)
 
     assert check.returncode == 0
     assert f"{NUM_MANY:,} records verified" in out
@@ -599,7 +599,7 @@ def test_ctrl_c_ends_a_check_and_leaves_the_store_closed(many: Path, tmp_path: P
             wait_until_open(store, check)
             with suppress(ProcessLookupError):
                 os.killpg(check.pid, signal.SIGINT)
-            out, err = check.communicate(timeout=HUNG_COPY_S)
+            out, err = check.communicate(timeout=PATIENCE_S)
         if check.returncode != 0:  # else it was done before
             break
 
@@ -705,7 +705,7 @@ print(sorted({{"torch", "transformers"}} & (there | set(sys.modules))))
 """
 
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HUNG_COPY_S, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
 
     assert done.stdout.splitlines()[-1] == "[]"
@@ -788,7 +788,7 @@ def test_rm_of_a_namespace_that_is_not_clear_is_one_line_and_deletes_nothing(
 
 def test_rm_without_a_terminal_wants_yes(store: Path) -> None:
     with start("store", "rm", store, "--all") as rm:
-        out, err = rm.communicate(timeout=HUNG_COPY_S)
+        out, err = rm.communicate(timeout=PATIENCE_S)
 
     assert (rm.returncode, out) == (2, "")
     assert "add --yes" in err
@@ -802,7 +802,7 @@ def test_rm_on_a_terminal_asks(store: Path, answer: str, left: dict[bytes, int] 
     with start("store", "rm", store, "--namespace", B.hex(), stdin=theirs) as rm:
         os.close(theirs)
         os.write(ours, answer.encode())
-        out, err = rm.communicate(timeout=HUNG_COPY_S)
+        out, err = rm.communicate(timeout=PATIENCE_S)
     os.close(ours)
 
     assert f"delete 7 records, {7 * CHARGED_KIB:.1f} KiB, of" in err

@@ -26,10 +26,10 @@ def test_what_one_layout_pushes_out_is_told_to_whose_it_was_as_gone() -> None:
     own = one.put_many([blob(ONE, number) for number in range(2)])
 
     assert own == []
-    gone = other.take_disconnected()
+    gone = other.pop_evicted()
     assert len(gone) == 2
     assert all(key.startswith(OTHER) for key in gone)
-    assert (other.take_disconnected(), other.take_cleared(), one.take_disconnected()) == ([], [], [])
+    assert (other.pop_evicted(), other.take_cleared(), one.pop_evicted()) == ([], [], [])
 
 
 def test_what_was_to_go_is_told_as_cleared() -> None:
@@ -41,5 +41,5 @@ def test_what_was_to_go_is_told_as_cleared() -> None:
     assert shared.whole().delete([key_of(ONE, 1), key_of(OTHER, 2)]) == 2
 
     assert (one.take_cleared(), other.take_cleared()) == ([key_of(ONE, 1)], [key_of(OTHER, 2)])
-    assert (one.take_disconnected(), other.take_disconnected()) == ([], [])
+    assert (one.pop_evicted(), other.pop_evicted()) == ([], [])
     assert list(other.keys()) == [key_of(OTHER, 1)]

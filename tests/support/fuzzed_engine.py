@@ -57,7 +57,7 @@ STEP_S = 0.01  # of the clock, for a step
 HANGS_S = {Route.HOST_TO_DISK: 1000.0, Route.DISK_TO_HOST: 1000.0, Route.HOST_TO_DEVICE: 3.0, Route.DEVICE_TO_HOST: 3.0}
 COPY_S = 0.0001  # that a copy is said to have taken
 # For copies that make room or for a window of them to get out of the way: what is not a promotion's deadline.
-HUNG_COPY_S = 10.0
+PATIENCE_S = 10.0
 WAIT = LayerGate.wait
 DOCUMENTS = range(4)
 LENGTHS = (20, 64, 90)  # tokens of a document that a prompt begins with
@@ -360,7 +360,7 @@ class FuzzedEngine:
 
     def flush(self) -> None:
         """Write what is cached to disk, as far as that works."""
-        self.core.cache.drain.flush(HUNG_COPY_S, self._let_a_moment_pass)
+        self.core.cache.drain.flush(PATIENCE_S, self._let_a_moment_pass)
         self._settle()
 
     def close(self) -> None:
@@ -432,7 +432,7 @@ class FuzzedEngine:
     def _finish(self) -> None:
         """The world gets no better, and every request ends all the same; then what hangs is let go."""
         worked_at = self.clock.now
-        patience_s = MAX_PROMOTIONS * self.timeout_s + HUNG_COPY_S
+        patience_s = MAX_PROMOTIONS * self.timeout_s + PATIENCE_S
         while self.core.has_work:
             before = self._progress()
             self.step()

@@ -36,6 +36,6 @@ def attended(
     _, num_heads, num_tokens, head_dim = query.shape
     output = torch.full((num_tokens, num_heads, head_dim), float("nan"), dtype=query.dtype)
     plan = attention.plan(segments, slab.shape[1], num_heads, slab.shape[4], head_dim)
-    attention.add_attendant(query, slab, layer, plan, scoring, output)
+    attention.attend(query, slab, layer, plan, scoring, output)
     threads.close()
     return output

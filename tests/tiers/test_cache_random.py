@@ -269,7 +269,7 @@ PARTS = [  # what is done at once, and how much is under way at most
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (promoter, "REFRESH_PART", [1, 3, 128]),
     (purge, "PARTS_S", [0, 1]),
-    (slot_purge, "MAX_SLOTS_PER_PAGE", [1, 3, 128]),
+    (slot_purge, "SCAN_ENTRIES", [1, 3, 128]),
     (slot_purge, "MAX_EVICTED", [1, 3, 128]),
     (disk_purge, "MAX_EVICTED", [1, 3, 128]),
 ]

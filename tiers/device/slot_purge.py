@@ -9,7 +9,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.eviction import EvictionCause
 
-MAX_SLOTS_PER_PAGE = 1 << 12  # entries of the eviction order examined per part
+SCAN_ENTRIES = 1 << 12  # entries of the eviction order examined per part
 MAX_EVICTED = 256  # blocks evicted per part, which takes half a millisecond including callbacks
 COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 
@@ -41,7 +41,7 @@ class SlotPurge:
         """Pass over the eviction order once, part by part; see `Purge.parts`."""
         start: int | None = 0
         while start is not None and self._num_left != 0:
-            slots, end = self._slots.pool.order.part(start, MAX_SLOTS_PER_PAGE)
+            slots, end = self._slots.pool.order.part(start, SCAN_ENTRIES)
             meant = self._meant(slots)
             going = meant[: MAX_EVICTED if self._num_left is None else min(MAX_EVICTED, self._num_left)]
             if len(going):

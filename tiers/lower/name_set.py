@@ -20,7 +20,7 @@ BUCKET_BYTES = WIDTH * TAG_BYTES
 USED_UP = (1 << WIDTH) - 1
 MEAN = 3.5  # average names per bucket; the buckets to be split next have up to twice as many
 SPLIT_AT_ONCE = 32  # buckets to split at once when names are added one by one
-MAX_SLOTS_PER_PAGE = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
+SCAN_BUCKETS = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
 
 Rows = npt.NDArray[np.uint64]  # [names, 4]
 
@@ -158,7 +158,7 @@ class NameSet:
 
     def find(self) -> list[BlockName]:
         """Return some names of the set, different ones on each call; may be empty although the set is not."""
-        start, end = self._next, min(self._next + MAX_SLOTS_PER_PAGE, self.num_buckets)
+        start, end = self._next, min(self._next + SCAN_BUCKETS, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
         if len(hits):

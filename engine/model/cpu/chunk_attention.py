@@ -17,7 +17,7 @@ MAX_TOKENS = 192  # of a piece; the keys and values that it reads are copied for
 
 
 @dataclass(frozen=True, slots=True)
-class StreamChunk:
+class Piece:
     """Tokens of one request and the query heads of one head of keys: one call of the kernel."""
 
     tokens: slice  # of the packed batch
@@ -35,7 +35,7 @@ class StreamChunk:
 class Chunks:
     """A step's pieces by the thread that computes them; serves every layer of the group."""
 
-    shares: tuple[tuple[StreamChunk, ...], ...]
+    shares: tuple[tuple[Piece, ...], ...]
 
 
 class ChunkAttention:
@@ -59,7 +59,7 @@ class ChunkAttention:
         pieces = [piece for part in parts for piece in _pieces(part, num_layers, num_kv_heads)]
         work = sum(piece.num_scores for piece in pieces) * (num_heads // num_kv_heads) * head_dim
         num_threads = self._threads.worth(work, WORTH_A_THREAD)
-        shares: list[list[StreamChunk]] = [[] for _ in range(num_threads)]
+        shares: list[list[Piece]] = [[] for _ in range(num_threads)]
         loads = [0] * num_threads
         for piece in sorted(pieces, key=lambda piece: -piece.num_scores):
             minimum = loads.index(min(loads))
@@ -67,27 +67,27 @@ class ChunkAttention:
             loads[minimum] += piece.num_scores
         return Chunks(tuple(tuple(share) for share in shares if share))
 
-    def add_attendant(self, layer: Layer, chunks: Chunks) -> None:
+    def attend(self, layer: Layer, chunks: Chunks) -> None:
         """Attend *chunks* and write their tokens of the layer's output."""
         from kvtier.engine.model.cpu.chunk_kernel import attend_chunk
 
-        def add_attendant(share: Sequence[StreamChunk]) -> None:
+        def attend(share: Sequence[Piece]) -> None:
             for it in share:
                 attend_chunk(
                     layer.queries[it.tokens], layer.halves, it.blocks, it.reads, layer.number, it.kv_head,
                     layer.scale, layer.softcap, layer.sinks, layer.output[it.tokens],
                 )  # fmt: skip
 
-        self._threads.run([partial(add_attendant, share) for share in chunks.shares])
+        self._threads.run([partial(attend, share) for share in chunks.shares])
 
 
-def _pieces(part: Segment, num_layers: int, num_kv_heads: int) -> list[StreamChunk]:
+def _pieces(part: Segment, num_layers: int, num_kv_heads: int) -> list[Piece]:
     firsts = [oldest_key(part.group, position) - part.first_key for position in range(part.start, part.end)]
     ends = range(part.start - part.first_key + 1, part.num_keys + 1)
     reads = np.array([firsts, ends], np.int64).T.copy()
     blocks = np.asarray(part.table, np.int64) * (2 * num_layers)
     return [
-        StreamChunk(slice(part.rows.start + begin, part.rows.start + end), blocks, reads[begin:end], kv_head)
+        Piece(slice(part.rows.start + begin, part.rows.start + end), blocks, reads[begin:end], kv_head)
         for begin, end in _cuts(part.num_queries)
         for kv_head in range(num_kv_heads)
     ]

@@ -25,7 +25,7 @@ def rows_error(rows: RowAttention, shape: Shape) -> float:
     parts, slab, query, scoring, expected = _sample(shape, ROWS)
     floats = torch.empty_like(expected)
     plan = rows.plan(parts, NUM_LAYERS, shape.num_heads, shape.head_dim)
-    rows.add_attendant(layer_of(query, slab, LAYER, scoring, floats), plan)
+    rows.attend(layer_of(query, slab, LAYER, scoring, floats), plan)
     return share_of_largest(floats, expected)
 
 
@@ -34,7 +34,7 @@ def chunks_error(chunks: ChunkAttention, shape: Shape) -> float:
     parts, slab, query, scoring, expected = _sample(shape, CHUNKS)
     floats = torch.empty_like(expected)
     plan = chunks.plan(parts, NUM_LAYERS, shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    chunks.add_attendant(layer_of(query, slab, LAYER, scoring, floats), plan)
+    chunks.attend(layer_of(query, slab, LAYER, scoring, floats), plan)
     return share_of_largest(floats, expected)
 
 
@@ -99,7 +99,7 @@ class CpuAttention:
             self._chunks.plan(chunks, num_layers, num_heads, num_kv_heads, head_dim) if chunks else None,
         )
 
-    def add_attendant(
+    def attend(
         self,
         query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
         slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
@@ -112,9 +112,9 @@ class CpuAttention:
         floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
         of_layer = layer_of(query, slab, layer, scoring, floats)
         if plan.chunks is not None:
-            self._chunks.add_attendant(of_layer, plan.chunks)
+            self._chunks.attend(of_layer, plan.chunks)
         if plan.rows is not None:
-            self._rows.add_attendant(of_layer, plan.rows)
+            self._rows.attend(of_layer, plan.rows)
         if floats is not output:
             output[plan.tokens] = floats[plan.tokens].to(output.dtype)
 

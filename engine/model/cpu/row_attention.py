@@ -21,7 +21,7 @@ WORTH_A_THREAD = 1 << 20  # keys times query heads times their length: 0.1 ms, t
 
 
 @dataclass(frozen=True, slots=True)
-class StreamChunk:
+class Piece:
     """What one thread computes: so many query heads of so many rows."""
 
     rows: slice
@@ -35,7 +35,7 @@ class Rows:
     # [num_rows, 4] int64: a row's token in the batch, where its blocks begin, its first key's place there, its keys
     spans: np.ndarray
     blocks: np.ndarray  # int64: where each block's first layer has its keys, in halves of a layer
-    pieces: tuple[StreamChunk, ...]
+    pieces: tuple[Piece, ...]
 
 
 class RowAttention:
@@ -59,24 +59,24 @@ class RowAttention:
         tokens = [part.rows.start for part in parts]
         return Rows(np.stack([tokens, begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
 
-    def add_attendant(self, layer: Layer, rows: Rows) -> None:
+    def attend(self, layer: Layer, rows: Rows) -> None:
         """Attend *rows* and write their tokens of the layer's output."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
 
-        def add_attendant(piece: StreamChunk) -> None:
+        def attend(piece: Piece) -> None:
             attend_rows(
                 layer.queries, layer.halves, rows.spans[piece.rows], rows.blocks, layer.number, piece.heads,
                 layer.scale, layer.softcap, layer.sinks, layer.output,
             )  # fmt: skip
 
-        self._threads.run([partial(add_attendant, piece) for piece in rows.pieces])
+        self._threads.run([partial(attend, piece) for piece in rows.pieces])
 
 
-def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[StreamChunk, ...]:
+def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:
     """Cut rows into one piece for each thread, of about as many keys; where rows are fewer, each by its heads."""
     num_rows = len(num_keys)
     head_cuts = np.linspace(0, num_heads, 1 + min(num_heads, -(-num_threads // num_rows)), dtype=int).tolist()
     ends = np.cumsum(num_keys)
     shares = np.linspace(0, ends[-1], 1 + min(num_threads, num_rows))[1:-1]
     row_cuts = sorted({0, *(np.searchsorted(ends, shares) + 1).tolist(), num_rows})
-    return tuple(StreamChunk(slice(*rows), heads) for rows in pairwise(row_cuts) for heads in pairwise(head_cuts))
+    return tuple(Piece(slice(*rows), heads) for rows in pairwise(row_cuts) for heads in pairwise(head_cuts))

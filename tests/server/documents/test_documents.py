@@ -39,7 +39,7 @@ from kvtier.server.documents.draft import Draft
 from kvtier.server.documents.file import SUFFIX, Damaged, DocumentFolder, read_all
 from kvtier.server.documents.file import file_name as file_of
 from kvtier.server.documents.pins import NoRoomToPin
-from kvtier.server.documents.prefills import HUNG_COPY_S, DocumentPrefills
+from kvtier.server.documents.prefills import PATIENCE_S, DocumentPrefills
 from kvtier.server.documents.worker import DocumentState, Status
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.tiers.naming.block_hash import ExtraKeys
@@ -300,7 +300,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
         prefills.add(document)
 
         while not ended:
-            assert now < 2 * HUNG_COPY_S, "a document starves"
+            assert now < 2 * PATIENCE_S, "a document starves"
             while core.num_waiting < 3:
                 num_questions += 1
                 sampling = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -310,7 +310,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
             now += 0.5
 
     assert ended == [(document, None)]
-    assert now >= HUNG_COPY_S  # until then the document is behind all questions
+    assert now >= PATIENCE_S  # until then the document is behind all questions
 
 
 def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.tiers.device.eviction_order import BACK_BYTES, GrowingRows
-from kvtier.tiers.lower.name_set import MAX_SLOTS_PER_PAGE, MEAN, NAME_BYTES, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
+from kvtier.tiers.lower.name_set import MEAN, NAME_BYTES, SCAN_BUCKETS, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -135,7 +135,7 @@ def test_some_name_is_found_however_few_are_left() -> None:
         if number != 4711:
             names.discard(name(number))
 
-    found = [one for _ in range(2 + names.num_buckets // MAX_SLOTS_PER_PAGE) for one in names.find()]
+    found = [one for _ in range(2 + names.num_buckets // SCAN_BUCKETS) for one in names.find()]
 
     assert set(found) == {name(4711)}
 

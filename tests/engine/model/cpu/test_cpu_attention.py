@@ -38,7 +38,7 @@ def test_a_batch_of_chunks_and_rows_is_what_gathers_would_make_of_it(
     attention = CpuAttention(threads)
     output = torch.full((row, NUM_HEADS, HEAD_DIM), 7.0, dtype=dtype)
     plan = attention.plan(planned, 1, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-    attention.add_attendant(query, slab, 0, plan, Scoring(0.3), output)
+    attention.attend(query, slab, 0, plan, Scoring(0.3), output)
     threads.close()
 
     assert torch.allclose(output.float(), expected, atol=off)

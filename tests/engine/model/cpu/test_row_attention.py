@@ -78,7 +78,7 @@ def test_threads_share_rows_or_the_heads_of_few_and_change_no_number(num_rows: i
         attention = CpuAttention(kernel_threads)
         plan = attention.plan(segments, 1, num_heads, num_kv_heads, head_dim)
         outputs.append(torch.full((num_rows, num_heads, head_dim), float("nan")))
-        attention.add_attendant(query, slab, 0, plan, Scoring(0.1), outputs[-1])
+        attention.attend(query, slab, 0, plan, Scoring(0.1), outputs[-1])
         kernel_threads.close()
         assert plan.rows is not None
         assert len(plan.rows.pieces) >= threads
