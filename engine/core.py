@@ -369,13 +369,13 @@ class EngineCore:
         if (sidecar := self._sidecar) is None:
             return
         now = moved_at = time.monotonic()
-        give_up_at, num_shared = now + SHARE_S, sidecar.spill_progress().num_done
+        give_up_at, num_shared = now + SHARE_S, sidecar.status.spill_progress().num_done
         self._spill()
         while self.cache.num_in_flight and now < give_up_at and now - moved_at < NO_PROGRESS_S:
             self.cache.wait(IDLE_WAIT_S)
             self._spill()
             now = time.monotonic()
-            if (num_done := sidecar.spill_progress().num_done) != num_shared:
+            if (num_done := sidecar.status.spill_progress().num_done) != num_shared:
                 num_shared, moved_at = num_done, now
 
     def check(self) -> None:

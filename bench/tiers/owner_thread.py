@@ -220,10 +220,10 @@ def promote(bed: Bed, chain: BlockChain, where: str) -> Promotion:
     cache, clock = bed.cache, bed.calls.time
     hit = clock(f"lookup, {where}", partial(cache.lookup, chain, NUM_TOKENS + 5))
     assert hit.num_tokens == NUM_TOKENS, f"{hit.num_tokens} tokens hit"
-    clock(f"num_leased, {where}", partial(cache.num_leased, hit))
-    clock(f"junction, {where}", partial(cache.junction, hit))
-    clock(f"worth_loading, {where}", partial(cache.worth_loading, hit, NUM_TOKENS + 5))
-    clock(f"on_device, {where}", partial(cache.on_device, hit))
+    clock(f"num_leased, {where}", partial(cache.plans.num_leased, hit))
+    clock(f"junction, {where}", partial(cache.lookups.junction, hit))
+    clock(f"worth_loading, {where}", partial(cache.plans.worth_loading, hit, NUM_TOKENS + 5))
+    clock(f"on_device, {where}", partial(cache.plans.on_device, hit))
     clock(f"make_room, {where}", partial(cache.make_room, hit))
     promotion: Promotion = clock(f"promote, {where}", partial(cache.promote, hit))
     return promotion
@@ -257,7 +257,7 @@ def requests(bed: Bed, rounds: int) -> None:
         bed.lanes[Route.DISK_TO_HOST].is_stuck = False
         cold = bed.chain()
         calls.time("lookup, never seen", partial(cache.lookup, cold, NUM_TOKENS + 5))
-        calls.time("where", partial(cache.where, bed.chain(num_blocks=CHUNK_BLOCKS)))
+        calls.time("where", partial(cache.lookups.where, bed.chain(num_blocks=CHUNK_BLOCKS)))
         calls.time("statistics", cache.statistics)
         bed.store.is_full = True
         tables = bed.compute(cold, ("allocate a chunk", "commit a chunk"), "spill")

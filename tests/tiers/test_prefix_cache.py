@@ -107,7 +107,7 @@ class Desk(World):
         """A request comes; its promotion may still be under way."""
         token_ids = list(token_ids)
         chain = self.chain_of(token_ids, extra)
-        find = self.cache.lookup if reads_cache else self.cache.no_hit
+        find = self.cache.lookup if reads_cache else self.cache.lookups.no_hit
         hit = find(chain, len(token_ids))
         junction = self.cache.lookups.junction(hit)
         promotion = self.cache.promote(hit)
