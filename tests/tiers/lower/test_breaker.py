@@ -79,7 +79,7 @@ def test_how_many_failures_it_takes_can_be_said(clock: FakeClock) -> None:
 
 
 def test_a_breaker_that_is_open_from_the_start_is_refused(clock: FakeClock) -> None:
-    with pytest.raises(ValueError, match="after 0 failures"):
+    with pytest.raises(ValueError, match="max_failures must be at least 1, not 0"):
         CircuitBreaker(clock, max_failures=0)
 
 

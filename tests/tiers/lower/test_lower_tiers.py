@@ -606,7 +606,7 @@ def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_at
     held.release([1, 0])
     lower.settle()
     assert lower.tiers.is_attached
-    assert lower.tiers.num_attached == 2
+    assert lower.tiers.standing().num_attached == 2
     assert lower.find("a", 2) == [ON_DISK] * 2
     fetch = lower.fetch("a", 2)
     assert (fetch.slots != ABSENT).all()
@@ -633,7 +633,7 @@ def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(bed: MakeBed) 
     lower.tiers.bed.is_stopped = False
     lower.settle()
     assert NOWHERE not in lower.find("a", 3)
-    assert lower.tiers.num_attached == 1
+    assert lower.tiers.standing().num_attached == 1
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS  # what was asked for while it was stopped is free again
     lower.tiers.status.check()
     lower.tiers.bed.check()
@@ -713,6 +713,6 @@ def test_a_sidecar_that_says_what_none_says_is_left_and_attached_to_anew(message
     assert [reason for _, _, reason in lower.told] == [Reason.FAILED] * 3
     fetch.release([2, 1, 0])
     lower.settle()
-    assert lower.tiers.num_attached == 2
+    assert lower.tiers.standing().num_attached == 2
     assert NOWHERE not in lower.find("a", 3)
     lower.tiers.status.check()
