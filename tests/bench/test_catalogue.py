@@ -25,9 +25,7 @@ NO_RESULT = {
 }
 # Results whose rows have other names than the benchmark's by now, as they are of other questions, until `make results`
 # measures them anew.
-OLD_RESULTS = {
-    *("observability_tokens", "doors_faults", "doors_tiers", "doors_cost", "sidecar", "sidecar_foul_clients"),
-}
+OLD_RESULTS = {"doors_faults", "doors_tiers", "sidecar", "sidecar_foul_clients"}
 LIST = """import json; from bench.catalogue import RESULTS
 print(json.dumps([
     [each.name, each.module, [need.name for need in each.needs], [str(need) for need in each.missing]]
