@@ -812,6 +812,13 @@ BUGS = [
         "tests/torture/test_bit_flips.py",
     ),
     Bug(
+        "a record of the log keeps the sockets of a store that could not be closed",
+        "store/process/store_process.py",
+        'not closed properly: %s", self._folder, str(error))',
+        'not closed properly: %s", self._folder, error)',
+        "tests/store/process/test_store_process.py",
+    ),
+    Bug(
         "a map that is full is thought to be broken",
         "store/lmdb/files.py",
         "        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)\n",

@@ -3,6 +3,7 @@ owner that is killed or forks."""
 
 import contextlib
 import errno
+import gc
 import mmap
 import os
 import signal
@@ -20,6 +21,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import store_cases
+from open_files import open_files
 from store_cases import blob_of, key_of, kv_bytes
 from waiting import DEADLINE_S, has_ended, interrupted_once, is_in, join, state_of, stop, wait_for
 
@@ -701,3 +703,29 @@ def test_writers_are_nicer_than_the_process_that_started_them_and_no_thread_is_l
 
     assert found[0] == inherited
     assert found[-NUM_WRITERS:] == [min(inherited + WRITER_NICENESS, 19)] * NUM_WRITERS
+
+
+def close_while_it_dies(folder: Path) -> None:
+    """Close a store whose process is killed before it has answered."""
+    store = StoreProcess(StoreSettings(folder, CAPACITY_BYTES))
+    store.open()
+    assert store.pid is not None
+    stop(store.pid)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    wait_for(lambda: is_in(closer.ident or 0, Channel.ask))
+    os.kill(store.pid, signal.SIGKILL)
+    join(closer)
+
+
+def test_records_of_the_log_keep_no_socket_of_a_store_that_could_not_be_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    before = open_files()["socket"]
+
+    close_while_it_dies(tmp_path / "store")
+
+    gc.collect()
+    assert "not closed properly" in caplog.text
+    assert open_files()["socket"] <= before
