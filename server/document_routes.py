@@ -23,7 +23,7 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.connection import while_connected
 from kvtier.web.facts import facts_of
-from kvtier.web.paths import DOCUMENTS, OLD_DOCUMENTS
+from kvtier.web.paths import DOCUMENTS
 from kvtier.web.request_body import parse, read_body
 
 _T = TypeVar("_T")
@@ -80,11 +80,10 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def routes() -> Iterator[Route]:
-    """Yield the routes of documents, under the current and the older path."""
-    for path in (DOCUMENTS, OLD_DOCUMENTS):
-        yield Route(path, _answer)
-        yield Route(f"{path}/{{id}}", _answer, methods=["GET", "PUT", "DELETE"])
-        yield Route(f"{path}/{{id}}/{{action}}", _answer, methods=["POST", "DELETE"])
+    """Yield the routes of documents."""
+    yield Route(DOCUMENTS, _answer)
+    yield Route(f"{DOCUMENTS}/{{id}}", _answer, methods=["GET", "PUT", "DELETE"])
+    yield Route(f"{DOCUMENTS}/{{id}}/{{action}}", _answer, methods=["POST", "DELETE"])
 
 
 async def _answer(request: Request) -> Response:

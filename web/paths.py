@@ -13,14 +13,13 @@ MODELS = "/v1/models"
 KVTIER = "/v1/kvtier"  # prefix of routes that only kvtier has
 DOCUMENTS, STATS = f"{KVTIER}/documents", f"{KVTIER}/stats"
 EXPLAIN, OPERATE = f"{KVTIER}/explain", f"{KVTIER}/operate"
-OLD_DOCUMENTS, OLD_STATS = "/v1/documents", "/stats"  # earlier paths of the same routes
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # same as in vLLM
 
 PROBES = frozenset({HEALTH, READY, VERSION})  # requested by machines under any host name of this one
 OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
-OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # responses with data of all tenants
+OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # responses with data of all tenants
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled by machines and pages
 _NAMED = frozenset(
     {
@@ -31,7 +30,6 @@ _NAMED = frozenset(
         TOKENIZE,
         DETOKENIZE,
         DOCUMENTS,
-        OLD_DOCUMENTS,
         MODELS,
         EXPLAIN,
         HEALTH,
@@ -61,7 +59,7 @@ def label_of(path: str) -> str:
     Paths themselves are not logged, because clients can send any number of different paths, and because the id of a
     document may reveal its content.
     """
-    for named in (DOCUMENTS, OLD_DOCUMENTS, EXPLAIN):
+    for named in (DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):
             return f"{named}/{{id}}"
     if path.startswith(f"{ASSETS}/"):

@@ -46,8 +46,8 @@ def killed_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
             freed_s.append(seconds_until_free(http, number))
         clients.tell(BYSTANDER, "stop")
         beside = clients.answer(BYSTANDER)
-        left = sum(lease["num_chunks"] for lease in http.get("/leases").json()["leases"])
-        is_good = http.post("/check").status_code == 200
+        left = sum(lease["num_chunks"] for lease in http.get("/v1/kvtier/leases").json()["leases"])
+        is_good = http.post("/v1/kvtier/check").status_code == 200
         again = clients.ask(BYSTANDER, "read_all")
         killed_in_store = [number for number in range(1, num_killed + 1) if HOW[number % len(HOW)] == "stop_in_store"]
         num_found = sum(clients.ask(BYSTANDER, "find", number, 0) for number in killed_in_store)
@@ -75,13 +75,13 @@ def killed_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
 
 def leases_of(http: httpx.Client, number: int) -> list[dict[str, Any]]:
     """What the sidecar keeps for a client."""
-    return [lease for lease in http.get("/leases").json()["leases"] if lease["client"] == name_of(number)]
+    return [lease for lease in http.get("/v1/kvtier/leases").json()["leases"] if lease["client"] == name_of(number)]
 
 
 def seconds_until_free(http: httpx.Client, number: int) -> float:
     """Until the client is gone, and what was kept for it."""
     began_at = time.monotonic()
-    while any(client["name"] == name_of(number) for client in http.get("/clients").json()["clients"]):
+    while any(client["name"] == name_of(number) for client in http.get("/v1/kvtier/clients").json()["clients"]):
         if time.monotonic() - began_at > GONE_WITHIN_S:
             break
     assert not leases_of(http, number)

@@ -81,8 +81,6 @@ class _Writer:
             "parameters": list(self._parameters(operation)),
             "responses": self._responses(operation),
         }
-        if operation.is_deprecated:
-            written["deprecated"] = True
         if (body := operation.body) is not None:
             schemas = [self._schemas[id(kind)] for kind in body.kinds]
             schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

@@ -39,7 +39,6 @@ class Operation:
     errors: Collection[int] = ()
     body: Body | None = None
     query: Mapping[str, object] = field(default_factory=dict)  # types by name; all are optional
-    is_deprecated: bool = False  # another path offers the same
 
     @property
     def operation_id(self) -> str:

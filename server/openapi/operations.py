@@ -1,6 +1,5 @@
 """OPERATIONS: all operations of the server, in the order in which the page shows them."""
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,8 +30,6 @@ from kvtier.web.paths import (
     MESSAGES,
     METRICS,
     MODELS,
-    OLD_DOCUMENTS,
-    OLD_STATS,
     OPENAPI,
     OPERATE,
     READY,
@@ -274,10 +271,4 @@ _OPERATED = [
     )
     for verb, kind in verbs.KINDS.items()
 ]
-_OLD = [
-    replace(operation, tag="old paths", path=operation.path.replace(new, old), is_deprecated=True)
-    for new, old in ((DOCUMENTS, OLD_DOCUMENTS), (STATS, OLD_STATS))
-    for operation in (*_DOCUMENTS, *_WATCHED)
-    if operation.path.startswith(new)
-]
-OPERATIONS = [*_OPENAI, *_ANTHROPICS, *_TOKENS, *_DOCUMENTS, *_EXPLAINED, *_WATCHED, *_OPERATED, *_OLD]
+OPERATIONS = [*_OPENAI, *_ANTHROPICS, *_TOKENS, *_DOCUMENTS, *_EXPLAINED, *_WATCHED, *_OPERATED]

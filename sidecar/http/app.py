@@ -37,18 +37,15 @@ from kvtier.web.dashboard.assets import PAGE, page_routes
 from kvtier.web.dashboard.dashboard import Dashboard
 from kvtier.web.dashboard.routes import DashboardRoutes
 from kvtier.web.operating.routes import Operating
-from kvtier.web.paths import DATA_PATHS, KVTIER, OPERATE
+from kvtier.web.paths import DATA_PATHS, KVTIER, OPERATE, STATS
 
 log = logging.getLogger(__name__)
 
 SPILL_S = 10.0  # default wait of `/spill`
 MAX_SPILL_S = 60.0  # longest wait of `/spill`
 
-OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")
-BELOW = (KVTIER, "")  # current prefix of the routes, and the former one
-PATHS = frozenset(
-    {HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(below + path for below in BELOW for path in OWN)}
-)
+OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")  # below KVTIER
+PATHS = frozenset({HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(KVTIER + path for path in OWN)})
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -94,7 +91,7 @@ class SidecarRoutes:
             ("DELETE", "/pin", self._pins.unpin),
             ("POST", "/check", self._check),
         )
-        routes += [Route(below + path, answer, methods=[method]) for below in BELOW for method, path, answer in own]
+        routes += [Route(KVTIER + path, answer, methods=[method]) for method, path, answer in own]
         routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
         routes.append(Route(f"{EXPLAIN}/{{id:path}}", self._explain.request, methods=["GET"]))
         routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
@@ -151,7 +148,7 @@ class SidecarRoutes:
 
         cleared = await self._owner.ask(clear)
         if digest is not None and not cleared:
-            raise ApiError(404, f"no layout {digest[:64]!r}; /stats has the digests of all", code="no_layout")
+            raise ApiError(404, f"no layout {digest[:64]!r}; {STATS} has all digests", code="no_layout")
         log.warning("http: %d layouts were cleared", len(cleared))
         remote = self._sidecar.remote_where
         return json_response({"cleared": cleared} | ({} if remote is None else {"note": remote_stays(remote)}))

@@ -19,6 +19,7 @@ from kvtier.sidecar.lmcache.explained_prompt import explained_prompt
 from kvtier.sidecar.lmcache.wire import MAX_SALT_CHARACTERS
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.paths import STATS
 from kvtier.web.request_body import parse, read_body
 
 EXPLAIN = "/v1/kvtier/explain"
@@ -59,7 +60,7 @@ class ExplainRoutes:
         if asked.request_id is None:
             found = await self._owner.ask(lambda: explained_prompt(self._layouts, explainer, asked.model, chain))
             if not found:
-                message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
+                message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} has the models of all"
                 raise ApiError(404, message, code="no_model", param="model")
             return _answer([await asyncio.to_thread(each.explanation) for each in found])
         pasts = await self._pasts(asked.request_id)

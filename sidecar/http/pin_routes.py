@@ -19,6 +19,7 @@ from kvtier.sidecar.lmcache.token_keys import blocks_of_tokens
 from kvtier.sidecar.lmcache.wire import MAX_SALT_CHARACTERS
 from kvtier.sidecar.pins import PinnedLayout, TooManyPins
 from kvtier.web.api_error import ApiError, json_response
+from kvtier.web.paths import STATS
 from kvtier.web.request_body import parse, read_body
 
 BODY = ServerConfig(max_body=parse_bytes("8MiB"), body_timeout_s=20.0)  # a million token ids
@@ -70,7 +71,7 @@ class PinRoutes:
             return _answer(pin_id, 0.0, [])
         sizes = {layout.chunk_tokens for layout, _ in await self._owner.ask(lambda: self._layouts(asked.model))}
         if not sizes:
-            message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
+            message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} has the models of all"
             raise ApiError(404, message, code="no_model", param="model")
         blocks = {size: await asyncio.to_thread(blocks_of_tokens, size, asked.salt, asked.token_ids) for size in sizes}
         pin_id = asked.pin_id

@@ -30,7 +30,7 @@ _CHUNKS: Mapping[str, Callable[[ConnectorCounts], int]] = {
 
 
 class SidecarSource:
-    """Samples of a sidecar, from the same statistics as `/metrics` and `/stats`. Owned by the event loop."""
+    """Samples of a sidecar, from the same statistics as `/metrics` and `/v1/kvtier/stats`. Owned by the event loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner

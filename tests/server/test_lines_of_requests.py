@@ -56,7 +56,7 @@ def test_what_went_wrong_in_a_server_stands_in_the_log_with_the_id_that_the_clie
     trace = TraceContext.root(is_sampled=False)
     monkeypatch.setattr(serving_app, "stats_view", broken)
 
-    answer = server.get("/stats", headers=headers("it-failed", trace))
+    answer = server.get("/v1/kvtier/stats", headers=headers("it-failed", trace))
     come_true(lambda: len(own(written, "it-failed")) == 2)  # they are written after the answer
 
     request, failure = sorted(own(written, "it-failed"), key=lambda line: "error" in line)
@@ -73,7 +73,7 @@ def test_what_went_wrong_in_a_sidecar_stands_in_the_log_with_the_id_that_the_cli
     trace = TraceContext.root(is_sampled=True)
     monkeypatch.setattr(sidecar_app, "stats_view", broken)
     with running_sidecar(small_config()) as sidecar:
-        answer = sidecar.get("/stats", headers=headers("it-failed", trace))
+        answer = sidecar.get("/v1/kvtier/stats", headers=headers("it-failed", trace))
         without = sidecar.get("/health")
 
     told = own(written, "it-failed")
@@ -91,7 +91,7 @@ def test_lines_for_people_have_the_ids_too(server: ServerInThread, monkeypatch: 
     logging.getLogger().addHandler(handler)
     monkeypatch.setattr(serving_app, "stats_view", broken)
 
-    server.get("/stats", headers={"x-request-id": "for-people"})
+    server.get("/v1/kvtier/stats", headers={"x-request-id": "for-people"})
     come_true(lambda: "Exception in ASGI" in stream.getvalue())
 
     logging.getLogger().removeHandler(handler)
@@ -122,7 +122,7 @@ def test_what_operators_do_is_found_by_request_and_trace_at_a_server_and_at_a_si
         reset = {"json": {"all": True}}
         for address, trace in ((server, at_server), (Address(port), at_sidecar)):
             address.post("/v1/kvtier/operate/reset", headers=headers("reset", trace), **reset)
-        Address(port).post("/clear", headers=headers("clear", at_sidecar))
+        Address(port).post("/v1/kvtier/clear", headers=headers("clear", at_sidecar))
         sidecar.stop()
         assert sidecar.process.stderr is not None
         of_sidecar = lines("".join(sidecar.said) + sidecar.process.stderr.read())

@@ -140,7 +140,7 @@ def test_headers_that_are_too_large_end_the_connection(patient: ServerInThread, 
     [
         (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n", b"413"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n", b"401"),
-        (b"PUT /v1/documents/a HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n", b"413"),
+        (b"PUT /v1/kvtier/documents/a HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n", b"413"),
     ],
 )
 @pytest.mark.parametrize("length", [b"Content-Length: 1000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])

@@ -12,7 +12,7 @@ from serving import DEADLINE_S, Address, ServerInThread, come_true, serving, tab
 from small_models import VOCAB, build
 from watching import watching
 
-from kvtier.web.paths import DATA_PATHS, OLD_STATS, STATS, STREAM
+from kvtier.web.paths import DATA_PATHS, STATS, STREAM
 
 ANN, BOB, OPS = "sk-ann-1111", "sk-bob-3333", "sk-ops-4444"
 KEYS = {ANN: "ann", BOB: "bob", OPS: "ops"}
@@ -93,7 +93,7 @@ def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_ca
     with serving(build("llama"), tables()) as server:  # its own: with others' requests this one is not the slowest
         body = {"model": "small", "prompt": prompt, "max_tokens": 1}
         server.post("/v1/completions", json=body, headers={"X-Request-Id": "the-slow-one"})
-        url, document = f"{server.url}/v1/documents/report", {"token_ids": prompt[:100]}
+        url, document = f"{server.url}/v1/kvtier/documents/report", {"token_ids": prompt[:100]}
         assert httpx.put(url, json=document, timeout=DEADLINE_S, verify=NO_TLS).status_code == 201
         with watching(server.url) as events:
             own = next(content for name, content in events if name == "own" and content["slowest"])
@@ -107,12 +107,12 @@ def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_ca
 def test_without_a_key_there_is_the_page_and_no_number(strict: ServerInThread) -> None:
     assert strict.get("/dashboard").status_code == 200
     assert strict.get("/dashboard/page/main.js").status_code == 200
-    for path in [*DATA_PATHS, STATS, OLD_STATS]:
+    for path in [*DATA_PATHS, STATS]:
         assert strict.get(path).status_code == 401
 
 
 def test_strictly_kept_apart_only_those_named_see_the_numbers(strict: ServerInThread) -> None:
-    for path in [*DATA_PATHS - {STREAM}, STATS, OLD_STATS]:
+    for path in [*DATA_PATHS - {STREAM}, STATS]:
         assert [strict.get(path, headers=bearer(key)).status_code for key in (ANN, OPS)] == [403, 200]
     assert strict.get(STREAM, headers=bearer(ANN)).status_code == 403
 

@@ -138,14 +138,14 @@ def test_a_chat_that_names_a_document_finds_its_tokens_and_answers_as_if_it_had_
 def test_documents_are_where_they_were_before_too(worker: ServerInThread) -> None:
     document, headers = put(worker, "moved", text=text_of(77)), {"Authorization": f"Bearer {ANN}"}
 
-    before = worker.get("/v1/documents/moved", headers=headers).json()
-    pinned = worker.post("/v1/documents/moved/pin", json={"ttl_s": 60}, headers=headers)
-    listed = worker.get("/v1/documents", headers=headers).json()
+    before = worker.get("/v1/kvtier/documents/moved", headers=headers).json()
+    pinned = worker.post("/v1/kvtier/documents/moved/pin", json={"ttl_s": 60}, headers=headers)
+    listed = worker.get("/v1/kvtier/documents", headers=headers).json()
 
     assert (before["num_tokens"], before["status"], pinned.status_code) == (document["num_tokens"], "ready", 200)
     assert "moved" in [each["id"] for each in listed["data"]]
     assert call(worker, "DELETE", "/moved").json()["deleted"]
-    assert worker.get("/v1/documents/moved", headers=headers).status_code == 404
+    assert worker.get("/v1/kvtier/documents/moved", headers=headers).status_code == 404
 
 
 def test_the_openai_client_can_name_a_document(worker: ServerInThread) -> None:

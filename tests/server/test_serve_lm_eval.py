@@ -112,7 +112,7 @@ def test_lm_eval_scores_a_served_model_as_it_scores_the_model_itself(tmp_path: P
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300
         )
-        told = server.get("/stats").json()["tokens"]
+        told = server.get("/v1/kvtier/stats").json()["tokens"]
     assert done.returncode == 0, done.stderr[-3000:]
 
     both = json.loads(done.stdout.splitlines()[-1])

@@ -177,7 +177,7 @@ def test_of_a_prompt_that_is_cut_the_echo_is_what_was_taken(server: ServerInThre
 
 def test_a_documents_tokens_are_part_of_the_prompt_and_so_of_the_echo(server: ServerInThread) -> None:
     document = {"text": "A short document. ", "as": "text"}
-    put = httpx.put(f"{server.url}/v1/documents/echoed", json=document, verify=NO_TLS)
+    put = httpx.put(f"{server.url}/v1/kvtier/documents/echoed", json=document, verify=NO_TLS)
     assert put.status_code == 201
 
     choice = choice_of(server, "Who?", max_tokens=0, echo=True, kvtier={"document": "echoed"})

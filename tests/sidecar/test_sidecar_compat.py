@@ -18,7 +18,7 @@ from kvtier.tiers.lower.statistics import TokenBalance
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningSidecar]:
     with running_sidecar(small_config(tmp_path / "store", metrics={"compat": ["lmcache"]})) as running:
-        wait_for(lambda: running.get("/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: running.get("/v1/kvtier/stats").json()["store"]["not_open"] is None)
         yield running
 
 
@@ -47,13 +47,13 @@ def test_lookups_loads_and_stores_are_those_of_the_endpoints(running: RunningSid
 
 def test_what_is_spilled_is_read_from_host_memory_and_stored_on_disk(running: RunningSidecar) -> None:
     running.store(document=1, num_chunks=4)
-    running.post("/spill")
+    running.post("/v1/kvtier/spill")
 
     found = told(running)
 
     assert found["l2_store_completed_objects_chunks_total"] == found["l1_read_chunks_total"] == 4
     assert found["l2_usage_bytes"] > 0
-    assert found["l1_memory_usage_bytes"] == running.get("/stats").json()["tiers"]["host"]["num_bytes"] > 0
+    assert found["l1_memory_usage_bytes"] == running.get("/v1/kvtier/stats").json()["tiers"]["host"]["num_bytes"] > 0
     assert 0 < found["l1_usage_ratio"] < 1
 
 

@@ -37,7 +37,7 @@ def test_a_tick_tells_the_numbers_of_stats(plain: RunningSidecar) -> None:
     plain.endpoint.counted = ConnectorCounts("open", num_asked=8, num_promised=6, lost={"late": 2}, tokens=tokens)
 
     now, facts = tick(plain)
-    stats = plain.get("/stats").json()
+    stats = plain.get("/v1/kvtier/stats").json()
 
     assert now["tier.host.bytes"] == stats["tiers"]["host"]["num_bytes"] > 0
     assert now["tier.host.blocks"] == 6
@@ -61,7 +61,7 @@ def test_engines_that_are_attached_are_shown(plain: RunningSidecar) -> None:
 def test_what_operators_keep_is_shown(plain: RunningSidecar) -> None:
     stored = plain.store(1, 6)
     token_ids = [1000 + number for number in range(6 * stored.chunk_tokens)]
-    pinned = plain.post("/pin", json={"model": stored.model, "token_ids": token_ids, "seconds": 600}).json()
+    pinned = plain.post("/v1/kvtier/pin", json={"model": stored.model, "token_ids": token_ids, "seconds": 600}).json()
 
     now, facts = tick(plain)
 

@@ -32,7 +32,7 @@ def plain() -> Iterator[RunningSidecar]:
 @pytest.fixture
 def with_disk(tmp_path: Path) -> Iterator[RunningSidecar]:
     with running_sidecar(small_config(tmp_path / "store")) as running:
-        wait_for(lambda: running.get("/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: running.get("/v1/kvtier/stats").json()["store"]["not_open"] is None)
         yield running
 
 
@@ -77,26 +77,25 @@ def test_a_sidecar_whose_endpoints_are_closed_is_alive_and_not_ready(plain: Runn
     assert plain.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/stats", "/tiers", "/clients", "/leases", "/config"])
-def test_what_is_kvtiers_own_is_where_it_was_before_too(plain: RunningSidecar, path: str) -> None:
-    now, before = plain.get(f"/v1/kvtier{path}"), plain.get(path)
-
-    assert (now.status_code, before.status_code) == (200, 200)
-    assert now.json().keys() == before.json().keys()
+@pytest.mark.parametrize("path", ["stats", "tiers", "clients", "leases", "config"])
+def test_the_numbers_are_below_kvtiers_prefix(plain: RunningSidecar, path: str) -> None:
+    assert [plain.get(below + path).status_code for below in ("/v1/kvtier/", "/")] == [200, 404]
 
 
-def test_deeds_are_where_they_were_before_too(plain: RunningSidecar) -> None:
-    for below in ("/v1/kvtier", ""):
-        plain.store(1, 6)
+def test_the_deeds_are_below_kvtiers_prefix(plain: RunningSidecar) -> None:
+    plain.store(1, 6)
 
-        assert plain.post(f"{below}/check").status_code == 200
-        assert plain.post(f"{below}/clear").status_code == 200
-        assert plain.get("/v1/kvtier/tiers").json()["host"]["num_blocks"] == 0
-        assert plain.post(f"{below}/spill").json()["error"]["code"] == "no_disk"
-        assert "no route" not in plain.post(f"{below}/pin").text
+    assert plain.post("/v1/kvtier/check").status_code == 200
+    assert plain.post("/v1/kvtier/clear").status_code == 200
+    assert plain.get("/v1/kvtier/tiers").json()["host"]["num_blocks"] == 0
+    assert plain.post("/v1/kvtier/spill").json()["error"]["code"] == "no_disk"
+    assert "no route" not in plain.post("/v1/kvtier/pin").text
+    assert plain.post("/clear").status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/stats", "/tiers", "/clients", "/leases", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics", *(f"/v1/kvtier/{each}" for each in ("stats", "tiers", "clients", "leases"))]
+)
 def test_an_owner_that_is_stuck_is_a_503_and_not_a_hang(path: str) -> None:
     with running_sidecar(small_config(), answer_s=0.05) as running:
         wait_for(lambda: running.get("/health").status_code == 200)
@@ -136,10 +135,10 @@ def test_questions_to_a_stuck_owner_do_not_pile_up() -> None:
 
 def test_tiers_and_layouts_show_what_engines_have_stored(with_disk: RunningSidecar) -> None:
     stored = with_disk.store(1, 6)
-    with_disk.post("/spill")
+    with_disk.post("/v1/kvtier/spill")
 
-    stats = with_disk.get("/stats").json()
-    tiers = with_disk.get("/tiers").json()
+    stats = with_disk.get("/v1/kvtier/stats").json()
+    tiers = with_disk.get("/v1/kvtier/tiers").json()
 
     assert tiers == stats["tiers"]
     assert (tiers["host"]["num_blocks"], tiers["disk"]["num_blocks"]) == (6, 6)
@@ -154,14 +153,14 @@ def test_tiers_and_layouts_show_what_engines_have_stored(with_disk: RunningSidec
 def test_weights_that_are_bound_are_shown(plain: RunningSidecar) -> None:
     plain.ask(lambda: plain.sidecar.layouts.open(replace(layout(), weights="revision 3")))
 
-    assert plain.get("/stats").json()["layouts"][0]["weights"] == "revision 3"
+    assert plain.get("/v1/kvtier/stats").json()["layouts"][0]["weights"] == "revision 3"
 
 
 def test_clients_and_their_leases_are_shown_with_their_age(plain: RunningSidecar) -> None:
     attach(plain)
 
-    first, second = plain.get("/clients").json()["clients"]
-    leases = plain.get("/leases").json()["leases"]
+    first, second = plain.get("/v1/kvtier/clients").json()["clients"]
+    leases = plain.get("/v1/kvtier/leases").json()["leases"]
 
     assert (first["name"], first["leased_chunks"], first["layout"]["model"]) == ("instance 7, 127.0.0.1:4123", 7, "m")
     assert 60 <= first["attached_s"] < 60 + DEADLINE_S
@@ -180,7 +179,7 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
     secret = "cat /the/key"
     disk = {"path": str(tmp_path / "store"), "capacity": "64MiB", "encryption_key_command": secret}
     with running_sidecar(config) as running, serve_http(running.sidecar, small_config(**tables, disk=disk)) as http:
-        answer = replace(running, port=http.port).get("/config", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = replace(running, port=http.port).get("/v1/kvtier/config", headers={"Authorization": f"Bearer {TOKEN}"})
 
     shown = answer.json()
     assert not [text for text in (TOKEN, "salt-of-ann", secret) if text in answer.text]
@@ -193,7 +192,7 @@ def test_metrics_are_of_the_sidecar_and_no_label_is_a_clients(with_disk: Running
     with_disk.store(1, 6, model="a-name-that-a-client-chose")
     attach(with_disk)
     with_disk.endpoint.counted = ConnectorCounts("open", 10, 8, 7, 6, {"late": 2}, {"LOOKUP": 5}, {"garbage": 1})
-    with_disk.post("/spill")
+    with_disk.post("/v1/kvtier/spill")
     with_disk.get("/made/up")
 
     found = samples(with_disk)
@@ -217,10 +216,10 @@ def test_metrics_are_of_the_sidecar_and_no_label_is_a_clients(with_disk: Running
 def test_spill_waits_until_everything_is_on_disk(with_disk: RunningSidecar) -> None:
     with_disk.store(1, 40)
 
-    answer = with_disk.post("/spill?timeout_s=60")
+    answer = with_disk.post("/v1/kvtier/spill?timeout_s=60")
 
     assert (answer.status_code, answer.json()) == (200, {"num_left": 0})
-    assert with_disk.get("/tiers").json()["disk"]["num_blocks"] == 40
+    assert with_disk.get("/v1/kvtier/tiers").json()["disk"]["num_blocks"] == 40
 
 
 def test_spill_that_is_not_done_in_time_says_how_much_is_left(with_disk: RunningSidecar) -> None:
@@ -231,7 +230,7 @@ def test_spill_that_is_not_done_in_time_says_how_much_is_left(with_disk: Running
     with_disk.ask(with_disk.sidecar._transfers.close)  # noqa: SLF001  lanes that take nothing any more
     with_disk.store(2, 6)
 
-    answer = with_disk.post("/spill?timeout_s=0")
+    answer = with_disk.post("/v1/kvtier/spill?timeout_s=0")
 
     assert with_disk.ask(store_and_look) >= 6
     assert answer.status_code == 504
@@ -239,43 +238,43 @@ def test_spill_that_is_not_done_in_time_says_how_much_is_left(with_disk: Running
 
 
 def test_spill_without_a_disk_says_so(plain: RunningSidecar) -> None:
-    answer = plain.post("/spill")
+    answer = plain.post("/v1/kvtier/spill")
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_disk")
 
 
 def test_clear_forgets_all_layouts_or_one_and_tells_the_endpoints_first(with_disk: RunningSidecar) -> None:
     one, other = with_disk.store(1, 6, "one"), with_disk.store(1, 6, "other")
-    with_disk.post("/spill")
+    with_disk.post("/v1/kvtier/spill")
 
-    cleared = with_disk.post(f"/clear?layout={one.digest.hex()}").json()["cleared"]
-    blocks = {each["model"]: each["host"]["num_blocks"] for each in with_disk.get("/stats").json()["layouts"]}
+    cleared = with_disk.post(f"/v1/kvtier/clear?layout={one.digest.hex()}").json()["cleared"]
+    blocks = {each["model"]: each["host"]["num_blocks"] for each in with_disk.get("/v1/kvtier/stats").json()["layouts"]}
 
     assert (cleared, with_disk.endpoint.cleared) == ([one.digest.hex()], [one])
     assert blocks == {"one": 0, "other": 6}
-    assert with_disk.post("/clear").json()["cleared"] == [one.digest.hex(), other.digest.hex()]
-    wait_for(lambda: with_disk.get("/tiers").json()["disk"]["num_blocks"] == 0)
+    assert with_disk.post("/v1/kvtier/clear").json()["cleared"] == [one.digest.hex(), other.digest.hex()]
+    wait_for(lambda: with_disk.get("/v1/kvtier/tiers").json()["disk"]["num_blocks"] == 0)
 
 
 def test_clear_of_a_layout_that_is_not_there_clears_nothing(plain: RunningSidecar) -> None:
     plain.store(1, 6)
 
-    answer = plain.post("/clear?layout=00")
+    answer = plain.post("/v1/kvtier/clear?layout=00")
 
     assert answer.status_code == 404
     assert plain.endpoint.cleared == []
-    assert plain.get("/tiers").json()["host"]["num_blocks"] == 6
+    assert plain.get("/v1/kvtier/tiers").json()["host"]["num_blocks"] == 6
 
 
 def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not(plain: RunningSidecar) -> None:
     plain.store(1, 6)
-    good = plain.post("/check")
+    good = plain.post("/v1/kvtier/check")
     plain.endpoint.damage = "endpoint: 3 leases, 2 accounted for"
-    of_endpoint = plain.post("/check")
+    of_endpoint = plain.post("/v1/kvtier/check")
     plain.endpoint.damage = ""
 
     plain.ask(lambda: plain.sidecar.layouts.extents.touch(99))  # which nobody has
-    of_layout = plain.post("/check")
+    of_layout = plain.post("/v1/kvtier/check")
 
     assert (good.status_code, good.json()) == (200, {"status": "in order", "num_layouts": 1})
     assert (of_endpoint.status_code, of_layout.status_code) == (500, 500)
@@ -304,8 +303,8 @@ def test_a_token_comes_from_a_file_too(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     with running_sidecar(small_config(http={"port": 0, "token_file": str(file)})) as running:
-        assert running.get("/stats").status_code == 401
-        assert running.get("/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+        assert running.get("/v1/kvtier/stats").status_code == 401
+        assert running.get("/v1/kvtier/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [(0o644, True), (0o600, False)])
@@ -325,24 +324,24 @@ def test_a_file_of_a_token_that_others_may_use_is_told_in_the_log(
 def test_a_page_in_a_browser_has_nothing_done_and_learns_nothing(plain: RunningSidecar) -> None:
     plain.store(1, 6)
 
-    posted = plain.post("/clear", headers={"Origin": "http://evil.example"})
-    rebound = plain.get("/clients", headers={"Host": "evil.example:9464"})
+    posted = plain.post("/v1/kvtier/clear", headers={"Origin": "http://evil.example"})
+    rebound = plain.get("/v1/kvtier/clients", headers={"Host": "evil.example:9464"})
 
     assert (posted.status_code, rebound.status_code) == (403, 403)
-    assert plain.get("/tiers").json()["host"]["num_blocks"] == 6
-    assert plain.get("/tiers", headers={"Host": "[::1]:9464"}).status_code == 200
+    assert plain.get("/v1/kvtier/tiers").json()["host"]["num_blocks"] == 6
+    assert plain.get("/v1/kvtier/tiers", headers={"Host": "[::1]:9464"}).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/spill?timeout_s=nan", "timeout_s 'nan': give seconds from 0 to 60"),
-        ("/spill?timeout_s=61", "timeout_s '61': give seconds from 0 to 60"),
-        ("/spill?timeout_s=-1", "timeout_s '-1'"),
-        ("/spill?timeout_s=ten", "timeout_s 'ten'"),
-        ("/spill?timeout=1", "unknown option 'timeout'; use timeout_s"),
-        ("/clear?layout=00&layout=01", "the option 'layout' is given twice"),
-        ("/check?all=1", "unknown option 'all'; this route has no options"),
+        ("/v1/kvtier/spill?timeout_s=nan", "timeout_s 'nan': give seconds from 0 to 60"),
+        ("/v1/kvtier/spill?timeout_s=61", "timeout_s '61': give seconds from 0 to 60"),
+        ("/v1/kvtier/spill?timeout_s=-1", "timeout_s '-1'"),
+        ("/v1/kvtier/spill?timeout_s=ten", "timeout_s 'ten'"),
+        ("/v1/kvtier/spill?timeout=1", "unknown option 'timeout'; use timeout_s"),
+        ("/v1/kvtier/clear?layout=00&layout=01", "the option 'layout' is given twice"),
+        ("/v1/kvtier/check?all=1", "unknown option 'all'; this route has no options"),
     ],
 )
 def test_an_option_that_is_nonsense_is_refused_in_a_sentence(plain: RunningSidecar, path: str, message: str) -> None:
@@ -354,8 +353,8 @@ def test_an_option_that_is_nonsense_is_refused_in_a_sentence(plain: RunningSidec
 
 
 def test_a_wrong_method_and_a_wrong_path_do_nothing(plain: RunningSidecar) -> None:
-    assert plain.get("/clear").status_code == 405
-    assert plain.post("/stats").status_code == 405
+    assert plain.get("/v1/kvtier/clear").status_code == 405
+    assert plain.post("/v1/kvtier/stats").status_code == 405
     missing = plain.get("/no/such")
     assert missing.status_code == 404
     assert "/metrics" in missing.json()["error"]["message"]

@@ -57,9 +57,9 @@ def test_a_reset_and_a_clear_say_that_what_machines_share_stays(tmp_path: Path, 
         running_sidecar(small_config(remote={"url": url}), operating=operating) as running,
     ):
         reset = operate(running, "reset", {"all": True}).json()
-        cleared = running.post("/clear").json()
+        cleared = running.post("/v1/kvtier/clear").json()
     with running_sidecar(small_config()) as running:
-        alone = running.post("/clear").json()
+        alone = running.post("/v1/kvtier/clear").json()
 
     assert reset["note"] == cleared["note"]
     assert f"blocks in {url} stay and are found again" in cleared["note"]
@@ -67,7 +67,7 @@ def test_a_reset_and_a_clear_say_that_what_machines_share_stays(tmp_path: Path, 
 
 
 def stats(running: RunningSidecar) -> dict:
-    return running.get("/stats", headers={"Authorization": f"Bearer {HTTP_TOKEN}"}).json()
+    return running.get("/v1/kvtier/stats", headers={"Authorization": f"Bearer {HTTP_TOKEN}"}).json()
 
 
 def operate(running: RunningSidecar, verb: str, asked: object = None, token: str = TOKEN) -> httpx.Response:
@@ -162,7 +162,7 @@ def test_check_is_refused_while_engines_load_unless_it_is_wanted_now(sidecar: Ru
 
 def test_operators_and_those_who_may_read_have_tokens_of_their_own(sidecar: RunningSidecar, audit: Path) -> None:
     assert operate(sidecar, "reset", {"all": True}, token=HTTP_TOKEN).status_code == 401
-    assert sidecar.get("/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 401
+    assert sidecar.get("/v1/kvtier/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 401
     assert operate(sidecar, "log-level", {"level": "info", "logger": "kvtier.nothing"}).status_code == 200
 
     told = [json.loads(line) for line in audit.read_text().splitlines()]

@@ -145,7 +145,7 @@ def test_there_are_only_so_many_pins(bed: LayoutBed, pins: Pins) -> None:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningSidecar]:
     with running_sidecar(small_config(tmp_path / "store")) as made:
-        wait_for(lambda: made.get("/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: made.get("/v1/kvtier/stats").json()["store"]["not_open"] is None)
         yield made
 
 
@@ -154,7 +154,7 @@ def tokens(document: int, num_chunks: int) -> list[int]:
 
 
 def pin(running: RunningSidecar, **changed: object) -> dict[str, object]:
-    answer = running.post("/pin", json={"model": "m", "token_ids": tokens(1, 6), "seconds": 600, **changed})
+    answer = running.post("/v1/kvtier/pin", json={"model": "m", "token_ids": tokens(1, 6), "seconds": 600, **changed})
     return dict(answer.json(), status=answer.status_code)
 
 
@@ -166,24 +166,24 @@ def test_an_operator_pins_a_prompt_sees_it_and_ends_it(running: RunningSidecar) 
     assert found["layouts"] == [
         {"layout": stored.digest.hex(), "num_chunks": 6, "num_tokens": 48, "num_coming": 0, "num_beyond": 0}
     ]
-    (lease,) = running.get("/leases").json()["leases"]
+    (lease,) = running.get("/v1/kvtier/leases").json()["leases"]
     assert (lease["client"], lease["use"], lease["num_chunks"]) == (f"pin {found['pin']}", "pinned", 6)
-    assert running.get("/clients").json()["clients"] == []
-    assert running.get("/stats").json()["pins"] == {"num_pins": 1, "num_bytes": 6 * 4096, "max_bytes": 1 << 20}
+    assert running.get("/v1/kvtier/clients").json()["clients"] == []
+    assert running.get("/v1/kvtier/stats").json()["pins"] == {"num_pins": 1, "num_bytes": 6 * 4096, "max_bytes": 1 << 20}
     assert "kvtier_sidecar_pinned_bytes 24576.0" in running.get("/metrics").text
 
-    ended = running.delete(f"/pin?pin={found['pin']}")
+    ended = running.delete(f"/v1/kvtier/pin?pin={found['pin']}")
     assert (ended.status_code, ended.json()["num_chunks"]) == (200, 0)
-    assert running.get("/leases").json()["leases"] == []
-    assert running.delete(f"/pin?pin={found['pin']}").status_code == 404
+    assert running.get("/v1/kvtier/leases").json()["leases"] == []
+    assert running.delete(f"/v1/kvtier/pin?pin={found['pin']}").status_code == 404
 
 
 def test_a_prompt_that_is_on_disk_only_is_in_host_memory_when_the_answer_comes(running: RunningSidecar) -> None:
     running.store(1, 6)
-    running.post("/spill?timeout_s=60")
+    running.post("/v1/kvtier/spill?timeout_s=60")
     for document in range(2, 12):
         running.store(document, 200)
-        running.post("/spill?timeout_s=60")
+        running.post("/v1/kvtier/spill?timeout_s=60")
     assert running.ask(lambda: running.sidecar.saving().num_left) == 0
 
     found = pin(running)
@@ -200,7 +200,7 @@ def test_seconds_0_ends_the_pin_of_the_same_prompt(running: RunningSidecar) -> N
     ended = pin(running, seconds=0)
 
     assert (ended["pin"], ended["num_chunks"]) == (one["pin"], 0)
-    assert [lease["client"] for lease in running.get("/leases").json()["leases"]] == [f"pin {other['pin']}"]
+    assert [lease["client"] for lease in running.get("/v1/kvtier/leases").json()["leases"]] == [f"pin {other['pin']}"]
 
 
 def test_a_prompt_with_another_salt_or_of_no_layout_is_not_pinned(running: RunningSidecar) -> None:
@@ -227,12 +227,12 @@ def test_a_prompt_with_another_salt_or_of_no_layout_is_not_pinned(running: Runni
     ],
 )
 def test_a_body_that_is_nonsense_is_refused_in_a_sentence(running: RunningSidecar, body: bytes, message: str) -> None:
-    answer = running.post("/pin", content=body)
+    answer = running.post("/v1/kvtier/pin", content=body)
 
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    assert running.get("/stats").json()["pins"]["num_pins"] == 0
+    assert running.get("/v1/kvtier/stats").json()["pins"]["num_pins"] == 0
 
 
 def test_a_body_without_end_is_refused(running: RunningSidecar) -> None:
-    assert running.post("/pin", content=b" " * (9 << 20)).status_code == 413
+    assert running.post("/v1/kvtier/pin", content=b" " * (9 << 20)).status_code == 413

@@ -16,7 +16,7 @@ from kvtier.tiers.naming.tier import Tier
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningSidecar]:
     with running_sidecar(small_config(tmp_path / "store")) as made:
-        wait_for(lambda: made.get("/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: made.get("/v1/kvtier/stats").json()["store"]["not_open"] is None)
         yield made
 
 
@@ -34,9 +34,9 @@ def test_the_disk_is_known_before_any_layout(running: RunningSidecar) -> None:
 def test_what_the_layout_that_was_opened_first_writes_is_counted_beside_a_later_one(running: RunningSidecar) -> None:
     running.store(1, 4, "first")
     running.store(1, 4, "second")
-    running.post("/spill")
+    running.post("/v1/kvtier/spill")
     running.store(2, 4, "first")
-    running.post("/spill")
+    running.post("/v1/kvtier/spill")
 
     found = statistics(running)
 
@@ -48,7 +48,7 @@ def test_what_the_layout_that_was_opened_first_writes_is_counted_beside_a_later_
 def test_a_breaker_that_one_layout_has_opened_is_open(running: RunningSidecar) -> None:
     running.store(1, 4, "first")
     running.store(1, 4, "second")
-    running.post("/spill")
+    running.post("/v1/kvtier/spill")
 
     def fail(sidecar: Sidecar) -> None:
         disk = next(iter(sidecar.layouts)).tiers.index.disk
@@ -57,7 +57,7 @@ def test_a_breaker_that_one_layout_has_opened_is_open(running: RunningSidecar) -
             disk.writing.on_failed(disk.writing.begin())
 
     running.ask(lambda: fail(running.sidecar))
-    found = running.get("/stats").json()["disk"]
+    found = running.get("/v1/kvtier/stats").json()["disk"]
     seen = statistics(running).disk
 
     assert found["breakers"] == {"read": BreakerState.CLOSED, "write": BreakerState.OPEN}
@@ -71,12 +71,12 @@ def test_a_breaker_that_one_layout_has_opened_is_open(running: RunningSidecar) -
 def test_the_drives_life_goes_by_what_all_layouts_have_written(tmp_path: Path) -> None:
     disk = {"path": str(tmp_path / "store"), "capacity": "64MiB", "endurance": "1TB"}
     with running_sidecar(small_config(disk=disk)) as made:
-        wait_for(lambda: made.get("/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: made.get("/v1/kvtier/stats").json()["store"]["not_open"] is None)
         for model in ("first", "second"):
             made.store(1, 20, model)
-            made.post("/spill?timeout_s=60")
+            made.post("/v1/kvtier/spill?timeout_s=60")
 
-        found = made.get("/stats").json()["disk"]
+        found = made.get("/v1/kvtier/stats").json()["disk"]
 
         assert found["written_bytes_total"] >= 40 * 4096
         assert found["life"]["used"] == found["written_bytes_total"] / 1e12

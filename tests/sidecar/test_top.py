@@ -29,7 +29,7 @@ from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts, Lease, Leas
 def running(tmp_path: Path) -> Iterator[RunningSidecar]:
     with running_sidecar(small_config(tmp_path / "store")) as made:
         made.store(1, 6, "a-model")
-        made.post("/spill")
+        made.post("/v1/kvtier/spill")
         now = made.sidecar.now()
         lease = Lease(LeaseUse.READ, 0, 3, now - 5.0)
         made.endpoint.attached = [AttachedClient("instance 7 \x1b[2J", now - 7300.0, layout("a-model"), (lease,))]
@@ -211,4 +211,4 @@ def test_a_port_where_nothing_listens_says_what_to_look_for(capsys: pytest.Captu
 
 
 def test_the_answer_of_clients_is_json_that_other_programs_read(running: RunningSidecar) -> None:
-    assert json.loads(running.get("/clients").text)["clients"][0]["name"] == "instance 7 \x1b[2J"
+    assert json.loads(running.get("/v1/kvtier/clients").text)["clients"][0]["name"] == "instance 7 \x1b[2J"

@@ -143,7 +143,7 @@ def test_sockets_of_a_socket_unit_are_served_and_requests_from_before_the_start_
         engine = Engine(f"tcp://127.0.0.1:{endpoint_port}")
         engine.store("a", fill=1)
         assert engine.lookup("b") == NUM_CHUNKS
-        assert httpx.get(f"http://127.0.0.1:{http_port}/clients", timeout=DEADLINE_S).json()["clients"]
+        assert httpx.get(f"http://127.0.0.1:{http_port}/v1/kvtier/clients", timeout=DEADLINE_S).json()["clients"]
         assert sorted(manager.names()) == ["engine", "segment"], "sockets that the unit has are not kept twice"
         assert "a descriptor 'metrics' is of no use here" in manager.log.read_text()
         engine.close()

@@ -174,7 +174,7 @@ def _sidecar(port: int, what: str) -> dict:
 
 def _finished(app: Application) -> dict[str, int]:
     """Requests by why they ended, of an application with one replica."""
-    return app.get("/stats").json()["requests"]["served"]["finished"]
+    return app.get("/v1/kvtier/stats").json()["requests"]["served"]["finished"]
 
 
 def _processes(port: int) -> list[int]:

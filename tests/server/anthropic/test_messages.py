@@ -120,7 +120,7 @@ def test_documents_stand_before_the_question_with_their_titles(server: ServerInT
 
 
 def test_a_stored_document_is_a_file(server: ServerInThread, model: PreTrainedModel) -> None:
-    url, source = f"{server.url}/v1/documents/tides", {"type": "file", "file_id": "tides"}
+    url, source = f"{server.url}/v1/kvtier/documents/tides", {"type": "file", "file_id": "tides"}
     assert httpx2.put(url, json={"text": "Ebb."}, verify=NO_TLS).status_code == 201
 
     done = ask(server, messages=[{"role": "user", "content": [{"type": "document", "source": source}]}])

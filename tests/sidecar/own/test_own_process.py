@@ -63,9 +63,9 @@ def read_until(connection: socket.socket, kind: type) -> None:
 
 
 def test_http_tells_of_engines_and_what_they_lease(attached: Attached) -> None:
-    (client,) = attached.get("/clients").json()["clients"]
-    (lease,) = attached.get("/leases").json()["leases"]
-    (layout,) = attached.get("/stats").json()["layouts"]
+    (client,) = attached.get("/v1/kvtier/clients").json()["clients"]
+    (lease,) = attached.get("/v1/kvtier/leases").json()["leases"]
+    (layout,) = attached.get("/v1/kvtier/stats").json()["layouts"]
 
     assert client["layout"]["model"] == "a-model"
     assert client["layout"]["groups"][1] == {"block_size": 16, "forgets": True, "block_bytes": 3000}

@@ -180,10 +180,10 @@ def test_a_servers_numbers_are_those_of_stats_and_of_the_history(
 
             seen.page.locator("#pause").click()
             come_true(server.is_at_rest)
-            come_true(lambda: differences(seen, server.get("/stats").json(), tiers) == [], pause_s=0.2)
+            come_true(lambda: differences(seen, server.get("/v1/kvtier/stats").json(), tiers) == [], pause_s=0.2)
             assert seen.errors == []
 
-        stats = server.get("/stats").json()
+        stats = server.get("/v1/kvtier/stats").json()
         used = {source for source in SOURCES if stats["tokens"][source]}
         assert {"recomputed"} < used <= {*tiers, "recomputed"}  # or the tile's ratio would be 0 or 1
 
@@ -197,7 +197,7 @@ def moment_differences(seen: Seen, server: ServerInThread) -> list[str]:
     lanes = lanes_of(said)
 
     expected = charts_of(SOURCES[:-1], lanes, shown)
-    assert set(lanes) >= set(server.get("/stats").json()["cache"]["routes"])
+    assert set(lanes) >= set(server.get("/v1/kvtier/stats").json()["cache"]["routes"])
     expected |= {f"ttft.{name}": newest(shown.column(f"ttft.{name}")) for name in ("p50", "p90")}
     states = ("running", "promoting", "waiting")
     expected |= {f"requests.{state}": newest(shown.column(f"requests.{state}")) for state in states}
@@ -301,7 +301,7 @@ def test_a_sidecars_numbers_are_those_of_stats_and_of_the_history(
             lanes = lanes_of(said)
 
             expected = charts_of(("host", "disk", "remote"), lanes, shown)
-            assert set(lanes) >= set(running.get("/stats").json()["lanes"])
+            assert set(lanes) >= set(running.get("/v1/kvtier/stats").json()["lanes"])
             assert {key for key in said if not key.startswith("what-if.")} == set(expected)
             assert wrong(said, expected) == []
             assert (expected["ratio.all"], expected["ratio.host"]) == (
@@ -320,7 +320,7 @@ def sum_of(tokens: TokenBalance) -> int:
 
 def sidecar_differences(seen: Seen, running: RunningSidecar, tokens: TokenBalance, tiers: Sequence[str]) -> list[str]:
     """What the tiles and tables of a sidecar say that is not what /stats says."""
-    stats, tiles = running.get("/stats").json(), tiles_of(seen)
+    stats, tiles = running.get("/v1/kvtier/stats").json(), tiles_of(seen)
     counted = {source: getattr(tokens, source) for source in SOURCES}
     faults = hits_tile(tiles, counted)
     endpoint = stats["endpoints"][0]
