@@ -155,11 +155,12 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
     """`[remote]`: a store shared by several machines, below host memory and disk; without this table there is none.
 
     *url* is one of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
-    `s3://BUCKET/PREFIX`, `gs://`, `az://ACCOUNT/CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey:
+    `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey:
     *password_file* holds the password, *ca_file* signs the server's certificate, and a record expires after *ttl_s*
     seconds (0: never, the server evicts it). Object stores: *endpoint* and *region* are needed if they are not the
-    cloud's own; credentials come from the environment. A store that does not answer within *timeout_s* is not used for
-    a while. *codec* and the encryption key are as in [disk]; all machines that share the store need the same key.
+    cloud's own; credentials, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come from the
+    environment. A store that does not answer within *timeout_s* is not used for a while. *codec* and the encryption key
+    are as in [disk]; all machines that share the store need the same key.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]

@@ -1,7 +1,7 @@
 """A tiered KV cache for LLM inference: the public names that most programs need, each imported on first use.
 
-The packages `store`, `transfer`, `tiers`, `engine` and `configs` are folders at the top of the repository. This folder
-holds links to them, so that editors, type checkers and a fresh clone find `kvtier.*`.
+The packages (`cli`, `connectors`, `engine`, `server`, `store`, `tiers` and others) are folders at the top of the
+repository. This folder holds links to them, so that editors, type checkers and a fresh clone find `kvtier.*`.
 """
 
 from importlib import import_module
@@ -43,9 +43,8 @@ _HOMES = {
     "engine.llm": ["LLM"],
     "engine.model.sampling": ["SamplingParams"],
     "engine.model.structured.structured_outputs": ["StructuredOutputs"],
-    "engine.model.unsupported_model": ["UnsupportedModel"],
-    "engine.scheduling.request": ["Completion", "FinishReason"],
-    "engine.scheduling.request_options": ["RequestOptions"],
+    "engine.model.errors": ["UnsupportedModel"],
+    "engine.scheduling.request": ["Completion", "FinishReason", "RequestOptions"],
 }
 
 

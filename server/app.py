@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.server.answers import ServerStatus, Version
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.dashboard.assets import ASSETS
 from kvtier.web.error_response import error_response
@@ -65,11 +66,11 @@ def shutting_down() -> ApiError:
 
 
 async def _health(_: Request) -> Response:
-    return json_response({"status": "alive"})
+    return json_response(ServerStatus("alive"))
 
 
 async def _version(_: Request) -> Response:
-    return json_response({"version": version("kvtier")})
+    return json_response(Version(version("kvtier")))
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvtier.server.answers import MessageUsage
 from kvtier.server.cache_control import TTL_S
 from kvtier.server.documents.kept_prefixes import Keeping
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -33,14 +34,15 @@ class CacheUsage:
                 end = each.num_tokens
         return cls(num_read, created, tokens.recomputed - sum(created.values()))
 
-    def anthropic(self) -> dict[str, object]:
-        """Return the fields of Anthropic's `usage` that describe the prompt."""
-        return {
-            "input_tokens": self.num_other,
-            "cache_creation_input_tokens": sum(self.created.values()),
-            "cache_read_input_tokens": self.num_read,
-            "cache_creation": self.creation(),
-        }
+    def anthropic(self, num_output: int) -> MessageUsage:
+        """Return Anthropic's `usage` of the prompt and of an answer with *num_output* tokens."""
+        return MessageUsage(
+            input_tokens=self.num_other,
+            cache_creation_input_tokens=sum(self.created.values()),
+            cache_read_input_tokens=self.num_read,
+            cache_creation=self.creation(),
+            output_tokens=num_output,
+        )
 
     def creation(self) -> dict[str, int]:
         """Return the object `cache_creation`."""

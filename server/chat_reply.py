@@ -3,11 +3,25 @@
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
+from kvtier.server.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    PromptLogprobs,
+    ToolCall,
+    ToolCallFunction,
+)
 from kvtier.server.generation_request import MAX_LOGPROBS, StreamOptions
-from kvtier.server.reply import Answer, CountedTokens, chunk_fields, envelope
+from kvtier.server.reply import Answer, CountedTokens, Envelope, chunk_fields
 from kvtier.server.token_text import TokenText, finite, prompt_logprobs
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Reader, TextDelta, read_whole
 from kvtier.server.tool_calls.tool_use import ToolUse
@@ -28,8 +42,7 @@ class ChatReply:
         tells_logprobs: bool,
         options: StreamOptions,
     ) -> None:
-        self._head = envelope("chat.completion", "chatcmpl", model)
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        self._envelope = Envelope.new("chatcmpl", model)
         self._text = text
         self._usage = usage
         self._tools = tools
@@ -39,9 +52,17 @@ class ChatReply:
         self._calling: set[int] = set()  # choices with a call
         self._counted = CountedTokens()
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
-        choices = [self._whole_choice(answer) for answer in answers]
-        return {**self._head, "choices": choices, **self._scores(answers[0].completion), **self._used()}
+    def whole(self, answers: Sequence[Answer]) -> ChatAnswer:
+        return ChatAnswer(
+            id=self._envelope.id,
+            object="chat.completion",
+            created=self._envelope.created,
+            model=self._envelope.model,
+            choices=[self._whole_choice(answer) for answer in answers],
+            prompt_logprobs=self._scores(answers[0].completion),
+            usage=self._usage.openai(),
+            kvtier=self._usage.kvtier(),
+        )
 
     def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         if index not in self._readers:
@@ -61,32 +82,32 @@ class ChatReply:
 
     def last_events(self) -> Iterator[bytes]:
         if self._options.include_usage:
-            yield data_event({**self._chunk_head, "choices": [], **self._used()})
+            used = {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}
+            yield self._envelope.chunk("chat.completion.chunk", [], used)
         yield DONE
 
     def error_event(self, error: ApiError) -> bytes:
         return data_event(error.content())
 
-    def _scores(self, done: Completion) -> dict[str, object]:
+    def _scores(self, done: Completion) -> PromptLogprobs | UnsetType:
         """Return the log probabilities of the prompt's tokens, which a completion has if asked for."""
         scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # the completion has only as many as were asked for
-        return {"prompt_logprobs": prompt_logprobs(scores, limit, self._text)} if scores else {}
+        return prompt_logprobs(scores, limit, self._text) if scores else UNSET
 
-    def _used(self) -> dict[str, object]:
-        return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}
-
-    def _whole_choice(self, answer: Answer) -> dict[str, object]:
+    def _whole_choice(self, answer: Answer) -> ChatChoice:
         read = read_whole(self._tools.reader(), answer.completion.text)
-        message: dict[str, object] = {"role": "assistant", "content": read.text, "refusal": None}
-        if read.calls:
-            calls = [_call(call.name, call.arguments) for call in read.calls]
-            message |= {"content": read.text or None, "tool_calls": calls}
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.completion.logprobs),
-            "finish_reason": finish_reason(answer.completion, has_calls=bool(read.calls)),
-        }
+        calls = [_call(call.name, call.arguments) for call in read.calls]
+        return ChatChoice(
+            index=answer.index,
+            message=ChatMessage(
+                role="assistant",
+                content=(read.text or None) if calls else read.text,
+                refusal=None,
+                tool_calls=calls or UNSET,
+            ),
+            logprobs=self._logprobs(answer.completion.logprobs),
+            finish_reason=finish_reason(answer.completion, has_calls=bool(calls)),
+        )
 
     def _read(self, index: int, piece: StreamChunk) -> list[Delta]:
         reader = self._readers[index]
@@ -99,31 +120,42 @@ class ChatReply:
                 return {"content": text}
             case CallBegin(number, name):
                 self._calling.add(index)
-                return {"tool_calls": [{"index": number, **_call(name, "")}]}
+                return {"tool_calls": [{"index": number, **msgspec.structs.asdict(_call(name, ""))}]}
             case ArgumentsDelta(number, text):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
     def _event(
-        self, index: int, delta: Mapping[str, object], logprobs: object = None, finish_reason: str | None = None
+        self,
+        index: int,
+        delta: Mapping[str, object],
+        logprobs: ChatLogprobs | None = None,
+        finish_reason: str | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         varying = delta.get("tool_calls", delta.get("content", ""))
         fields = chunk_fields(self._options, varying, logprobs, self._counted.usage(index))
-        return data_event({**self._chunk_head, "choices": [choice], **fields})
+        return self._envelope.chunk("chat.completion.chunk", [choice], fields)
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._tells_logprobs:
             return None
         content = [
-            {**self._token(item.token_id, item.logprob), "top_logprobs": [self._token(*pair) for pair in item.top]}
+            ChatLogprob(
+                token=self._text.of(item.token_id),
+                logprob=finite(item.logprob),
+                bytes=self._bytes_of(item.token_id),
+                top_logprobs=[self._token(*pair) for pair in item.top],
+            )
             for item in logprobs
         ]
-        return {"content": content, "refusal": None}
+        return ChatLogprobs(content=content, refusal=None)
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
+    def _token(self, token_id: int, logprob: float) -> ChatTokenLogprob:
+        return ChatTokenLogprob(token=self._text.of(token_id), logprob=finite(logprob), bytes=self._bytes_of(token_id))
+
+    def _bytes_of(self, token_id: int) -> list[int] | None:
         content = self._text.bytes_of(token_id)
-        told = None if content is None else list(content)
-        return {"token": self._text.of(token_id), "logprob": finite(logprob), "bytes": told}
+        return None if content is None else list(content)
 
 
 def finish_reason(completion: Completion, *, has_calls: bool) -> str:
@@ -132,6 +164,7 @@ def finish_reason(completion: Completion, *, has_calls: bool) -> str:
     return "tool_calls" if has_calls and is_stopped else str(completion.finish_reason)
 
 
-def _call(name: str, arguments: str) -> dict[str, object]:
+def _call(name: str, arguments: str) -> ToolCall:
     """Return a call with a unique id."""
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = ToolCallFunction(name=name, arguments=arguments)
+    return ToolCall(id=f"call_{uuid.uuid4().hex}", type="function", function=function)

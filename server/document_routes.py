@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvtier.engine.text.min_tokens import TooManyTokens
+from kvtier.server.answers import DocumentDeleted, DocumentList, DocumentObject, DocumentPin
 from kvtier.server.documents.document import MAX_PINNED_S, Document, Form
 from kvtier.server.documents.documents import Documents, TooManyDocuments
 from kvtier.server.documents.draft import Draft
@@ -29,33 +30,33 @@ from kvtier.web.request_body import parse, read_body
 _T = TypeVar("_T")
 
 
-def document_object(document: Document, residence: DocumentState, model: str) -> dict[str, object]:
-    """Return the JSON object of a document, without its text; *model* is the name of the server's model."""
-    pin, left_s = None, (document.pinned_until or 0.0) - time.time()
-    if left_s > 0:
-        pin = {"expires_at": document.pinned_until, "ttl_s": round(left_s, 1), "is_held": residence.is_held}
-    return {
-        "id": document.id,
-        "object": "document",
-        "created": int(document.created_at),
-        "as": document.form,
-        "model": document.lora or model,
-        "status": residence.status,
-        "error": residence.error,
-        "num_tokens": document.num_tokens,
-        "prefilled_tokens": residence.num_computed,
-        "tokens": residence.tokens,
-        "bytes": residence.num_bytes,
-        "load_s": residence.load_s,
-        "compute_s": residence.compute_s,
-        "is_warming": residence.is_warming,
-        "pin": pin,
-    }
+def document_object(document: Document, residence: DocumentState, model: str) -> DocumentObject:
+    """Return the object of a document, without its text; *model* is the name of the server's model."""
+    pin, until = None, document.pinned_until
+    if until is not None and (left_s := until - time.time()) > 0:
+        pin = DocumentPin(expires_at=until, ttl_s=round(left_s, 1), is_held=residence.is_held)
+    return DocumentObject(
+        id=document.id,
+        object="document",
+        created=int(document.created_at),
+        form=document.form,
+        model=document.lora or model,
+        status=residence.status,
+        error=residence.error,
+        num_tokens=document.num_tokens,
+        prefilled_tokens=residence.num_computed,
+        tokens=residence.tokens,
+        bytes=residence.num_bytes,
+        load_s=residence.load_s,
+        compute_s=residence.compute_s,
+        is_warming=residence.is_warming,
+        pin=pin,
+    )
 
 
-def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> dict[str, object]:
-    """Return the JSON object of a document whose file is unreadable; *document_id* or *file* may be unknown."""
-    return {"id": document_id, "object": "document", "status": "damaged", "error": why, "file": file}
+def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> DocumentObject:
+    """Return the object of a document whose file is unreadable; *document_id* or *file* may be unknown."""
+    return DocumentObject(id=document_id, object="document", status="damaged", error=why, file=file)
 
 
 class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +108,7 @@ async def _list(request: Request) -> Response:
     residences = await _with_api_errors(documents.residences(there), request)
     objects = [document_object(*pair, service.models.name) for pair in zip(there, residences, strict=True)]
     objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged_files(tenant).items())]
-    return json_response({"object": "list", "data": objects, "survive_restarts": documents.are_kept})
+    return json_response(DocumentList(object="list", data=objects, survive_restarts=documents.are_kept))
 
 
 async def _put(request: Request, document_id: str) -> Response:
@@ -139,7 +140,7 @@ async def _get(request: Request, document_id: str) -> Response:
 async def _delete(request: Request, document_id: str) -> Response:
     if not await _with_api_errors(_documents(request).delete(facts_of(request.scope).tenant, document_id), request):
         raise _not_found()
-    return json_response({"id": document_id, "object": "document.deleted", "deleted": True})
+    return json_response(DocumentDeleted(id=document_id, object="document.deleted", deleted=True))
 
 
 async def _warm(request: Request, document: Document) -> Response:

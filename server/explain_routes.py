@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.observability.explain.explanation import Departure, Explanation
-from kvtier.engine.observability.explain.explanation_object import explanation_object
+from kvtier.engine.observability.explain.explanation_object import explanation_list
 from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.min_tokens import TooManyTokens
@@ -165,4 +165,4 @@ def _with_text(explanation: Explanation, token_ids: Sequence[int], tokenizer: Pr
 
 
 def _answer(found: Sequence[Explanation]) -> Response:
-    return json_response({"object": "list", "data": [explanation_object(each) for each in found]})
+    return json_response(explanation_list(found))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 from urllib.parse import quote
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
@@ -331,7 +332,7 @@ class Generation:
         facts_of(scope).fields |= {
             "stream": self._asked.stream,
             "prompt_tokens": usage.prompts.num_tokens,
-            **usage.by_tier(),
+            **msgspec.structs.asdict(usage.by_tier()),
             "generated": usage.num_generated,
             "ttft_s": None if usage.ttft_s is None else round(usage.ttft_s, 4),
         }

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.server.answers import ServerStatus
 from kvtier.server.app import shutting_down, starlette_app
 from kvtier.server.entrance import Entrance
 from kvtier.server.served_models import ServedModels
@@ -48,8 +49,8 @@ class LoadingApp:
 
     async def _ready(self, _: Request) -> Response:
         if self._is_ending:
-            return json_response({"status": "draining"}, 503)
-        return json_response({"status": "loading", "stage": self._stage}, 503)
+            return json_response(ServerStatus("draining"), 503)
+        return json_response(ServerStatus("loading", self._stage), 503)
 
     async def _not_yet(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_ending:

@@ -14,6 +14,7 @@ from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.scheduling.request import Completion
 from kvtier.server.generation_request import StreamOptions
 from kvtier.web.api_error import ApiError
+from kvtier.web.event_stream import data_event
 
 PADDED_BYTES = 32  # a token has up to about 20 bytes, so the chunks of nearly all tokens have the same size
 
@@ -29,7 +30,7 @@ class Answer:
 class Reply(Protocol):
     """A writer of one answer in the format of its endpoint. Owned by one request, and created with its *usage*."""
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> msgspec.Struct:
         """Return the whole answer, for a request without a stream."""
 
     def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
@@ -42,9 +43,23 @@ class Reply(Protocol):
         """Return the event that ends a failed stream."""
 
 
-def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
-    """Return the fields that every object of one reply begins with."""
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The fields that the whole answer and every chunk of one reply in OpenAI's format have in common."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str) -> "Envelope":
+        """Return an envelope with a new id, which begins with *prefix*, and with the current time."""
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+
+    def chunk(self, kind: str, choices: Sequence[object], fields: Mapping[str, object]) -> bytes:
+        """Return the event of a chunk of this *kind*, with *fields* in addition to its *choices*."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return data_event({**head, "choices": choices, **fields})
 
 
 class CountedTokens:

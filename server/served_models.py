@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvtier.server.answers import ModelList, ModelObject
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.paths import MODELS
 
@@ -37,17 +38,17 @@ class ServedModels:
 
     async def _list(self, _: Request) -> Response:
         data = [self._object(name) for name in (self.name, *self.adapters)]
-        return json_response({"object": "list", "data": data})
+        return json_response(ModelList(object="list", data=data))
 
     async def _one(self, request: Request) -> Response:
         return json_response(self._object(request.path_params["model"]))
 
-    def _object(self, name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "kvtier",
-            "max_model_len": self.longest_request,  # vLLM's field, like the next one
-            "parent": None if self.lora_of(name) is None else self.name,
-        }
+    def _object(self, name: str) -> ModelObject:
+        return ModelObject(
+            id=name,
+            object="model",
+            created=self.created,
+            owned_by="kvtier",
+            max_model_len=self.longest_request,  # vLLM's field, like the next one
+            parent=None if self.lora_of(name) is None else self.name,
+        )

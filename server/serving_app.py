@@ -23,6 +23,7 @@ from kvtier.engine.core import EngineStatistics
 from kvtier.engine.observability.metrics.collector import EngineCollector
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.server import document_routes, explain_routes, generation, tokenize_routes
+from kvtier.server.answers import ServerStatus
 from kvtier.server.anthropic.routes import message_routes
 from kvtier.server.app import starlette_app
 from kvtier.server.documents.document import Document
@@ -172,8 +173,8 @@ class ServingApp:
 
     async def _ready(self, _: Request) -> Response:
         if self.service.is_draining:
-            return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ready"})
+            return json_response(ServerStatus("draining"), 503)
+        return json_response(ServerStatus("ready"))
 
 
 async def load_app(

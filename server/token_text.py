@@ -8,6 +8,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.server.answers import PromptLogprob, PromptLogprobs
 from kvtier.server.prompt import Prompt
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity
@@ -75,17 +76,15 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def prompt_logprobs(
-    told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText
-) -> list[dict[str, dict[str, object]] | None]:
+def prompt_logprobs(told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText) -> PromptLogprobs:
     """Return for each token None or an object by token id: the token itself, then the *num_top* likeliest."""
     return [None if item is None else _of_token(item, num_top, text) for item in told]
 
 
-def _of_token(item: TokenLogprobs, num_top: int, text: TokenText) -> dict[str, dict[str, object]]:
+def _of_token(item: TokenLogprobs, num_top: int, text: TokenText) -> dict[str, PromptLogprob]:
     likeliest = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(item.top[:num_top], 1)]
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, PromptLogprob] = {}
     for token_id, logprob, rank in [(item.token_id, item.logprob, item.rank), *likeliest]:
-        told = {"logprob": finite(logprob), "rank": rank, "decoded_token": text.of(token_id)}
+        told = PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text.of(token_id))
         found.setdefault(str(token_id), told)
     return found

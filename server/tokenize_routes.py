@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.min_tokens import PromptLimit, TooManyTokens
+from kvtier.server.answers import Detokenized, Tokenized
 from kvtier.server.chat_request import CHAT_NEUTRAL, MAX_MESSAGES, ChatRequest, Message, unknown_fields
 from kvtier.server.generation import MAX_TRUNCATION_FACTOR
 from kvtier.server.generation_request import Text, log_unknown_fields
@@ -82,10 +83,14 @@ async def tokenize(request: Request) -> Response:
     _check_model(service, asked.model)
     longest = service.llm.longest_request
 
-    def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], object]:
+    def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[str] | None]:
         within = service.llm.tokenizers.limit(MAX_TRUNCATION_FACTOR * longest)
         token_ids = list(asked.token_ids(tokenizer, within))
-        return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if asked.return_token_strs else None
+        if not asked.return_token_strs:
+            return token_ids, None
+        texts = tokenizer.convert_ids_to_tokens(token_ids)
+        assert isinstance(texts, list)  # it returns a str only for a single id
+        return token_ids, texts
 
     try:
         token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
@@ -95,8 +100,7 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value", param="prompt") from None
-    answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": texts}
-    return json_response(answer)
+    return json_response(Tokenized(count=len(token_ids), max_model_len=longest, tokens=token_ids, token_strs=texts))
 
 
 async def detokenize(request: Request) -> Response:
@@ -115,7 +119,7 @@ async def detokenize(request: Request) -> Response:
         text = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value", param="tokens") from None
-    return json_response({"prompt": text})
+    return json_response(Detokenized(text))
 
 
 def _check_model(service: Service, model: str | None) -> None:

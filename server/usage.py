@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from kvtier.engine.scheduling.request import Completion
+from kvtier.server.answers import CachedTokens, KvtierObject, TokenSources, UsageObject
 from kvtier.server.cache_usage import CacheUsage
 from kvtier.server.documents.kept_prefixes import Keeping
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -33,32 +36,34 @@ class Usage:
         if index == 0:
             self.ttft_s = completion.ttft_s
 
-    def openai(self) -> dict[str, object]:
+    def openai(self) -> UsageObject:
         """Return the object `usage` of an answer."""
         num_prompt = self.prompts.num_tokens
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": self.num_generated,
-            "total_tokens": num_prompt + self.num_generated,
-            "prompt_tokens_details": {"cached_tokens": num_prompt - self.prompts.recomputed},
-        }
+        return UsageObject(
+            prompt_tokens=num_prompt,
+            completion_tokens=self.num_generated,
+            total_tokens=num_prompt + self.num_generated,
+            prompt_tokens_details=CachedTokens(num_prompt - self.prompts.recomputed),
+        )
 
-    def kvtier(self) -> dict[str, object]:
+    def kvtier(self) -> KvtierObject:
         """Return the object `kvtier`: the tiers of the prompts' tokens, and why some were computed."""
-        more: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
-        if self.kept is not None:
-            more["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
-        if self.left_out:
-            more["left_out"] = list(self.left_out)
-        return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **more}
+        return KvtierObject(
+            tokens=self.by_tier(),
+            reasons=dict(self.prompts.reasons),
+            ttft_s=self.ttft_s,
+            pinned=UNSET if self.is_pinned is None else self.is_pinned,
+            cache_creation=UNSET if self.kept is None else CacheUsage.of(self.prompts, self.kept).creation(),
+            left_out=list(self.left_out) if self.left_out else UNSET,
+        )
 
-    def by_tier(self) -> dict[str, int]:
+    def by_tier(self) -> TokenSources:
         """Return the prompts' tokens by the tier that had them, and the number of computed ones."""
         tokens = self.prompts
-        return {
-            "device": tokens.device,
-            "host": tokens.host,
-            "disk": tokens.disk,
-            "remote": tokens.remote,
-            "recomputed": tokens.recomputed,
-        }
+        return TokenSources(
+            device=tokens.device,
+            host=tokens.host,
+            disk=tokens.disk,
+            remote=tokens.remote,
+            recomputed=tokens.recomputed,
+        )

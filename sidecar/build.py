@@ -15,7 +15,7 @@ from kvtier.engine.stores.disk_store import codec_of_others, store_settings
 from kvtier.engine.stores.remote_store import open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.sidecar.config import SidecarConfig
-from kvtier.sidecar.drive_life import DriveLife
+from kvtier.sidecar.sidecar import DriveLife
 from kvtier.sidecar.endpoint import Endpoint
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layouts import READ_TIMEOUT_S, Layouts

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.groups import BlockGroup
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.segment import Segment
 
 MAX_SLOTS = 1 << 22  # of all groups of a layout; each costs about fifty bytes in addition to the segment

@@ -7,13 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
-
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_log import RequestLog
 from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.engine.stores.remote_store import OpenRemote
 from kvtier.engine.stores.reopening_store import ReopeningStore
-from kvtier.sidecar.drive_life import DriveLife
 from kvtier.sidecar.endpoint import AttachedClient, Endpoint
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layout import Layout
@@ -22,6 +20,10 @@ from kvtier.sidecar.pins import Pins
 from kvtier.sidecar.statistics import SidecarStatistics, statistics_of
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
+import time
+from collections.abc import Callable
+from kvtier.engine.stores.reopening_store import ReopeningStore
+from kvtier.tiers.lower.ssd_life import TERABYTE, SsdLife, SsdLifeStatistics
 
 _Answer = TypeVar("_Answer")
 
@@ -29,6 +31,29 @@ TICK_S = 0.05  # longest wait while something is in flight, so that deadlines ar
 IDLE_TICK_S = 0.5  # longest wait otherwise, so that the disk's openings and breakers are noticed
 MAX_QUESTIONS = 256  # queued questions of other threads; more would queue only if the owner's thread is stuck
 TAKING_IN_S = 0.001  # time per turn for finished transfers; the rest waits for the next turn
+
+
+class DriveLife:
+    """An `SsdLife` of a store that may open later, or again. Owned by the sidecar's thread.
+
+    Uses the store's own total of written bytes, because each layout knows only of its own writes.
+    """
+
+    def __init__(
+        self, endurance_bytes: int, store: ReopeningStore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._life = SsdLife(endurance_bytes / TERABYTE, clock, store.statistics().written_bytes_total)
+        self._opening = 0
+
+    def statistics(self) -> SsdLifeStatistics:
+        """Return the used share of the endurance, and the years left at the write rate since the store was opened."""
+        written_bytes = self._store.statistics().written_bytes_total
+        opening = self._store.opening()
+        if opening not in (0, self._opening):
+            self._opening = opening
+            self._life.begin(written_bytes)
+        return self._life.statistics(written_bytes)
 
 
 class QueueFull(RuntimeError):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, AllOf, Inquiry
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.naming.retention import Retention

@@ -1,10 +1,11 @@
 """AttachedMemory: a memory whose host slots belong to another process and can be attached and detached."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.delegating_memory import DelegatingMemory
 
 CLOSE_WAIT_S = 10.0  # for detached memory to be released; the kernel frees the rest when the process ends
 
@@ -23,7 +24,7 @@ class PreparedHost:
         self.memory.close()
 
 
-class AttachedMemory:
+class AttachedMemory(DelegatingMemory):
     """A `BlockMemory` with fixed device slots and the host slots of the segment attached last.
 
     The thread that owns the tiers attaches and detaches, only while no host slot is leased, so that no copy is in
@@ -34,11 +35,7 @@ class AttachedMemory:
         self._make = make
         self._without = make(0, None)
         self._leaving: list[threading.Thread] = []
-        self.block_bytes = self._without.block_bytes
-        self.num_device_slots = self._without.num_device_slots
-        self.num_copiers = self._without.num_copiers
-        self.num_layers = self._without.num_layers
-        self._use(self._without)
+        super().__init__(self._without)
 
     def prepare(self, file: int, num_bytes: int) -> PreparedHost:
         """Map the first *num_bytes* of *file* as host slots, to be attached later. May be called from any thread.
@@ -57,40 +54,15 @@ class AttachedMemory:
 
     def attach(self, prepared: PreparedHost) -> None:
         """Use the host slots of *prepared* from now on, and release the previous ones."""
-        before = self._memory
+        before = self.memory
         self._use(prepared.memory)
         self._give_up(before)
 
     def detach(self) -> None:
         """Release the host slots in the background, because unpinning takes as long as pinning."""
-        before = self._memory
+        before = self.memory
         self._use(self._without)
         self._give_up(before)
-
-    @property
-    def prepared_bytes(self) -> int:
-        return self._memory.prepared_bytes
-
-    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        self._memory.to_host(device_slots, host_slots)
-
-    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self._memory.to_device(host_slots, device_slots)
-
-    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
-        self._memory.to_device_layers(host_slots, device_slots, layers)
-
-    def copy(self, source: int, target: int) -> None:
-        self._memory.copy(source, target)
-
-    def host_block(self, slot: int) -> memoryview:
-        return self._memory.host_block(slot)
-
-    def host_span(self) -> tuple[int, int, int]:
-        return self._memory.host_span()
-
-    def wait_prepared(self, timeout_s: float) -> bool:
-        return self._memory.wait_prepared(timeout_s)
 
     def close(self) -> None:
         self.detach()
@@ -99,7 +71,7 @@ class AttachedMemory:
             thread.join(CLOSE_WAIT_S)
 
     def _use(self, memory: BlockMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self.num_host_slots = memory.num_host_slots
 
     def _give_up(self, memory: BlockMemory) -> None:

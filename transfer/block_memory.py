@@ -2,13 +2,24 @@
 
 from collections.abc import Sequence
 from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
-
 from kvtier.transfer.block_runs import slot_pairs
-from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.host_slab import HostSlab
+from typing import Protocol
+
+
+
+
+class HostMemory(Protocol):
+    """Slots of equal size in host memory. The bytes of a slot belong to the owner of its lease."""
+
+    block_bytes: int
+    num_host_slots: int
+    num_copiers: int  # recommended threads per direction: while one verifies, another copies
+
+    def host_block(self, slot: int) -> memoryview:
+        """Return a writable view of a host slot, [block_bytes]."""
 
 
 class BlockMemory(HostMemory, Protocol):

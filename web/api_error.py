@@ -8,6 +8,21 @@ from starlette.responses import Response
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+class ErrorObject(msgspec.Struct, frozen=True):
+    """The description of an error. *code* is for programs. *param* is the request's invalid field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """An error in OpenAI's format."""
+
+    error: ErrorObject
+
+
 class ApiError(Exception):
     """An error that ends a request with *status*. *code* is for programs. *param* is the request's invalid field."""
 
@@ -26,10 +41,10 @@ class ApiError(Exception):
         self.param = param
         self.headers = headers
 
-    def content(self) -> dict[str, dict[str, str | None]]:
-        """Return the JSON object to send to the client."""
+    def content(self) -> ErrorAnswer:
+        """Return the answer to send to the client."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return ErrorAnswer(ErrorObject(message=str(self), type=kind, param=self.param, code=self.code))
 
     def response(self) -> Response:
         """Return the HTTP response to send to the client."""
@@ -37,5 +52,5 @@ class ApiError(Exception):
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an HTTP response with *content* as JSON."""
+    """Return an HTTP response with *content*, a struct or other JSON value, as JSON."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

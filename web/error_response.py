@@ -1,5 +1,8 @@
 """The HTTP response for an error, in the format of the requested API."""
 
+from typing import Literal
+
+import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -18,10 +21,25 @@ _KINDS = {
 }
 
 
-def error_object(error: ApiError, request_id: str) -> dict[str, object]:
-    """Return *error* as a JSON object in Anthropic's format."""
+class AnthropicError(msgspec.Struct, frozen=True):
+    """The description of an error in Anthropic's format."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
+    """An error in Anthropic's format."""
+
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
+
+
+def error_object(error: ApiError, request_id: str) -> AnthropicErrorAnswer:
+    """Return the answer for *error* in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    return AnthropicErrorAnswer("error", AnthropicError(kind, str(error)), request_id)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:

@@ -24,5 +24,5 @@ def replica_failed(what: str, status: int = 502) -> ApiError:
 
 
 BROKEN_EVENT = b"\n\nevent: error\n" + data_event(
-    {"type": "error", **replica_failed("ended before its answer did").content()}
+    {"type": "error", "error": replica_failed("ended before its answer did").content().error}
 )

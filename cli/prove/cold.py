@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.asker import ModelClient, Prompt
+from kvtier.cli.prove.dialect import ModelClient, Prompt
 from kvtier.cli.prove.endpoint import Refused
 
 _SOONER = 0.5  # a TTFT below this fraction of the cold TTFT means a cache hit

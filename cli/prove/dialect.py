@@ -4,10 +4,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
 from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.writing import WORDS
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from kvtier.cli.prove.answer import Answer
+from kvtier.cli.prove.endpoint import Endpoint
 
 _FEW_WORDS = " ".join(WORDS[:40])
 _TRIALS: Sequence[Mapping[str, object]] = (
@@ -18,6 +21,9 @@ _TRIALS: Sequence[Mapping[str, object]] = (
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _T = TypeVar("_T")
 _Asked = TypeVar("_Asked")
+NUM_TOKENS = 8  # tokens per answer
+
+Prompt: TypeAlias = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +66,25 @@ def unless_refused(ask: Callable[[_Asked], _T], what: _Asked) -> _T | None:
         if error.status < 500:
             return None
         raise
+
+
+@dataclass(frozen=True)
+class ModelClient:
+    """One model of one server, under the *name* that reports use. Thread-safe."""
+
+    endpoint: Endpoint
+    model: str
+    name: str
+    dialect: Dialect = field(compare=False)
+
+    def ask(self, prompt: Prompt, salt: str | None = None, is_read: bool = True) -> Answer:
+        """Return the greedy answer, of `NUM_TOKENS` tokens. Raise as `Endpoint` does.
+
+        Only cached blocks under *salt* may serve the prompt. If *is_read* is False, the server must not use its cache.
+        """
+        body = {"model": self.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, **self.dialect.extra}
+        if salt is not None:
+            body["cache_salt"] = salt  # vLLM, SGLang, kvtier
+        if not is_read:
+            body["cache_prompt"] = False  # llama.cpp
+        return self.endpoint.complete(body)

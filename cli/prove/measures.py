@@ -7,7 +7,7 @@ from itertools import combinations
 from statistics import median
 
 from kvtier.cli.prove.answer import distance
-from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.evidence import Asked, Evidence
 from kvtier.cli.prove.families import Pieces, shared
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.endpoint import Refused
 from kvtier.cli.prove.writing import WORDS
 

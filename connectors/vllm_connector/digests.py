@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 
 from kvtier.store.record import digest_for_threads
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 
 NUM_THREADS = 2
 BATCH_BYTES = 8 << 20  # per task, so that the threads share the blocks of one prompt

@@ -15,7 +15,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 
 
 class _State(IntEnum):

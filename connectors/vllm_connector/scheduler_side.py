@@ -15,11 +15,11 @@ from kvtier.connectors.vllm_connector.taint import Placement, Taint
 from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages, VllmRequest
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
-from kvtier.tiers.lower.inquiry import AllOf, Inquiry
+from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 
 MAX_LOADS = 32  # in flight; the deadline of a further request starts once it may load
 OFFER_PAUSE_S = 0.02  # before the blocks of a request that found too few slots are offered again

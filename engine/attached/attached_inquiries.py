@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvtier.engine.attached.wire import MAX_BLOCKS, FromEngine, Inquire, Inquired, joined, names_in
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 

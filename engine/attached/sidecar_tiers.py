@@ -42,7 +42,7 @@ from kvtier.engine.attached.wire import (
 )
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_tiers import (
     NOWHERE,
     Lost,
@@ -392,16 +392,17 @@ class SidecarTiers:
         is_released = not self._fetches.has_left_over and not any(stock.lent for stock in self._stocks)
         if (welcome := self._link.attach(is_released)) is None:
             return
+
+        def request_slots(group_id: int, num_slots: int) -> None:
+            self._link.send(Reserve(group_id, num_slots))
+
         self._num_host_slots = [welcome.num_bytes // block_bytes for block_bytes in self._block_bytes]
         self._stocks = [
-            SlotStock(num_slots, partial(self._request_slots, group_id), self._clock, self._num_kept[group_id])
+            SlotStock(num_slots, partial(request_slots, group_id), self._clock, self._num_kept[group_id])
             for group_id, num_slots in enumerate(self._num_host_slots)
         ]
         self._mirror.begin(self._num_host_slots)
         self.status.on_attached()
-
-    def _request_slots(self, group_id: int, num_slots: int) -> None:
-        self._link.send(Reserve(group_id, num_slots))
 
     def _receive(self, until: float) -> None:
         """Process the sidecar's messages until the time *until*, and the loss of the sidecar.

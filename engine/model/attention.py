@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from kvtier.engine.model.cpu.cpu_attention import CpuAttention, CpuPlan
+from kvtier.engine.model.cpu.row_attention import RowAttention, RowPlan
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
@@ -25,11 +25,11 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments by code path: in place on a CPU, otherwise as `paged_choice` decides."""
+    """A step's segments by code path: single tokens on a CPU are rows, other segments as `paged_choice` decides."""
 
     gathered: tuple[Segment, ...]
     in_place: Plan | None
-    on_cpu: CpuPlan | None
+    rows: RowPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GroupStep:
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
     write_offsets: torch.Tensor  # [num_tokens] int64: the token's position within the block
     segments: tuple[Segment, ...]
-    cpu_attention: CpuAttention
+    row_attention: RowAttention
     scratch: Scratch = field(default_factory=Scratch)
     # Filled by the first layer and reused by the other layers.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class GroupStep:
         _, num_layers, _, _, num_kv_heads, head_dim = self.slab.shape
         kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
         shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
-        on_cpu, others = self.cpu_attention.split(self.segments, shape)
+        rows, others = self.row_attention.split(self.segments, shape)
         choice = choose(shape, self.slab)
-        there = [part for part in others if choice.in_place(part)]
+        in_place = [part for part in others if choice.in_place(part)]
         return Paths(
             tuple(part for part in others if not choice.in_place(part)),
-            plan_for(shape, there) if there else None,
-            self.cpu_attention.plan(on_cpu, num_layers, num_heads, num_kv_heads, head_dim) if on_cpu else None,
+            plan_for(shape, in_place) if in_place else None,
+            self.row_attention.plan(rows, num_layers, num_heads, head_dim) if rows else None,
         )
 
 
@@ -124,8 +124,8 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, head_dim)
     if paths.gathered:
         attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
-    if paths.on_cpu is not None:
-        group.cpu_attention.attend(query, group.slab, layer, paths.on_cpu, scoring, output)
+    if paths.rows is not None:
+        group.row_attention.attend(query, group.slab, layer, paths.rows, scoring, output)
     if paths.in_place is not None:
         attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import Module as TorchModule
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from kvtier.engine.model.cpu.stand_ins import StandIn
+from kvtier.engine.model.cpu.packed_linears import PackedLinear
 from kvtier.engine.model.errors import UnsupportedModel
 
 PIECE_BYTES = 4 << 20  # piece per thread: one thread hashes 0.4 GB/s without SHA instructions, so all cores are used
@@ -78,8 +78,8 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
     for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
         if not (name := _function_name(hook)).startswith(harmless):
             return f"a hook ({name})"
-    # Allow the forward of accelerate, which moves tensors between devices, and the `StandIn` of a running pass.
-    if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], StandIn):
+    # Allow the forward of accelerate, which moves tensors between devices, and the packed layers of a running pass.
+    if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], PackedLinear):
         return f"another forward ({_function_name(own['forward'])})"
     return None
 

@@ -4,7 +4,7 @@ The speeds are measured once per process for each `Shape`, when a model's attent
 happens at load, when `ModelRunner` compares the model with its own attention, so no request waits for it. For one class
 of queries and keys the choice is fixed as long as the process lives, also for a second engine, so a request's path does
 not depend on earlier requests. Blocks are gathered on a CPU, without Triton, and if the kernel does not compile or its
-results differ.
+results differ. No choice is made for single tokens on a CPU that `cpu.row_attention` computes.
 
 Equal names do not imply equal last bits: the two paths round differently, and another process may measure other speeds,
 just as another chunk size or batch rounds differently. A name stands for equal tokens under equal weights, and bytes

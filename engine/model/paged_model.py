@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
-from kvtier.engine.model.cpu.cpu_attention import CpuAttention
-from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.cpu.row_attention import RowAttention
 from kvtier.engine.model.errors import ChangedModel
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
@@ -65,8 +64,7 @@ class PagedModel:
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
         self._scratch = Scratch()
-        self.kernel_threads = KernelThreads(torch.get_num_threads())
-        self._cpu_attention = CpuAttention(self.kernel_threads)
+        self._row_attention = RowAttention(torch.get_num_threads())
         try:
             self.num_slots = self._layout.num_slots(capacity_bytes)
             self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
@@ -77,7 +75,7 @@ class PagedModel:
     def close(self) -> None:
         """Restore the model's own attention, unless another engine uses the model. The caller may keep the model."""
         self.claim.release()
-        self.kernel_threads.close()
+        self._row_attention.close()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -139,6 +137,6 @@ class PagedModel:
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
-            self._cpu_attention,
+            self._row_attention,
             self._scratch,
         )

@@ -9,10 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.check import check_miniature, check_model
-from kvtier.engine.model.cpu.fused_norms import fused_norms
-from kvtier.engine.model.cpu.fused_rotations import fused_rotations
-from kvtier.engine.model.cpu.packed_linears import available_bytes, packed_linears
-from kvtier.engine.model.cpu.stand_ins import StandIns
+from kvtier.engine.model.cpu.packed_linears import PackedLinears, available_bytes
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.errors import ChangedModel, oom_as_memory_error
 from kvtier.engine.model.lora_adapter import LoraAdapter
@@ -51,9 +48,7 @@ class ModelRunner(PagedModel):
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
             with oom_as_memory_error("comparing the model's attention with its own"):
-                threads = self.kernel_threads
-                places = packed_linears(model, available_bytes())
-                self._stand_ins = StandIns([*places, *fused_norms(model, threads), *fused_rotations(model, threads)])
+                self._packed_linears = PackedLinears(model, available_bytes())
                 check_model(self)
                 check_miniature(self)
                 if self._lora_rows is not None:
@@ -167,7 +162,7 @@ class ModelRunner(PagedModel):
             ChangedModel: If the model was changed since it was loaded.
         """
         self.refuse_changed()
-        with self.claim.alone(), self._stand_ins.on():
+        with self.claim.alone(), self._packed_linears.on():
             return super().run(chunks) if self._lora_rows is None else self._run_with_adapters(chunks, self._lora_rows)
 
     def _run_with_adapters(self, chunks: Sequence[Chunk], lora_rows: LoraRows) -> torch.Tensor:

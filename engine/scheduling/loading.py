@@ -10,7 +10,7 @@ from kvtier.engine.scheduling.timeline import Stage
 from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Hit, Promotion, Tables

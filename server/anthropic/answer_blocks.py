@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from kvtier.server.answers import MessageBlock, MessageText, MessageToolUse
 from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, ReadAnswer, TextDelta
 from kvtier.web.event_stream import named_event
 
@@ -41,10 +42,10 @@ class BlockStream:
 
     def _open_text(self) -> Iterator[bytes]:
         if not self._is_text:
-            yield from self._open({"type": "text", "text": ""})
+            yield from self._open(MessageText(""))
             self._is_text = True
 
-    def _open(self, block: dict[str, object]) -> Iterator[bytes]:
+    def _open(self, block: MessageBlock) -> Iterator[bytes]:
         if self._num_blocks:
             yield typed_event("content_block_stop", index=self._num_blocks - 1)
         yield typed_event("content_block_start", index=self._num_blocks, content_block=block)
@@ -54,14 +55,13 @@ class BlockStream:
         return typed_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
 
-def whole_blocks(answer: ReadAnswer) -> list[dict[str, object]]:
+def whole_blocks(answer: ReadAnswer) -> list[MessageBlock]:
     """Return the blocks of a whole answer.
 
     Arguments that were cut off become an empty object, because a client would take a part of them for the whole.
     """
-    text: list[dict[str, object]] = [{"type": "text", "text": answer.text}]
-    calls = [_use(call.name, _input(call.arguments)) for call in answer.calls]
-    return calls if calls and not answer.text else text + calls
+    calls: list[MessageBlock] = [_use(call.name, _input(call.arguments)) for call in answer.calls]
+    return calls if calls and not answer.text else [MessageText(answer.text), *calls]
 
 
 def typed_event(kind: str, **fields: object) -> bytes:
@@ -69,8 +69,8 @@ def typed_event(kind: str, **fields: object) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _use(name: str, arguments: object) -> dict[str, object]:
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": arguments}
+def _use(name: str, arguments: object) -> MessageToolUse:
+    return MessageToolUse(id=f"toolu_{uuid.uuid4().hex}", name=name, input=arguments)
 
 
 def _input(arguments: str) -> object:

@@ -3,8 +3,11 @@
 import uuid
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from kvtier.engine.async_llm import StreamChunk
 from kvtier.engine.scheduling.request import Completion, FinishReason
+from kvtier.server.answers import MessageAnswer, MessageStart, MessageUsage
 from kvtier.server.anthropic.answer_blocks import BlockStream, typed_event, whole_blocks
 from kvtier.server.cache_usage import CacheUsage
 from kvtier.server.documents.kept_prefixes import Keeping
@@ -18,11 +21,20 @@ from kvtier.web.error_response import error_object
 from kvtier.web.event_stream import named_event
 
 
+class _Ending(msgspec.Struct, frozen=True):
+    """The reason why an answer has ended, in Anthropic's terms."""
+
+    stop_reason: str
+    stop_sequence: str | None = None
+
+
 class MessageReply:
     """A `Reply` with one choice. Its stream begins with the prompt's usage, and ends with the answer's usage."""
 
     def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, is_warmup: bool) -> None:
         """Create a reply; with *is_warmup* it contains nothing of the answer."""
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._model = model
         self._usage = usage
         self._request_id = request_id
         self._only_warms = is_warmup
@@ -30,20 +42,23 @@ class MessageReply:
         self._tools = tools
         self._reader = tools.reader()  # of the stream
         self._blocks = BlockStream()
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> MessageAnswer:
         (answer,) = answers
         done = answer.completion
         read = read_whole(self._tools.reader(), done.text)
-        usage = {**self._of_prompt(done.tokens), "output_tokens": self._num_told(done)}
-        return {
-            **self._head,
-            "content": [] if self._only_warms else whole_blocks(read),
-            **_ending(done, has_calls=bool(read.calls)),
-            "usage": usage,
-            "kvtier": self._usage.kvtier(),
-        }
+        ending = _ending(done, has_calls=bool(read.calls))
+        return MessageAnswer(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._model,
+            content=[] if self._only_warms else whole_blocks(read),
+            stop_reason=ending.stop_reason,
+            stop_sequence=ending.stop_sequence,
+            usage=self._usage_of(done.tokens, self._num_told(done)),
+            kvtier=self._usage.kvtier(),
+        )
 
     def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
         if not self._has_begun:
@@ -56,7 +71,7 @@ class MessageReply:
             if done is not None:
                 yield from self._blocks.last_events()
         if done is not None:
-            usage = {**self._of_prompt(done.tokens), "output_tokens": self._num_told(done)}
+            usage = self._usage_of(done.tokens, self._num_told(done))
             ending = _ending(done, has_calls=self._blocks.has_calls)
             yield typed_event("message_delta", delta=ending, usage=usage, kvtier=self._usage.kvtier())
 
@@ -67,27 +82,28 @@ class MessageReply:
         return named_event("error", error_object(error, self._request_id))
 
     def _beginning(self, piece: StreamChunk) -> bytes:
-        usage = {**self._of_prompt(piece.tokens), "output_tokens": 0}
-        message: dict[str, object] = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+        message = MessageStart(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=self._usage_of(piece.tokens, 0),
+        )
         return typed_event("message_start", message=message)
 
-    def _of_prompt(self, tokens: TokenBalance) -> dict[str, object]:
-        return CacheUsage.of(tokens, self._usage.kept or Keeping()).anthropic()
+    def _usage_of(self, tokens: TokenBalance, num_output: int) -> MessageUsage:
+        return CacheUsage.of(tokens, self._usage.kept or Keeping()).anthropic(num_output)
 
     def _num_told(self, completion: Completion) -> int:
         return 0 if self._only_warms else len(completion.token_ids)
 
 
-def _ending(completion: Completion, *, has_calls: bool) -> dict[str, str | None]:
-    """Return why the answer has ended, in Anthropic's terms."""
+def _ending(completion: Completion, *, has_calls: bool) -> _Ending:
     if completion.finish_reason is FinishReason.LENGTH:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return _Ending("max_tokens")
     if completion.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop}
-    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+        return _Ending("stop_sequence", completion.stop)
+    return _Ending("tool_use" if has_calls else "end_turn")

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvtier.server.answers import InputTokens
 from kvtier.server.anthropic.message_reply import MessageReply
 from kvtier.server.anthropic.messages_request import IGNORED, NEUTRAL, Conversation, MessagesRequest
 from kvtier.server.generation import Generation
@@ -52,7 +53,7 @@ async def count_tokens(request: Request) -> Response:
     generation = Generation(service, with_document_texts(service, tenant, asked.chat()))
 
     num_tokens = await while_connected(request.receive, generation.num_tokens(tenant))
-    return json_response({"input_tokens": num_tokens})
+    return json_response(InputTokens(num_tokens))
 
 
 async def _asked(request: Request, service: Service, kind: type[_T]) -> _T:

@@ -1,4 +1,7 @@
-"""The OpenAPI document of some operations. Its schemas are made from the structs that requests are parsed as."""
+"""The OpenAPI document of some operations.
+
+Its schemas are made from the structs that requests are parsed as and that answers are encoded from.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -7,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from kvtier.server.openapi.answers import AnthropicErrorAnswer, ErrorAnswer
 from kvtier.server.openapi.operation import EVENTS, JSON, Body, Operation, Outcome
+from kvtier.web.api_error import ErrorAnswer
+from kvtier.web.error_response import AnthropicErrorAnswer
 from kvtier.web.paths import OPERATE, is_anthropics, is_open
 
 Object = dict[str, Any]

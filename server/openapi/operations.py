@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvtier.engine.observability.explain.explanation_object import ExplanationList
+from kvtier.server import answers
 from kvtier.server.anthropic import messages_request
 from kvtier.server.anthropic.messages_request import Conversation, MessagesRequest
 from kvtier.server.chat_request import CHAT_NEUTRAL, ChatRequest
@@ -11,10 +13,10 @@ from kvtier.server.completion_request import COMPLETION_IGNORED, CompletionReque
 from kvtier.server.document_routes import PinRequest, PutRequest
 from kvtier.server.explain_routes import ExplainRequest
 from kvtier.server.generation_request import IGNORED, NEUTRAL
-from kvtier.server.openapi import answers
 from kvtier.server.openapi.operation import EVENTS, JSON, TEXT, Body, Operation, Outcome
 from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
 from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.dashboard.routes import HistoryStretch
 from kvtier.web.operating import verbs
 from kvtier.web.paths import (
     CHAT,
@@ -101,7 +103,7 @@ _ANTHROPICS = [
         "POST",
         COUNT_TOKENS,
         "Count the tokens of a conversation.",
-        {200: _json("the number of tokens", answers.CountedTokens)},
+        {200: _json("the number of tokens", answers.InputTokens)},
         (*_OF_A_BODY, 404, 503),
         Body([Conversation], messages_request.IGNORED, messages_request.NEUTRAL),
     ),
@@ -186,7 +188,7 @@ _EXPLAINED = [
         "GET",
         f"{EXPLAIN}/{{id}}",
         "Explain why a request's prompt hit or missed the cache.",
-        {200: _json("an explanation for each choice", answers.Explanations)},
+        {200: _json("an explanation for each choice", ExplanationList)},
         (404, 503),
     ),
     Operation(
@@ -194,7 +196,7 @@ _EXPLAINED = [
         "POST",
         EXPLAIN,
         "Explain which part of a prompt would hit the cache now.",
-        {200: _json("the explanation", answers.Explanations)},
+        {200: _json("the explanation", ExplanationList)},
         (*_OF_A_BODY, 404, 409, 503),
         Body([ExplainRequest]),
     ),
@@ -205,14 +207,14 @@ _WATCHED = [
         "GET",
         HEALTH,
         "Check that the process is alive.",
-        {200: _json("the process is alive", answers.Standing)},
+        {200: _json("the process is alive", answers.ServerStatus)},
     ),
     Operation(
         "watching",
         "GET",
         READY,
         "Check whether the server is ready for requests.",
-        {200: _json("ready", answers.Standing), 503: _json("loading or shutting down", answers.Standing)},
+        {200: _json("ready", answers.ServerStatus), 503: _json("loading or shutting down", answers.ServerStatus)},
     ),
     Operation("watching", "GET", VERSION, "Show the version.", {200: _json("the version of kvtier", answers.Version)}),
     Operation("watching", "GET", METRICS, "Export metrics to Prometheus.", {200: Outcome("the metrics", {TEXT: None})}),
@@ -234,7 +236,7 @@ _WATCHED = [
         "GET",
         HISTORY,
         "Show the dashboard's data of a time range.",
-        {200: _json("the data by column", answers.HistoryStretch)},
+        {200: _json("the data by column", HistoryStretch)},
         (400,),
         query=_RANGE,
     ),
@@ -248,9 +250,7 @@ _WATCHED = [
             (400,),
             query=_RANGE,
         )
-        for path, (media_type, kind) in zip(
-            DOWNLOADS, (("text/csv", None), (JSON, answers.HistoryStretch)), strict=True
-        )
+        for path, (media_type, kind) in zip(DOWNLOADS, (("text/csv", None), (JSON, HistoryStretch)), strict=True)
     ),
     Operation(
         "watching", "GET", OPENAPI, "Show this documentation to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}
@@ -265,7 +265,7 @@ _OPERATED = [
         "POST",
         f"{OPERATE}/{verb}",
         (kind.__doc__ or "").split("\n\n", maxsplit=1)[0],
-        {200: _json("what the verb has done", answers.VerbAnswer)},
+        {200: _json("the verb, and what it has done in names and numbers", dict[str, Any])},
         (*_OF_A_BODY, 401, 404, 409, 503, 504, 507),
         Body([kind], is_required=False),
     )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvtier.engine.observability.explain.explainer import Explainer
 from kvtier.engine.observability.explain.explanation import Explanation
-from kvtier.engine.observability.explain.explanation_object import explanation_object
+from kvtier.engine.observability.explain.explanation_object import explanation_list
 from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.pin_routes import BODY, TokenIds
@@ -97,4 +97,4 @@ class ExplainRoutes:
 
 
 def _answer(found: Sequence[Explanation]) -> Response:
-    return json_response({"object": "list", "data": [explanation_object(each) for each in found]})
+    return json_response(explanation_list(found))

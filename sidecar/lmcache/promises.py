@@ -17,7 +17,7 @@ from kvtier.sidecar.shared_fetch import SharedFetch
 from kvtier.sidecar.shared_hit import SharedHit, longest_of, needed
 from kvtier.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.inquiry import AllOf, Inquiry
+from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks

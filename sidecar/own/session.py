@@ -16,7 +16,7 @@ from kvtier.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.inquiry import Inquiry
+from kvtier.tiers.lower.lower_tiers import Inquiry
 from kvtier.tiers.lower.local_tiers import LocalFetch
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places, ReadPriority
 from kvtier.tiers.lower.name_set import NAME_BYTES

@@ -47,9 +47,10 @@ def test_the_parts_add_up_to_the_prompt_whatever_is_kept() -> None:
         num_hours = rng.randrange(len(ends) + 1)
         kept = [Breakpoint(end, HOUR if place < num_hours else MINUTES) for place, end in enumerate(ends)]
 
-        told = CacheUsage.of(tokens, Keeping(rng.randrange(tokens.num_tokens), kept)).anthropic()
+        usage = CacheUsage.of(tokens, Keeping(rng.randrange(tokens.num_tokens), kept)).anthropic(num_output=7)
 
-        parts = [told[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
+        parts = [usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens]
         assert min(parts) >= 0
         assert sum(parts) == tokens.num_tokens
-        assert sum(told["cache_creation"].values()) == told["cache_creation_input_tokens"]
+        assert sum(usage.cache_creation.values()) == usage.cache_creation_input_tokens
+        assert usage.output_tokens == 7

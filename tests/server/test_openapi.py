@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from serving import ServerInThread, serving, tables
+from serving import MODEL, ServerInThread, serving, tables
 from small_models import build
 from starlette.routing import BaseRoute, Match, Route
 
@@ -109,6 +109,22 @@ def test_answers_have_their_statuses_and_media_types(document: dict) -> None:
     assert error.endswith("/ErrorAnswer")
     assert of_anthropic["content"]["application/json"]["schema"]["$ref"].endswith("/AnthropicErrorAnswer")
     assert document["components"]["schemas"]["Reason"]["enum"] == sorted(Reason)
+
+
+def test_an_answer_has_the_fields_of_its_schema(whole: ServerInThread, document: dict) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello?"}], "max_tokens": 2}
+    answer = whole.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {ANN}"}).json()
+
+    parts = {
+        "ChatAnswer": answer,
+        "ChatMessage": answer["choices"][0]["message"],
+        "UsageObject": answer["usage"],
+        "KvtierObject": answer["kvtier"],
+        "TokenSources": answer["kvtier"]["tokens"],
+    }
+    for name, part in parts.items():
+        schema = document["components"]["schemas"][name]
+        assert set(schema["required"]) <= set(part) <= set(schema["properties"]), name
 
 
 def test_every_reference_leads_somewhere_and_every_operation_has_a_name_of_its_own(document: dict) -> None:

@@ -13,7 +13,7 @@ from kvtier.sidecar.layout import LayoutRefused
 from kvtier.sidecar.lmcache import chunk_part
 from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 
 PER_EXTENT = EXTENT_BYTES // 4096  # chunks of 4 KiB
 

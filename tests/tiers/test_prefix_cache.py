@@ -19,7 +19,7 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import (
     AttentionGroup,
     ChunkedLocal,

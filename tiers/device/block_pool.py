@@ -106,6 +106,17 @@ class BlockPool:
     A free slot is either *blank* or *cached*. Blank slots have no name and are reused first, last in first out. Cached
     slots hold a named block that stays findable until the slot is needed, and are evicted oldest first. If callers
     release the tail of a chain first, the cache stays prefix-closed. At most one slot has a given name.
+
+    The life of a slot, where `release` is the end of its last lease:
+
+               allocate           commit                   release           evict
+        blank ----------> leased --------> leased, named ---------> cached --------> blank
+          ^                 | ^              |       ^               |  |
+          +---- release ----+ +---- evict ---+       +---- lease ----+  |
+                              ^                                         |
+                              +--- allocate, once no slot is blank -----+
+
+    A cached slot that is lent to a copy keeps its place in the order, but is not allocated before `put_back`.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 _TIERS = tuple(Tier)

@@ -11,7 +11,7 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
 
 # A tier should hold about ten minutes of new KV (trace study), so the buckets are finest around that.

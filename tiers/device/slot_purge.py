@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 
 SCAN_ENTRIES = 1 << 12  # entries of the eviction order examined per part
 MAX_EVICTED = 256  # blocks evicted per part, which takes half a millisecond including callbacks

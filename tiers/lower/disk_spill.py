@@ -12,7 +12,7 @@ from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import HUNG_COPY_S, Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 

@@ -30,7 +30,7 @@ from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 
 EVERY_S = 1.0
 MAX_MARKERS = 4096

@@ -19,7 +19,7 @@ from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
 from kvtier.tiers.lower.index_load import IndexLoad
-from kvtier.tiers.lower.inquiry import Inquiry
+from kvtier.tiers.lower.lower_tiers import Inquiry
 from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import (
@@ -42,12 +42,12 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import TierStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 

@@ -4,29 +4,56 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
-
 import numpy as np
 import numpy.typing as npt
-
 from kvtier.tiers.device.eviction_order import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.lane_speed import LaneSpeed
+from collections.abc import Sequence
+from typing import Protocol
 
 NOWHERE = ABSENT  # -1
 ON_DISK = -2
 ON_REMOTE = -3
 Places = npt.NDArray[np.int32]
 """The place of each of some blocks: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE."""
+
+
+class Inquiry(Protocol):
+    """A lookup that is in flight or answered."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `LowerTiers.find` knows the answer by now, or it would come too late for the request."""
+
+
+class Answered:
+    """The inquiry of tiers that answer at once; implements `Inquiry`."""
+
+    is_done = True
+
+
+class AllOf:
+    """Several inquiries as one; implements `Inquiry`."""
+
+    def __init__(self, inquiries: Sequence[Inquiry]) -> None:
+        self._inquiries = inquiries
+
+    @property
+    def is_done(self) -> bool:
+        return all(inquiry.is_done for inquiry in self._inquiries)
+
+
+NOTHING_TO_ASK = Answered()
 
 
 def are_kept(places: Places) -> npt.NDArray[np.bool_]:

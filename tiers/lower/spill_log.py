@@ -7,7 +7,7 @@ from enum import StrEnum
 from kvtier.store.blob_store import StoreFull
 from kvtier.tiers.lower.copies import Batch
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route
 

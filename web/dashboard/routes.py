@@ -27,6 +27,15 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 GroupOf = Callable[[Request], str | None]
 
 
+class HistoryStretch(msgspec.Struct, frozen=True):
+    """The dashboard's data of a period: for each column one value per step of *step_s*, null where it is unknown."""
+
+    step_s: int
+    start: int
+    rows: int
+    columns: dict[str, list[float | None]]
+
+
 class DashboardRoutes:
     """The handlers of a dashboard's routes. *group_of* returns a request's viewer group. Owned by the event loop."""
 
@@ -98,8 +107,8 @@ def as_json(stretch: Stretch) -> bytes:
     """Return the stretch by column as JSON, without columns whose values are all unknown."""
     by_column = zip(stretch.columns, stretch.rows.T, strict=True)
     values = {column: plain(known) for column, known in by_column if np.isfinite(known).any()}
-    about = {"step_s": stretch.step_s, "start": stretch.start, "rows": len(stretch.rows)}
-    return msgspec.json.encode({**about, "columns": values})
+    answer = HistoryStretch(step_s=stretch.step_s, start=stretch.start, rows=len(stretch.rows), columns=values)
+    return msgspec.json.encode(answer)
 
 
 def as_csv(stretch: Stretch) -> bytes:

@@ -1,1 +1,4 @@
-"""Computing on a CPU: attention over blocks where they lie, and parts of a model in fewer passes over memory."""
+"""Fast paths of models on a CPU: attention of single tokens over the blocks in place, and packed linear layers.
+
+Code that also runs on other devices does not belong here.
+"""

@@ -1,9 +1,11 @@
-"""A model's linear layers on a CPU, computed by oneDNN from copies of their weights in its own order.
+"""PackedLinears: a model's linear layers on a CPU, computed by oneDNN from reordered copies of their weights.
 
-A product of 32 rows takes two thirds of the time of torch's own, which packs the weights anew in every call, one of 512
-rows nine tenths (bench/engine/decoding.py). The sums are the same but for their order.
+A product of 32 rows takes two thirds of the time of torch's own product, which packs the weights again in every call. A
+product of 512 rows takes nine tenths (bench/engine/decoding.py). Only the order of the sums differs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
@@ -11,45 +13,82 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of
 from kvtier.engine.model.fast_path import TOLERANCE, share_of_largest, works
 
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_ROWS = 32  # that the order is chosen for; it is as good for one row and for thousands
-SHARE = 8  # of the memory that is available the copies may take so much: one part in eight
+NUM_ROWS = 32  # that the order of the weights is chosen for; the order is as good for one row and for thousands
+MAX_MEMORY_SHARE = 1 / 8  # of the available memory, for all copies of a model
 
 
-class PackedLinear(StandIn):
-    """Stands in for the `forward` of one linear layer."""
+class PackedLinear:
+    """A replacement for the `forward` of one linear layer.
+
+    Its class tells it apart from a `forward` that the model's owner replaced.
+    """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), NUM_ROWS)
         self._bias = None if layer.bias is None else layer.bias.detach()
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The layer's output for *input*, [..., in_features]."""
+        """Return the layer's output for *input*, [..., in_features]."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             input.contiguous(), self._weight, self._bias, "none", [], ""
         )
         return output
 
 
-def packed_linears(model: PreTrainedModel, available_bytes: int) -> list[Place]:
-    """Return the layers of a model that can be packed.
+class PackedLinears:
+    """The packed layers of one model, owned by its runner."""
 
-    The list is empty without room for the copies, on another device, and if this torch has no oneDNN: the model then
-    runs as transformers has it. A layer whose packed form fails or differs on this processor is left out. oneDNN packs
-    bfloat16 only with AVX-512 or AVX-NE-CONVERT, for example.
-    """
-    layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
-    if sum(layer.weight.nbytes for layer in layers) > available_bytes // SHARE:
-        return []
-    with torch.inference_mode():
-        return [forward_of(layer, PackedLinear(layer)) for layer in layers if _works(layer)]
+    def __init__(self, model: PreTrainedModel, available_bytes: int) -> None:
+        """Pack the layers of *model* that can be packed.
+
+        No layer is packed if the copies would take too much of the *available_bytes*, if the model is on another
+        device, or if this torch has no oneDNN. A layer is left out if its packed form fails or gives a wrong result on
+        this processor. For example, oneDNN packs bfloat16 only with AVX-512 or AVX-NE-CONVERT.
+        """
+        layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
+        if sum(layer.weight.nbytes for layer in layers) > MAX_MEMORY_SHARE * available_bytes:
+            layers = []
+        with torch.inference_mode():
+            self._packed = [(layer, PackedLinear(layer)) for layer in layers if _works(layer)]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of packed layers."""
+        return len(self._packed)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Make the model compute with the packed layers in the context.
+
+        Another engine's pass on the same model may also use these layers, or remove them before this context ends.
+        Both are harmless, because the layers compute the same either way.
+        """
+        for layer, packed in self._packed:
+            vars(layer)["forward"] = packed
+        try:
+            yield
+        finally:
+            for layer, _ in self._packed:
+                vars(layer).pop("forward", None)
+
+
+def available_bytes() -> int:
+    """Return the memory that is available without swapping, or what is left of a container's limit if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    of_machine = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return of_machine
+    return of_machine if limit == "max" else min(of_machine, max(0, int(limit) - int(used)))
 
 
 def _works(layer: torch.nn.Linear) -> bool:
-    """Return whether a packed layer of this dtype and shape computes what the layer itself does."""
+    """Return whether a packed layer of this dtype and shape computes what the layer itself computes."""
     dtype, has_bias = layer.weight.dtype, layer.bias is not None
     return works(
         "packed linear layers", (dtype, tuple(layer.weight.shape), has_bias), lambda: _error(layer), TOLERANCE[dtype]
@@ -62,13 +101,13 @@ def _error(layer: torch.nn.Linear) -> float:
 
 
 def _has_onednn() -> bool:
-    """Whether this torch has the operations, which are its compiler's and no promise of its interface."""
+    """Return whether this torch has the operations. They belong to its compiler and are not a public interface."""
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
-    return is_there and all(hasattr(torch.ops.mkldnn, it) for it in ("_linear_pointwise", "_reorder_linear_weight"))
+    return is_there and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
 
 
 def _can_be_packed(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    """Whether it is a plain linear layer in memory, whose `forward` nobody has replaced."""
+    """Return whether *layer* is a plain linear layer in memory whose `forward` was not replaced."""
     return (
         type(layer) is torch.nn.Linear
         and type(layer.weight) is torch.nn.Parameter
@@ -78,15 +117,3 @@ def _can_be_packed(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
         and "forward" not in vars(layer)
         and not is_parametrized(layer)
     )
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping: what the kernel says, or what is left of a container's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    of_machine = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return of_machine
-    return of_machine if limit == "max" else min(of_machine, max(0, int(limit) - int(used)))

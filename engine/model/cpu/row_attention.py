@@ -1,9 +1,12 @@
-"""Attention of requests that compute one token each, on a CPU: all of a step at once, over the blocks where they are.
+"""RowAttention: attention of single tokens on a CPU, computed over the blocks in place.
 
-A gather for each request and layer reads every key and value, writes it and reads it again. `row_kernel` reads it once.
+A request that decodes computes one token per step. Its attention in one layer is a *row*. Gathering reads every key and
+value, writes a copy and reads the copy again, for each request and layer. The kernel in `row_kernel` reads each block
+once.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -11,69 +14,147 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from kvtier.engine.model.cpu.kernel_threads import KernelThreads
-from kvtier.engine.model.cpu.layer import Layer
+from kvtier.engine.model.fast_path import TOLERANCE, share_of_largest, works
 from kvtier.engine.model.paged_choice import Shape
-from kvtier.engine.model.paged_segment import Segment, oldest_key
+from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
+from kvtier.engine.model.paged_segment import Segment, oldest_key, segment
 
-DTYPES = (torch.float32, torch.bfloat16)  # float16 has no arithmetic in Numba on a CPU
-WORTH_A_THREAD = 1 << 20  # keys times query heads times their length: 0.1 ms, ten times what handing it over takes
+DTYPES = (torch.float32, torch.bfloat16)  # Numba has no float16 arithmetic on a CPU
+# Minimum work of a thread, in keys times query heads times head_dim: 0.1 ms, ten times the cost of handing it over.
+MIN_WORK_PER_THREAD = 1 << 20
+# The sample that the kernel is tried with: tokens before each row's own, and the layer.
+SAMPLE_STARTS = (0, 30, 200)
+NUM_SAMPLE_LAYERS, SAMPLE_LAYER = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one thread computes: so many query heads of so many rows."""
+    """The rows and query heads that one thread computes."""
 
     rows: slice
-    heads: tuple[int, int]  # the first, and the one after the last
+    heads: tuple[int, int]  # the first head, and the one after the last
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A step's rows, as the kernel reads them; serves every layer of the group."""
+class RowPlan:
+    """A step's rows in the kernel's format, for all layers of the group."""
 
-    # [num_rows, 4] int64: a row's token in the batch, where its blocks begin, its first key's place there, its keys
+    # [num_rows, 4] int64: the row's token in the packed batch, the index of its first block in `blocks`, the offset of
+    # its first key in that block, its number of keys
     spans: np.ndarray
-    blocks: np.ndarray  # int64: where each block's first layer has its keys, in halves of a layer
+    blocks: np.ndarray  # int64: for each block, the half of the slab that has its keys in the group's first layer
     pieces: tuple[Piece, ...]
 
 
 class RowAttention:
-    """Computes rows; used by one thread. A row's sums are the same in any batch and with any number of threads."""
+    """The planner and executor of rows, used by one thread. It owns a thread pool until it is closed.
 
-    def __init__(self, threads: KernelThreads) -> None:
-        self._threads = threads
+    The sums of a row are the same in any batch and with any number of threads.
+    """
 
-    def supports(self, shape: Shape) -> bool:
-        """Return whether the kernel is made for layers of this shape."""
-        return shape.device.type == "cpu" and shape.dtype in DTYPES
+    def __init__(self, num_threads: int) -> None:
+        """Create the attention for *num_threads* threads, including the calling one."""
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(max(1, num_threads - 1), "kvtier-kernels")  # starts threads on first use
 
-    def plan(self, parts: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> Rows:
-        """The rows of *parts*, which have one token each, in a slab of *num_layers*."""
-        firsts = [oldest_key(part.group, part.start) - part.first_key for part in parts]
-        num_keys = [part.num_keys - first for part, first in zip(parts, firsts, strict=True)]
-        begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
-        slots = np.concatenate([np.asarray(part.table, np.int64) for part in parts])
-        num_threads = self._threads.worth(sum(num_keys) * num_heads * head_dim, WORTH_A_THREAD)
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def split(self, segments: Sequence[Segment], shape: Shape) -> tuple[list[Segment], list[Segment]]:
+        """Return the segments that are computed as rows, and the other segments.
+
+        Rows are the segments with one query. There are none if the kernel does not support *shape*, or if it fails or
+        gives a wrong result on this machine. This is tried once per process for each shape.
+        """
+        is_usable = self._is_usable(shape)
+        rows: list[Segment] = []
+        others: list[Segment] = []
+        for part in segments:
+            (rows if is_usable and part.num_queries == 1 else others).append(part)
+        return rows, others
+
+    def plan(self, segments: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> RowPlan:
+        """Return the plan of *segments*, at least one and with one query each, in a slab of *num_layers* layers."""
+        firsts = [oldest_key(part.group, part.start) - part.first_key for part in segments]
+        num_keys = [part.num_keys - first for part, first in zip(segments, firsts, strict=True)]
+        first_blocks = np.cumsum([0, *(len(part.table) for part in segments[:-1])])
+        slots = np.concatenate([np.asarray(part.table, np.int64) for part in segments])
+        work = sum(num_keys) * num_heads * head_dim
+        num_threads = max(1, min(self._num_threads, work // MIN_WORK_PER_THREAD))
         pieces = _pieces(np.array(num_keys), num_heads, num_threads)
-        tokens = [part.rows.start for part in parts]
-        return Rows(np.stack([tokens, begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
+        tokens = [part.rows.start for part in segments]
+        return RowPlan(np.stack([tokens, first_blocks, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
 
-    def attend(self, layer: Layer, rows: Rows) -> None:
-        """Attend *rows* and write their tokens of the layer's output."""
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
+        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
+        layer: int,
+        plan: RowPlan,
+        scoring: Scoring,
+        output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
+    ) -> None:
+        """Compute the attention of the plan's rows and write their tokens of *output*, and no other tokens."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
+
+        floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)  # NumPy has no bfloat16
+        queries = query[0].transpose(0, 1).float().contiguous().numpy()
+        halves = bits.view(-1, *slab.shape[3:]).numpy()
+        sinks = np.empty(0, np.float32) if scoring.sinks is None else scoring.sinks.detach().float().numpy()
+        attended = floats.numpy()
 
         def attend(piece: Piece) -> None:
             attend_rows(
-                layer.queries, layer.halves, rows.spans[piece.rows], rows.blocks, layer.number, piece.heads,
-                layer.scale, layer.softcap, layer.sinks, layer.output,
+                queries, halves, plan.spans[piece.rows], plan.blocks, layer, piece.heads,
+                scoring.scale, scoring.softcap or 0.0, sinks, attended,
             )  # fmt: skip
 
-        self._threads.run([partial(attend, piece) for piece in rows.pieces])
+        first, *others = plan.pieces
+        in_flight = [self._pool.submit(attend, piece) for piece in others]
+        attend(first)
+        for future in in_flight:
+            future.result()
+        if floats is not output:
+            tokens = torch.from_numpy(plan.spans[:, 0])
+            output[tokens] = floats[tokens].to(output.dtype)
+
+    def _is_usable(self, shape: Shape) -> bool:
+        """Return whether the kernel supports layers of this shape and works on this machine."""
+        if shape.device.type != "cpu" or shape.dtype not in DTYPES:
+            return False
+        return works("attention of single tokens", shape, partial(self._error, shape), TOLERANCE[shape.dtype])
+
+    def _error(self, shape: Shape) -> float:
+        """Return the largest difference from gathered attention in float32, as a fraction of the largest value."""
+        random = torch.Generator().manual_seed(7)  # the model being loaded must draw the same numbers as without this
+        num_heads, head_dim, size = shape.num_heads, shape.head_dim, shape.group.block_size
+        segments: list[Segment] = []
+        num_slots = 0
+        for row, start in enumerate(SAMPLE_STARTS):
+            num_blocks = start // size + 1
+            table = list(range(num_slots, num_slots + num_blocks))[::-1]
+            segments.append(segment(shape.group, table, slice(row, row + 1), start, 1, shape.device))
+            num_slots += num_blocks
+        sizes = (num_slots, NUM_SAMPLE_LAYERS, 2, size, shape.num_kv_heads, head_dim)
+        slab = torch.randn(sizes, generator=random).to(shape.dtype)
+        query = torch.randn(1, len(segments), num_heads, head_dim, generator=random).to(shape.dtype).transpose(1, 2)
+        sinks = torch.linspace(-1, 1, num_heads) if shape.has_sinks else None
+        scoring = Scoring(head_dim**-0.5, 30.0 if shape.has_softcap else None, sinks)
+        expected = torch.empty(len(segments), num_heads, head_dim)
+        attend_gathered(query.float(), slab.float(), SAMPLE_LAYER, segments, scoring, expected, Scratch())
+        output = torch.empty_like(expected)
+        plan = self.plan(segments, NUM_SAMPLE_LAYERS, num_heads, head_dim)
+        self.attend(query, slab, SAMPLE_LAYER, plan, scoring, output)
+        return share_of_largest(output, expected)
 
 
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:
-    """Cut rows into one piece for each thread, of about as many keys; where rows are fewer, each by its heads."""
+    """Cut the rows into one piece per thread, with about the same number of keys in each piece.
+
+    If there are fewer rows than threads, cut the heads of each row too.
+    """
     num_rows = len(num_keys)
     head_cuts = np.linspace(0, num_heads, 1 + min(num_heads, -(-num_threads // num_rows)), dtype=int).tolist()
     ends = np.cumsum(num_keys)

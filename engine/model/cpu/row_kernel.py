@@ -1,7 +1,7 @@
-"""The kernel of `row_attention`, compiled by Numba: one query a row, over keys and values in the blocks that have them.
+"""The kernel of `row_attention`, compiled by Numba: one query per row, over keys and values in their blocks.
 
-It is compiled when it is first called, in two seconds for each type of the slab, and what was compiled is kept in
-Numba's cache. That is while a model is loaded and compared with its own attention.
+Numba compiles it at the first call, which takes two seconds for each dtype of the slab, and keeps the result in its
+cache. The first call happens while a model is loaded and compared with its own attention.
 """
 
 import math
@@ -20,26 +20,29 @@ Array = np.ndarray
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Sums may be reordered, which vectors need; infinities and NaN stay what they are.
+# Sums may be reordered, because vector instructions need this. Infinities and NaN are kept.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """The function as Numba compiles it, when it is first called; kept in Numba's cache where there is one."""
+def _compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return *function* as Numba compiles it at the first call, kept in Numba's cache if there is one."""
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)  # type: ignore[no-any-return]  # untyped in Numba
-    except RuntimeError:  # no folder that can be written to, neither beside this file nor in the user's home
+    except RuntimeError:  # no writable folder for the cache, neither next to this file nor in the user's home
         return njit(**options)(function)  # type: ignore[no-any-return]
 
 
-@compiled
+@_compiled
 def attend_rows(
     queries: Array,  # [num_tokens, num_heads, head_dim] float32, of the whole batch
-    halves: Array,  # [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim] float32, or uint16: bfloat16
-    # [num_rows, 4] int64: a row's token; where its blocks begin in `blocks`, its first key's place there, its keys
+    # [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim] float32, or bfloat16 as uint16: a half is the
+    # keys, or the values, of one block in one layer
+    halves: Array,
+    # [num_rows, 4] int64: the row's token, the index of its first block in `blocks`, the offset of its first key in
+    # that block, its number of keys
     rows: Array,
-    blocks: Array,  # int64: the half of each block that has its first layer's keys
+    blocks: Array,  # int64: for each block, the half that has its keys in the first layer
     layer: int,
     heads: tuple[int, int],  # the first query head to attend, and the one after the last
     scale: float,
@@ -47,11 +50,11 @@ def attend_rows(
     sinks: Array,  # [num_heads] float32; empty: none
     output: Array,  # [num_tokens, num_heads, head_dim] float32
 ) -> None:
-    """Attend *heads* of all rows and write them to *output*."""
+    """Compute the attention of *heads* for all *rows* and write it to *output*."""
     first, end = heads
     num_kv_heads, head_dim = halves.shape[2:]
     kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
-    scores = np.empty((rows[:, 3].max(), end - first), np.float32)  # by key, as keys are read: their heads in a row
+    scores = np.empty((rows[:, 3].max(), end - first), np.float32)  # by key, because keys are read in this order
     totals = np.empty(end - first, np.float32)
     floats = np.empty((num_kv_heads, head_dim), np.float32)
     for row in range(len(rows)):
@@ -67,11 +70,14 @@ def attend_rows(
                 attended[head, d] /= totals[head]
 
 
-@compiled
+@_compiled
 def _score(
     query: Array, scale: float, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
 ) -> None:
-    """Write the products of a row's query and its keys, times *scale*; the first is at *place* in the first block."""
+    """Write the products of a row's query and its keys, times *scale*, to *scores*.
+
+    The first key is at offset *place* in the first block.
+    """
     block, factor = 0, np.float32(scale)
     for key in range(len(scores)):
         if place == halves.shape[1]:
@@ -86,9 +92,9 @@ def _score(
         place += 1
 
 
-@compiled
+@_compiled
 def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
-    """Turn a row's scores into weights, and write what they come to with the sinks to *totals*."""
+    """Turn a row's *scores* into weights, and write the sum of each head's weights and sink to *totals*."""
     num_keys, num_heads = scores.shape
     if softcap:
         for key in range(num_keys):
@@ -111,11 +117,14 @@ def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
             totals[head] += of_key[head]
 
 
-@compiled
+@_compiled
 def _add_up(
     weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
 ) -> None:
-    """Write the sums of a row's values, of which the first is at *place* in the first block, times their weights."""
+    """Write the sum of a row's values, each times its weight, to *attended*.
+
+    The first value is at offset *place* in the first block.
+    """
     attended[:] = 0
     block = 0
     for key in range(len(weights)):
@@ -130,8 +139,8 @@ def _add_up(
 
 
 def _as_floats(token, floats):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
-    """A token's keys or values, [num_kv_heads, head_dim], in float32; *floats* is memory for them."""
-    raise NotImplementedError("chosen by type, where it is compiled")
+    """Return a token's keys or values, [num_kv_heads, head_dim], in float32. *floats* is a buffer for the result."""
+    raise NotImplementedError("Numba chooses the implementation by the dtype of the token")
 
 
 @overload(_as_floats)

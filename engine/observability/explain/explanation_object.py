@@ -1,48 +1,105 @@
-"""Conversion of explanations to JSON objects."""
+"""The JSON objects of explanations, as structs, and their conversion from explanations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
 
 from kvtier.engine.observability.explain.explanation import Departure, Explanation, Row
 
 
-def explanation_object(explanation: Explanation) -> dict[str, object]:
-    """Return the explanation as a JSON object."""
-    return {
-        "object": "kvtier.explanation",
-        "id": explanation.request_id,
-        "arrived_at": None if explanation.arrived_at is None else round(explanation.arrived_at, 3),
-        "prompt_tokens": explanation.num_tokens,
-        "block_size": explanation.block_size,
-        "rows": [_row_object(row) for row in explanation.rows],
-        "departure": None if explanation.departure is None else _departure_object(explanation.departure),
-        "notes": list(explanation.notes),
-    }
+class EvictionObject(msgspec.Struct, frozen=True):
+    """The evictions of a row's blocks. *during* has the tenant's own requests that ran then, or the last one before."""
+
+    cause: str
+    first_at: float
+    last_at: float
+    during: list[str]
 
 
-def _row_object(row: Row) -> Mapping[str, object]:
+class RowObject(msgspec.Struct, frozen=True):
+    """Consecutive tokens of a prompt with the same outcome: a *hit* in a tier, or *missed* for a reason."""
+
+    start: int
+    end: int
+    hit: str | None
+    copied: bool
+    missed: str | None
+    evicted: EvictionObject | None
+    differs: list[str]
+
+
+class DepartureObject(msgspec.Struct, frozen=True):
+    """The point at which a prompt departs from the nearest known prompt, which shares its first tokens."""
+
+    shared_tokens: int
+    departs: bool
+    text: str | None
+    before: str | None
+
+
+class ExplanationObject(msgspec.Struct, frozen=True):
+    """An explanation of why the tokens of one prompt were found in the cache or not."""
+
+    object: Literal["kvtier.explanation"]
+    id: str | None
+    arrived_at: float | None
+    prompt_tokens: int
+    block_size: int
+    rows: list[RowObject]
+    departure: DepartureObject | None
+    notes: list[str]
+
+
+class ExplanationList(msgspec.Struct, frozen=True):
+    """One explanation for each choice of a request."""
+
+    object: Literal["list"]
+    data: list[ExplanationObject]
+
+
+def explanation_list(explanations: Iterable[Explanation]) -> ExplanationList:
+    """Return the explanations as a JSON object."""
+    return ExplanationList(object="list", data=[_explanation_object(each) for each in explanations])
+
+
+def _explanation_object(explanation: Explanation) -> ExplanationObject:
+    return ExplanationObject(
+        object="kvtier.explanation",
+        id=explanation.request_id,
+        arrived_at=None if explanation.arrived_at is None else round(explanation.arrived_at, 3),
+        prompt_tokens=explanation.num_tokens,
+        block_size=explanation.block_size,
+        rows=[_row_object(row) for row in explanation.rows],
+        departure=None if explanation.departure is None else _departure_object(explanation.departure),
+        notes=list(explanation.notes),
+    )
+
+
+def _row_object(row: Row) -> RowObject:
     evicted = None
     if row.cause is not None and row.evicted_at is not None:
-        evicted = {
-            "cause": row.cause.value,
-            "first_at": round(row.evicted_at[0], 3),
-            "last_at": round(row.evicted_at[1], 3),
-            "during": list(row.during),
-        }
-    return {
-        "start": row.start,
-        "end": row.end,
-        "hit": None if row.tier is None else row.tier.value,
-        "copied": row.is_copied,
-        "missed": None if row.why is None else row.why.value,
-        "evicted": evicted,
-        "differs": list(row.differs),
-    }
+        evicted = EvictionObject(
+            cause=row.cause.value,
+            first_at=round(row.evicted_at[0], 3),
+            last_at=round(row.evicted_at[1], 3),
+            during=list(row.during),
+        )
+    return RowObject(
+        start=row.start,
+        end=row.end,
+        hit=None if row.tier is None else row.tier.value,
+        copied=row.is_copied,
+        missed=None if row.why is None else row.why.value,
+        evicted=evicted,
+        differs=list(row.differs),
+    )
 
 
-def _departure_object(departure: Departure) -> Mapping[str, object]:
-    return {
-        "shared_tokens": departure.num_shared,
-        "departs": departure.departs,
-        "text": departure.text,
-        "before": departure.before,
-    }
+def _departure_object(departure: Departure) -> DepartureObject:
+    return DepartureObject(
+        shared_tokens=departure.num_shared,
+        departs=departure.departs,
+        text=departure.text,
+        before=departure.before,
+    )

@@ -13,7 +13,7 @@ from foreign.unchecked import UNCHECKED
 from lora_adapters import ATTENTION, save_adapter
 from transformers import LlamaForCausalLM
 
-from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Verdict
 from kvtier.cli.prove.proof import Proof, ProofConfig, prove

@@ -15,7 +15,7 @@ from lora_adapters import save_adapters
 from serving import BLOCK_BYTES, Address, ServerProcess, chat_tokenizer, come_true, serving, serving_process, tables
 from small_models import build
 
-from kvtier.cli.prove.asker import ModelClient
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Verdict
 from kvtier.cli.prove.proof import Proof, ProofConfig, prove

@@ -29,7 +29,7 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin

@@ -11,7 +11,7 @@ from kvtier.engine.observability.explain.explanation import Explanation, Why
 from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD, explained_prompt
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 

@@ -11,7 +11,7 @@ from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished
 from kvtier.transfer.transfer_engine import Route, TransferEngine

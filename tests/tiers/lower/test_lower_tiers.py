@@ -21,7 +21,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, Lost, LowerTiers, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
 from kvtier.tiers.naming.tier import Reason, Tier

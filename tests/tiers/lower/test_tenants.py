@@ -11,7 +11,7 @@ from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.eviction_order import EvictionOrder
 from kvtier.tiers.lower import host_quotas
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import Reason, Tier

@@ -7,7 +7,7 @@ import pytest
 from chaos import FakeClock
 from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Moves, Plan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read

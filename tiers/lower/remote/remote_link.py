@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.inquiry import NOTHING_TO_ASK, Inquiry
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.read_probe import ReadProbe
 from kvtier.tiers.lower.reads import Reads
@@ -15,7 +15,7 @@ from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Tier
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 

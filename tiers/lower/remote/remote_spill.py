@@ -15,7 +15,7 @@ from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 

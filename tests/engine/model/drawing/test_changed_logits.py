@@ -10,7 +10,7 @@ from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor, Re
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
 from kvtier.engine.model.drawing.sampler import Sampler
-from kvtier.engine.model.drawing.scratch import Scratch
+from kvtier.engine.model.drawing.ranking import Scratch
 from kvtier.engine.model.drawing.token_bans import TokenBans
 from kvtier.engine.model.sampling import SamplingParams
 

@@ -21,7 +21,7 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.transfer_engine import Route
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.audit_log import AuditLog

@@ -1,0 +1,304 @@
+"""Structs that the server's JSON answers are encoded from. The OpenAPI document describes answers by the same structs.
+
+Structs of answers that other servers send as well are in the modules that build them: errors in `web/api_error.py` and
+`web/error_response.py`, the dashboard's history in `web/dashboard/routes.py`, and explanations in
+`engine/observability/explain/explanation_object.py`. Statistics and answers to operators' verbs are dicts, because
+their fields vary.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kvtier.tiers.naming.tier import Reason
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """The number of prompt tokens that were loaded from the cache, not computed."""
+
+    cached_tokens: int
+
+
+class UsageObject(msgspec.Struct, frozen=True):
+    """The token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TokenSources(msgspec.Struct, frozen=True):
+    """The number of prompt tokens from each tier, and of computed ones. They add up to the prompts' length."""
+
+    device: int
+    host: int
+    disk: int
+    remote: int
+    recomputed: int
+
+
+class KvtierObject(msgspec.Struct, frozen=True):
+    """The tiers that the prompts' tokens came from, and the reasons why some tokens were computed."""
+
+    tokens: TokenSources
+    reasons: dict[Reason, int]
+    ttft_s: float | None
+    pinned: bool | UnsetType = UNSET
+    cache_creation: dict[str, int] | UnsetType = UNSET
+    left_out: list[str] | UnsetType = UNSET
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """The log probability and the rank of one token at one position of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of a prompt an object by token id; None for the first token, which has no log probability.
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of the tokens and of the likeliest tokens in their places, null for an echo's first token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One continuation of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True):
+    """The continuations of all prompts of a request."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageObject
+    kvtier: KvtierObject
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """A token with its log probability. *bytes* is null if the tokenizer does not know the token's bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(ChatTokenLogprob, frozen=True):
+    """A token with its log probability, and the likeliest tokens in its place."""
+
+    top_logprobs: list[ChatTokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of the tokens of one choice. *refusal* is OpenAI's field and always null."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ToolCallFunction(msgspec.Struct, frozen=True):
+    """The function that a tool call names. *arguments* is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of one of the request's tools."""
+
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's message. *refusal* is OpenAI's field and always null."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One continuation of a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """All continuations of a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    usage: UsageObject
+    kvtier: KvtierObject
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """Anthropic's token counts. *input_tokens* counts prompt tokens neither read from the cache nor newly kept."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: dict[str, int]
+    output_tokens: int
+
+
+class MessageText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A block of text in Anthropic's answer."""
+
+    text: str
+
+
+class MessageToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of one of the request's tools in Anthropic's answer."""
+
+    id: str
+    name: str
+    input: Any
+
+
+MessageBlock: TypeAlias = MessageText | MessageToolUse
+
+
+class MessageStart(msgspec.Struct, frozen=True):
+    """The beginning of Anthropic's answer to a conversation, as a stream sends it."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageAnswer(MessageStart, frozen=True):
+    """Anthropic's answer to a conversation."""
+
+    kvtier: KvtierObject
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The token ids of a prompt. *token_strs* is null unless the request asks for it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class ModelObject(msgspec.Struct, frozen=True):
+    """The model, or one of its adapters, whose *parent* is the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    parent: str | None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The models that a request may name."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class DocumentPin(msgspec.Struct, frozen=True):
+    """The pin that keeps a document in host memory. *is_held* is true once all of the document is there."""
+
+    expires_at: float
+    ttl_s: float
+    is_held: bool
+
+
+class DocumentObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A document without its text. If its file is damaged, it has only id, object, status, error and file."""
+
+    id: str | None
+    object: Literal["document"]
+    created: int | UnsetType = UNSET
+    form: str | UnsetType = msgspec.field(name="as", default=UNSET)
+    model: str | UnsetType = UNSET
+    status: str
+    error: str | None
+    file: str | UnsetType | None = UNSET
+    num_tokens: int | UnsetType = UNSET
+    prefilled_tokens: int | UnsetType = UNSET
+    tokens: Mapping[str, int] | UnsetType = UNSET
+    bytes: Mapping[str, int] | UnsetType = UNSET
+    load_s: float | UnsetType | None = UNSET
+    compute_s: float | UnsetType | None = UNSET
+    is_warming: bool | UnsetType = UNSET
+    pin: DocumentPin | UnsetType | None = UNSET
+
+
+class DocumentList(msgspec.Struct, frozen=True):
+    """The documents of a tenant. *survive_restarts* is false if they are lost when the server stops."""
+
+    object: Literal["list"]
+    data: list[DocumentObject]
+    survive_restarts: bool
+
+
+class DocumentDeleted(msgspec.Struct, frozen=True):
+    """A document that was deleted."""
+
+    id: str
+    object: Literal["document.deleted"]
+    deleted: bool
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """The status of the server. *stage* says what it is doing while it loads the model."""
+
+    status: str
+    stage: str | UnsetType = UNSET
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The version of kvtier."""
+
+    version: str
