@@ -84,7 +84,7 @@ async def _run(
 ) -> bool:
     """Serve until a signal. Return False if the signal came before the model was loaded."""
     with extra("serve", "kvtier serve"):
-        from kvtier.server.build import build_server
+        from kvtier.server.build_server import build_server
         from kvtier.web.operating.routes import Operating
 
     settings = config.server

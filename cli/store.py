@@ -23,20 +23,20 @@ from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_proc
 from kvtier.cli.user_input import confirm
 from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
-from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
+from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, Condition, StoreDamaged, StoreLost, inspect
 from kvtier.store.lmdb.upkeep import Verification
 from kvtier.store.record import Fault
 
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # how LMDB crashes on a damaged tree or an unreadable page
 _OTHER_WIDTH = 110  # columns of output where there is no terminal
 _STATES = {
-    State.CLEAN: "clean",
-    State.OPEN: "open in process {owner}",
-    State.LEFT_OPEN: "left open by a process that ended without closing it",
-    State.MACHINE_DOWN: "the machine went down while it was open",
-    State.DAMAGED: "its tree was found damaged",
-    State.OTHER_LAYOUT: "written by another version of kvtier",
-    State.UNKNOWN: "it has no readable boot mark",
+    Condition.CLEAN: "clean",
+    Condition.OPEN: "open in process {owner}",
+    Condition.LEFT_OPEN: "left open by a process that ended without closing it",
+    Condition.MACHINE_DOWN: "the machine went down while it was open",
+    Condition.DAMAGED: "its tree was found damaged",
+    Condition.OTHER_LAYOUT: "written by another version of kvtier",
+    Condition.UNKNOWN: "it has no readable boot mark",
 }
 _NEXT_STARTS = {
     NextStart.WARM: "",

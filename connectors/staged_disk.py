@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtier.connectors.disk_below.disk_below import DiskBelowStatistics
 from kvtier.connectors.disk_below.job import Outcomes
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.engine.config import DiskConfig
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.pages import back_file
@@ -129,7 +129,7 @@ class StagedDisk:
 
         self._fly(len(names), begin, end)
         if num_loaded:
-            self._disk.touch([Row(names[num_loaded - 1], self._memory[:0])])  # keeps the blocks before it, too
+            self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0])])  # keeps the blocks before it, too
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
@@ -220,9 +220,9 @@ class StagedDisk:
         first = part * self._part_rows
         return self._rows[first : first + num_rows]
 
-    def _rows_with(self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None) -> list[Row]:
+    def _rows_with(self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None) -> list[BlockRow]:
         parents: Iterator[BlockName | None] = iter([parent if place == 0 else names[place - 1] for place in places])
         return [
-            Row(names[place], memoryview(row), 0, next(parents))
+            BlockRow(names[place], memoryview(row), 0, next(parents))
             for place, row in zip(places, self._rows_of(part, len(places)), strict=True)
         ]

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.model.checkpoint import Checkpoint

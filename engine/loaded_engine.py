@@ -8,7 +8,7 @@ from typing import Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model, model_name

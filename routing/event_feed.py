@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.routing.kv_event import Batch, Publisher, decode
+from kvtier.routing.kv_event import EventBatch, Publisher, decode
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Told:
     """A batch and its sequence number."""
 
     seq: int
-    batch: Batch
+    batch: EventBatch
 
 
 class EventFeed:
@@ -41,7 +41,7 @@ class EventFeed:
     def __init__(
         self,
         publisher: Publisher,
-        take: Callable[[Batch], None],
+        take: Callable[[EventBatch], None],
         lose: Callable[[], None],
         replay_s: float = REPLAY_S,
     ) -> None:

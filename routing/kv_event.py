@@ -61,7 +61,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """The events of one message, sent *ts* seconds after the epoch, without events of unknown kinds."""
 
     ts: float
@@ -73,17 +73,17 @@ class _Anything(msgspec.Struct, frozen=True, array_like=True):
     events: list[object]
 
 
-_AS_MAPS = msgspec.msgpack.Decoder(Batch)
+_AS_MAPS = msgspec.msgpack.Decoder(EventBatch)
 _AS_ANYTHING = msgspec.msgpack.Decoder(_Anything)
 
 
-def decode(payload: bytes) -> Batch:
+def decode(payload: bytes) -> EventBatch:
     """Return the batch in a message's payload. Raise ValueError if it has none."""
     try:
         return _AS_MAPS.decode(payload)
     except msgspec.ValidationError:  # events as arrays, or an event of an unknown kind
         batch = _AS_ANYTHING.decode(payload)
-        return Batch(batch.ts, [event for raw in batch.events if (event := _event(raw)) is not None])
+        return EventBatch(batch.ts, [event for raw in batch.events if (event := _event(raw)) is not None])
 
 
 def tier_of(medium: str | None) -> Tier:

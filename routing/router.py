@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
-from kvtier.routing.kv_event import Batch
+from kvtier.routing.kv_event import EventBatch
 from kvtier.routing.policy import Candidate, Choice, RoutingPolicy
 from kvtier.routing.prefix_index import NOTHING, Matched, PrefixIndex
 from kvtier.routing.question import Question
@@ -201,7 +201,7 @@ class Router:
         order = self._ring.order(key)
         return next((name for name in order if self.replicas[name].is_open and name not in tried), None)
 
-    def learn(self, name: str, batch: Batch) -> None:
+    def learn(self, name: str, batch: EventBatch) -> None:
         """Apply a batch of a replica's KV events."""
         for event in batch.events:
             self.index.learn(name, event)

@@ -39,7 +39,7 @@ class TierSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServerPlan:
     """The effect of a configuration with a model. With *refusals* the server would not start."""
 
     model: str
@@ -85,7 +85,7 @@ class Plan:
                 yield from (f"  {line}" for line in lines)
 
 
-def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
+def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
     """Return the plan of *config* for *model*, without loading the model's weights.
 
     Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if it cannot be paged.
@@ -102,7 +102,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
     model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
     slots = [tiers[0].num_blocks] * len(groups)
     longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
-    return Plan(
+    return ServerPlan(
         model,
         (described.architectures or [type(described).__name__])[0],
         str(dtype).removeprefix("torch."),

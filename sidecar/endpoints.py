@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 
 from kvtier.engine.attached.wire import Refused, frame_of
-from kvtier.sidecar.build import MakeEndpoints
+from kvtier.sidecar.build_sidecar import MakeEndpoints
 from kvtier.sidecar.config import LmcacheConfig, SidecarConfig, SocketConfig, default_socket
 from kvtier.sidecar.endpoint import Endpoint
 from kvtier.sidecar.inherited import ENGINE, LMCACHE

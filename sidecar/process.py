@@ -15,7 +15,7 @@ from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.extras import extra
-from kvtier.sidecar.build import MakeEndpoints, build_sidecar
+from kvtier.sidecar.build_sidecar import MakeEndpoints, build_sidecar
 from kvtier.sidecar.config import ModelWeightsConfig, SidecarConfig
 from kvtier.sidecar.endpoints import endpoints_of
 from kvtier.sidecar.inherited import HTTP, Inherited
@@ -123,7 +123,7 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
     assert port != "none", "nothing to serve"
     with extra("sidecar", "HTTP of kvtier sidecar", 'or set port = "none" in [http]'):
         from kvtier.sidecar.http.access import token_of
-        from kvtier.sidecar.http.build import serve_http
+        from kvtier.sidecar.http.serve_http import serve_http
         from kvtier.web.operating.routes import Operating
 
     operators = Operators.of(config.operators.tokens, os.environ)

@@ -16,7 +16,7 @@ from kvtier.store.record import Fault
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoredRecord:
     """One record as it is stored."""
 
     header: bytes
@@ -41,7 +41,7 @@ class MemoryStore:
         self._cipher = cipher
         self._quotas = quotas
         self._lock = threading.RLock()  # guards everything below; each row is immutable
-        self.rows: OrderedDict[bytes, Row] = OrderedDict()  # by key, oldest first; public because tests damage records
+        self.rows: OrderedDict[bytes, StoredRecord] = OrderedDict()  # by key, oldest first; public because tests damage records
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
@@ -150,11 +150,11 @@ class MemoryStore:
             raise ValueError("store is closed")
         return self._lock
 
-    def _row(self, blob: Blob) -> Row:
+    def _row(self, blob: Blob) -> StoredRecord:
         sealed = seal(blob, self._codec, self._cipher)
-        return Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent, blob.tenant)
+        return StoredRecord(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent, blob.tenant)
 
-    def _add(self, key: bytes, row: Row) -> None:
+    def _add(self, key: bytes, row: StoredRecord) -> None:
         self.rows[key] = row
         self._mark(row.parent)
         self._stored_bytes += row.charged_bytes
@@ -176,7 +176,7 @@ class MemoryStore:
         if key in self.rows:
             self._marked.add(key)
 
-    def _make_room(self, rows: Sequence[Row], tenants: Iterable[bytes]) -> list[bytes]:
+    def _make_room(self, rows: Sequence[StoredRecord], tenants: Iterable[bytes]) -> list[bytes]:
         """Evict until *rows* fit into the capacity, and the rows of each of *tenants* into its quota."""
         evicted: list[bytes] = []
         for tenant in tenants:

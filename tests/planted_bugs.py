@@ -1845,14 +1845,14 @@ BUGS = [
     ),
     Bug(
         "an engine that its sidecar refuses starts without it",
-        "engine/build.py",
+        "engine/build_core.py",
         "if why := attachment.why_refused:",
         "if why := None:",
         "tests/engine/attached/test_engine_on_sidecar.py::test_an_engine_that_the_sidecar_refuses_does_not_start",
     ),
     Bug(
         "an engine on a sidecar keeps to itself what it computes",
-        "engine/build.py",
+        "engine/build_core.py",
         "copies_all_down=config.sidecar is not None or config.remote is not None,",
         "copies_all_down=config.remote is not None,",
         "tests/engine/attached/test_engine_on_sidecar.py::test_an_engine_that_is_stepped_copies_all_down_far_from_eviction",

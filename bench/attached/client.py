@@ -11,7 +11,7 @@ from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
@@ -86,7 +86,7 @@ class Client:
             self.memory.blocks[slot] = self.content(name)
             digests.append(digest(memoryview(self.memory.blocks[slot])))
         if slots:
-            rows = [Row(0, len(slots), list(names[: len(slots)]), None)]
+            rows = [NamedSpan(0, len(slots), list(names[: len(slots)]), None)]
             self.tiers.publish(0, np.array(slots, np.intp), rows, digests, np.zeros(len(slots), np.uint64))
         return len(slots)
 

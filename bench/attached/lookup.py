@@ -14,7 +14,7 @@ from bench.report import Effort, Row
 from bench.rounds import at_most
 from kvtier.store.record import digest
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.device.eviction_order import Row as BlockRow
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain
@@ -107,6 +107,6 @@ def _local(client: Client, chains: list[BlockChain]) -> LowerTiers:
                 block = memory.host_block(slot)
                 block[:] = client.content(name).data
                 digests.append(digest(block))
-            row = BlockRow(0, len(part), part, names[start + PART] if start + PART < len(names) else None)
+            row = NamedSpan(0, len(part), part, names[start + PART] if start + PART < len(names) else None)
             tiers.publish(0, np.array(slots, np.intp), [row], digests, np.zeros(len(part), np.uint64))
     return tiers

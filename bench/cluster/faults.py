@@ -14,7 +14,7 @@ from bench.report import Effort, Row
 from bench.rounds import at_most, never
 from bench.server.cache_control import Seen
 from kvtier.cli.demo.document import Document
-from kvtier.engine.build import LOAD_TIMEOUT_S
+from kvtier.engine.build_core import LOAD_TIMEOUT_S
 
 NUM_DOCUMENTS = 10
 NUM_CLIENTS = 2

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from unittest.mock import patch
 
 from kvtier.cli.main import main
-from kvtier.engine import build
+from kvtier.engine import build_core as build
 from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline

@@ -21,7 +21,7 @@ from bench.rounds import at_least, at_most
 from bench.server.serving import QUICK, Bed, Size
 from bench.server.serving_bed import kvtier_server
 from bench.server.serving_load import tokens_per_s
-from kvtier.engine import build
+from kvtier.engine import build_core as build
 from kvtier.engine.config import as_config
 from kvtier.engine.llm import load_model
 from kvtier.engine.model.sampling import SamplingParams

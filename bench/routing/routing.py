@@ -25,7 +25,7 @@ from bench.report import Row, arguments, publish
 from bench.rounds import at_most
 from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
-from kvtier.routing.kv_event import Batch, BlockRemoved, BlockStored, Event
+from kvtier.routing.kv_event import EventBatch, BlockRemoved, BlockStored, Event
 from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import RoutedPrompt, Router
@@ -179,7 +179,7 @@ class Routed(Way):
     def told(self, replica: int, event: Event) -> None:
         """The index learns."""
         if self._listens:
-            self._router.learn(self._names[replica], Batch(0.0, [event]))
+            self._router.learn(self._names[replica], EventBatch(0.0, [event]))
 
 
 def play(prompts: Sequence[Asked], way: Way, num_replicas: int, num_blocks: int, tokens_per_s: float) -> Played:
@@ -301,7 +301,7 @@ def choosing_rows(num_indexed: int, prompt_blocks: Sequence[int]) -> list[Row]:
     began_at = time.perf_counter()
     for i, document in enumerate(documents):
         names = [next(numbers) for _ in range(len(document) // 16)]
-        router.learn(replicas[i % NUM_REPLICAS], Batch(0.0, [BlockStored(names, None, document.tolist(), 16)]))
+        router.learn(replicas[i % NUM_REPLICAS], EventBatch(0.0, [BlockStored(names, None, document.tolist(), 16)]))
     learning = time.perf_counter() - began_at
     rows = [Row("indexing, for 1,000 blocks", 1e6 * learning / num_indexed, "ms")]
     all_ms = []

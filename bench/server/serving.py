@@ -21,7 +21,7 @@ import numpy as np
 from bench.report import Row, arguments, publish
 from bench.server.serving_bed import BLOCK_SIZE, kvtier_server, save_model, vllm_server
 from bench.server.serving_load import Seen, ask_all, tokens_per_s
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model

@@ -12,7 +12,7 @@ from foreign.running import Sidecar, free_endpoint
 
 from bench.report import Effort, Row
 from bench.rounds import at_least, at_most, seconds
-from kvtier.sidecar.build import NUM_CHECKERS
+from kvtier.sidecar.build_sidecar import NUM_CHECKERS
 from kvtier.store.record import digest_for_threads
 
 MEASURE = Path(__file__).parents[2] / "tests" / "support" / "foreign" / "lmcache_measure.py"

@@ -63,7 +63,7 @@ class Step(msgspec.Struct, frozen=True):
     corrupt_blocks: int = 0
 
 
-class Plan(msgspec.Struct, frozen=True):
+class DemoSettings(msgspec.Struct, frozen=True):
     """The settings that another process needs to ask the same questions on the same store. Sent as JSON."""
 
     model: str | None  # None: the bundled model
@@ -86,7 +86,7 @@ class Stage:
     asked: tuple[Fact, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> "Stage":
+    def of(cls, plan: DemoSettings) -> "Stage":
         """Load or build the model, the document and the configuration that *plan* names."""
         model, tokenizer = _model(plan)
         limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -128,7 +128,7 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
 
 
-def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _model(plan: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if plan.model is not None:
         return load_model(plan.model, as_config({"model": {"device": plan.device}}).model, None)
     model, tokenizer = build_demo_model()
@@ -196,7 +196,7 @@ class Questioner:
         return self._llm.generate(question(text, fact.name), sampling)[0]
 
 
-def run_demo(plan: Plan, note: Note) -> list[Step]:
+def run_demo(plan: DemoSettings, note: Note) -> list[Step]:
     """Run all steps of the demo. Call *note* with lines that describe the progress."""
     note("building the model" if plan.model is None else f"loading {plan.model}")
     stage = Stage.of(plan)
@@ -242,7 +242,7 @@ def flip_a_byte(stage: Stage) -> None:
             file.write(bytes([byte ^ 0x10]))
 
 
-def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
+def _step_elsewhere(plan: DemoSettings, name: str, answers: dict[str, str]) -> Step:
     """Run one step in a new process, which has the store but starts with empty host and device tiers."""
     order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
     command = [sys.executable, "-m", "kvtier.cli.demo.demo"]
@@ -254,7 +254,7 @@ def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
 
 def _main() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.read())
-    stage = Stage.of(msgspec.convert(order["plan"], Plan))
+    stage = Stage.of(msgspec.convert(order["plan"], DemoSettings))
     with LLM(stage.model, stage.config, stage.tokenizer) as llm:
         asker = Questioner(stage, llm, order["answers"])
         asker.warm_up()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from kvtier.cli.demo.demo import Plan, Step, default_store, run_demo, usual_length
+from kvtier.cli.demo.demo import DemoSettings, Step, default_store, run_demo, usual_length
 
 MEANING = {
     "cold": "first question, nothing cached",
@@ -31,7 +31,7 @@ def report(model: str | None, document: str | None, num_tokens: int | None, devi
     logging.basicConfig(level=logging.ERROR)
     progress = Console(stderr=True)
     with default_store() as store, progress.status("starting") as status:
-        plan = Plan(model, document, num_tokens or usual_length(model, device), store, device)
+        plan = DemoSettings(model, document, num_tokens or usual_length(model, device), store, device)
         steps = run_demo(plan, status.update)
     if as_json:
         print(msgspec.json.encode({"steps": steps}).decode())

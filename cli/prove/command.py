@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.prove.endpoint import Endpoint
-from kvtier.cli.prove.judgement import Finding, Row, Verdict
+from kvtier.cli.prove.judgement import Finding, ProofRow, Verdict
 from kvtier.cli.prove.proof import Proof, ProofConfig, prove
 from kvtier.cli.prove.push_out import EvictionStep
 
@@ -85,7 +85,7 @@ def _print(console: Console, proof: Proof) -> None:
     console.print(Text(f"\n{_conclusion(proof)}", style=_STYLE[judgement.verdict]))
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[ProofRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("prompt", no_wrap=True)
     for heading in ("tokens", "asked", "cached", "TTFT computed", "TTFT", "off"):

@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.cli.prove.families import SAME_PROMPT
-from kvtier.cli.prove.judgement import UNCACHED, Row
+from kvtier.cli.prove.judgement import UNCACHED, ProofRow
 from kvtier.cli.prove.measures import UNMEASURED_BOUND, Measures
 
 _NO_SOONER = 0.8  # a TTFT above this fraction of the full prefill's TTFT does not indicate a cache hit
 
 
-def limitations_of(measures: Measures, rows: Sequence[Row]) -> list[str]:
+def limitations_of(measures: Measures, rows: Sequence[ProofRow]) -> list[str]:
     """Return the sentences, most important first."""
     return [*_of_what_was_cached(measures, rows), *_of_the_server(measures), *_of_answers(measures), *_of_time(rows)]
 
 
-def _of_what_was_cached(measures: Measures, rows: Sequence[Row]) -> Iterator[str]:
+def _of_what_was_cached(measures: Measures, rows: Sequence[ProofRow]) -> Iterator[str]:
     sharing = [row for row in rows if row.shares]
     lengths = sorted({row.length for row in sharing})
     without = [length for length in lengths if all(row.why == UNCACHED for row in sharing if row.length == length)]
@@ -74,7 +74,7 @@ def _of_answers(measures: Measures) -> Iterator[str]:
         yield f"{names} answer alike, or could not be compared, so it is unknown whether their blocks are separate."
 
 
-def _of_time(rows: Sequence[Row]) -> Iterator[str]:
+def _of_time(rows: Sequence[ProofRow]) -> Iterator[str]:
     longest = max((row.length for row in rows), default=0)
     for row in rows:
         is_told = row.length == longest and row.family == SAME_PROMPT and row.cached_tokens

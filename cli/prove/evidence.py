@@ -6,7 +6,7 @@ from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.cold import CacheBypass
 from kvtier.cli.prove.families import Pieces
-from kvtier.cli.prove.plan import Plan, Question
+from kvtier.cli.prove.plan import ProofPlan, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Evidence:
     shapes.
     """
 
-    plan: Plan
+    plan: ProofPlan
     is_exact: bool  # each piece is one token
     cold: CacheBypass | None
     asked: list[Asked] = field(default_factory=list)

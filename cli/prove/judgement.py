@@ -22,7 +22,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProofRow:
     """The results for one family's prompts of one length. Times are medians of prompts that were sent alone."""
 
     family: str
@@ -54,7 +54,7 @@ class Judgement:
     """The verdict on a run. It is PROVEN if nothing is wrong and at least one answer from a cache was compared."""
 
     verdict: Verdict
-    rows: tuple[Row, ...]
+    rows: tuple[ProofRow, ...]
     findings: tuple[Finding, ...]
 
 
@@ -89,7 +89,7 @@ def _findings(measures: Measures) -> Iterator[Finding]:
             yield Finding(what, asked, questions.get(asked))
 
 
-def _row(measures: Measures, group: Sequence[tuple[Question, Asked]], wrong: set[Asked]) -> Row:
+def _row(measures: Measures, group: Sequence[tuple[Question, Asked]], wrong: set[Asked]) -> ProofRow:
     question, asked = group[0][0], [one for _, one in group]
     alone = [one for one in asked if one.is_alone]
     prompts = {(one.request.asker, one.request.pieces): None for one in alone}
@@ -107,7 +107,7 @@ def _row(measures: Measures, group: Sequence[tuple[Question, Asked]], wrong: set
         verdict, why = Verdict.UNPROVEN, "nothing to compare with"
     elif not measures.is_sensitive(question.length):
         verdict, why = Verdict.UNPROVEN, "answers hardly differ"
-    return Row(
+    return ProofRow(
         question.family,
         question.length,
         len(asked),

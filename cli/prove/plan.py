@@ -68,7 +68,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProofPlan:
     """All questions and controls of a run."""
 
     questions: tuple[Question, ...]
@@ -88,7 +88,7 @@ class Planner:
     salts: Salts
     cold: CacheBypass | None
 
-    def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> Plan:
+    def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
         """Plan *num_rounds* questions of each family for each of *lengths*, given in tokens and in pieces.
 
         Every second round is sent concurrently. The second and third of four rounds have a salt.
@@ -100,7 +100,7 @@ class Planner:
                 salt = self.salts.new() if self.cold is CacheBypass.SALT and number % 4 in (1, 2) else None
                 questions += self._round(length, num_pieces, salt, number % 2 == 0)
                 controls.append(Control(length, self.askers[0], self._alike_ends(num_pieces)))
-        return Plan(tuple(questions), tuple(controls))
+        return ProofPlan(tuple(questions), tuple(controls))
 
     def _round(self, length: int, num_pieces: int, salt: str | None, is_alone: bool) -> Iterator[Question]:
         first = self.askers[0]

@@ -10,7 +10,7 @@ from kvtier.cli.prove.dialect import token_ids_of
 from kvtier.cli.prove.evidence import Evidence, Request
 from kvtier.cli.prove.families import Pieces, PromptGenerator
 from kvtier.cli.prove.measures import Measures
-from kvtier.cli.prove.plan import Plan, Question, RunSettings
+from kvtier.cli.prove.plan import ProofPlan, Question, RunSettings
 from kvtier.cli.prove.push_out import EvictionStep
 from kvtier.cli.prove.questioner import Note, Questioner
 from kvtier.cli.prove.writing import PromptFormat
@@ -49,7 +49,7 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 class Prover:
     """A single execution of one plan. Concurrent rounds have *concurrency* requests in flight."""
 
-    def __init__(self, plan: Plan, setting: RunSettings, concurrency: int, note: Note) -> None:
+    def __init__(self, plan: ProofPlan, setting: RunSettings, concurrency: int, note: Note) -> None:
         self._plan = plan
         self._setting = setting
         self._note = note

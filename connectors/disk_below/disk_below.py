@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.connectors.disk_below.job import Job, Outcomes
 from kvtier.connectors.disk_below.loads import Loads
-from kvtier.connectors.disk_below.row_index import Row, RowIndex
+from kvtier.connectors.disk_below.row_index import BlockRow, RowIndex
 from kvtier.connectors.disk_below.writes import Refusal, Writes
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.index_load import IndexLoad
@@ -114,21 +114,21 @@ class DiskBelow:
             self._go_on()
             return self._disk.num_held(group_id, names)
 
-    def load(self, rows: Sequence[Row]) -> Outcomes:
+    def load(self, rows: Sequence[BlockRow]) -> Outcomes:
         """Fill the rows' memory. Return for each whether it has the right bytes, else its contents are undefined.
 
         A row whose load has failed is not held any more until it is stored again.
         """
         return self._begin(rows, self._loads.begin)
 
-    def store(self, rows: Sequence[Row]) -> Outcomes:
+    def store(self, rows: Sequence[BlockRow]) -> Outcomes:
         """Write the rows, given in prefix order. Return for each whether it is on disk.
 
         A row that is not may be offered again; `statistics` counts the reasons.
         """
         return self._begin(rows, self._writes.begin)
 
-    def touch(self, rows: Sequence[Row]) -> None:
+    def touch(self, rows: Sequence[BlockRow]) -> None:
         """Mark these rows as just used, so that they are evicted later. Does not access their memory."""
         with self._lock:
             self._writes.touch(rows)
@@ -195,7 +195,7 @@ class DiskBelow:
         with self._lock:
             self._disk.index.empty()
 
-    def _begin(self, rows: Sequence[Row], begin: Callable[[Job], None]) -> Outcomes:
+    def _begin(self, rows: Sequence[BlockRow], begin: Callable[[Job], None]) -> Outcomes:
         job = Job(rows)
         with self._lock:
             self._jobs.add(job)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -20,7 +20,7 @@ Outcomes = Future[list[bool]]
 class Job:
     """The rows of one call, whose parts end in any order. The caller is notified once, after the last part."""
 
-    rows: Sequence[Row]
+    rows: Sequence[BlockRow]
     future: Outcomes = field(default_factory=Future)
     outcomes: list[bool] = field(init=False)
     num_left: int = field(init=False)
@@ -55,7 +55,7 @@ class Part:
     num_bytes: int
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BlockRow]:
         """The rows, in the order of *places*."""
         return [self.job.rows[place] for place in self.places]
 

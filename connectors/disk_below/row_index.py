@@ -9,7 +9,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import BlockName
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """One block, with the engine's memory that its bytes are stored from or loaded into.
 
     *memory* is contiguous and has exactly the block's bytes. The engine must not touch it until the row's job has
@@ -30,7 +30,7 @@ class RowIndex:
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
 
-    def are_held(self, rows: Sequence[Row]) -> list[bool]:
+    def are_held(self, rows: Sequence[BlockRow]) -> list[bool]:
         """Return for each of the rows whether it is on disk."""
         held: list[bool] = []
         for group_id, run in groupby(rows, lambda row: row.group_id):

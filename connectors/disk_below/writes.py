@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from kvtier.connectors.disk_below.job import Job, JobQueue, Part, cut
-from kvtier.connectors.disk_below.row_index import Row, RowIndex
+from kvtier.connectors.disk_below.row_index import BlockRow, RowIndex
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest
 from kvtier.tiers.lower.disk_tier import Written
@@ -60,7 +60,7 @@ class Writes(JobQueue):
             taken.append(place)
         self.enqueue(cut(job, taken[::-1], MAX_PART_BYTES, MAX_PART_ROWS))
 
-    def touch(self, rows: Sequence[Row]) -> None:
+    def touch(self, rows: Sequence[BlockRow]) -> None:
         """Mark these rows as just used, so that they are evicted later. Does nothing if the writer is busy."""
         if rows and self._index.disk.is_open and not self.has_queued:
             keys = [self._index.disk.key(row.group_id, row.name) for row in rows]

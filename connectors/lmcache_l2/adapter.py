@@ -20,7 +20,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.guard import Guard
 from kvtier.connectors.lmcache_l2.object_names import namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
@@ -254,7 +254,7 @@ class KVTierL2(L2AdapterInterface):
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()
 
-    def _touch(self, found: Sequence[Row | None]) -> None:
+    def _touch(self, found: Sequence[BlockRow | None]) -> None:
         self._guard.run(lambda: self._objects.touch([row for row in found if row is not None]), None)
 
     def _begin(

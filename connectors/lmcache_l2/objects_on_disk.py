@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, Layout, ObjectKey, layout_of, name_of
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -75,13 +75,13 @@ class ObjectsOnDisk:
         """Fill the objects' memory. Return for each whether it has the right bytes, else its contents are undefined."""
         return self._disk.load(self._rows(keys, objects))
 
-    def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[Row | None]:
+    def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[BlockRow | None]:
         """Return the row of each key that is on disk, without its memory, or None.
 
         *layouts* has LMCache's layout hints by object group. The layouts last stored or loaded are tried as well.
         """
         said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
-        found: list[Row | None] = [None] * len(keys)
+        found: list[BlockRow | None] = [None] * len(keys)
         asked: defaultdict[int, list[tuple[int, BlockName]]] = defaultdict(list)
         for place, key in enumerate(keys):
             meant, seen = said.get(key.object_group_id), self._layouts.of(key)
@@ -93,17 +93,17 @@ class ObjectsOnDisk:
             held = self._disk.are_held([name for _, name in of_size], num_bytes)
             for (place, name), is_held in zip(of_size, held, strict=True):
                 if is_held:
-                    found[place] = Row(name, NO_MEMORY, num_bytes)
+                    found[place] = BlockRow(name, NO_MEMORY, num_bytes)
         return found
 
-    def touch(self, rows: Sequence[Row]) -> None:
+    def touch(self, rows: Sequence[BlockRow]) -> None:
         """Mark these rows as just used, so that they are evicted later."""
         self._disk.touch(rows)
 
-    def _rows(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> list[Row]:
+    def _rows(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> list[BlockRow]:
         return [self._row(key, memory) for key, memory in zip(keys, objects, strict=True)]
 
-    def _row(self, key: ObjectKey, memory: ObjectMemory) -> Row:
+    def _row(self, key: ObjectKey, memory: ObjectMemory) -> BlockRow:
         # Use numpy's view of bytes, because LMCache's view of C's unsigned chars cannot be cast.
         raw = np.frombuffer(memory.byte_array, np.uint8).data
         if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
@@ -112,7 +112,7 @@ class ObjectsOnDisk:
         shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
         layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)
         self._layouts.learn(key, layout)
-        return Row(name_of(key, layout), raw, layout.num_bytes)
+        return BlockRow(name_of(key, layout), raw, layout.num_bytes)
 
 
 def _family(key: ObjectKey) -> tuple[str, int, int, str]:

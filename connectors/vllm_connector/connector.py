@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.vllm_connector.build import build_scheduler_half, settings_of
+from kvtier.connectors.vllm_connector.build_scheduler_half import build_scheduler_half, settings_of
 from kvtier.connectors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
 from kvtier.connectors.vllm_connector.engine_layout import group_layouts
 from kvtier.connectors.vllm_connector.known_vllm import check_engine

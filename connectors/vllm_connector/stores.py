@@ -11,7 +11,7 @@ from kvtier.connectors.vllm_connector.names import RequestNames
 from kvtier.connectors.vllm_connector.step_work import PageCopies
 from kvtier.connectors.vllm_connector.taint import Placement
 from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
@@ -211,10 +211,10 @@ class Stores:
         if not all(digested.digests):
             self._fail(digested.rows)
             return
-        rows, owners, start = list[Row](), list[int](), 0
+        rows, owners, start = list[NamedSpan](), list[int](), 0
         for row in digested.rows:
             self._end(row)
-            rows.append(Row(start, start + len(row.names), row.names, row.parent))
+            rows.append(NamedSpan(start, start + len(row.names), row.names, row.parent))
             owners += [row.owner] * len(row.names)
             start += len(row.names)
         slots = np.array(digested.slots, np.intp)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
 from kvtier.connectors.disk_below.job import Outcomes
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.vllm_offloading.request_chain import group_of, name_of
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.tiers.naming.block_hash import BlockName
@@ -83,7 +83,7 @@ class RowJobs:
         """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
-            self._disk.touch([Row(self._name(held[-1]), self._pool[:0], group_of(held[-1]))])
+            self._disk.touch([BlockRow(self._name(held[-1]), self._pool[:0], group_of(held[-1]))])
 
     def take_ended(self) -> list[EndedRows]:
         """Return the jobs that have ended since the last call."""
@@ -99,12 +99,12 @@ class RowJobs:
         with suppress(BufferError):  # a view of a row still exists
             self._pool.release()
 
-    def _row(self, key: bytes, chunk_id: int, parent: bytes | None) -> Row:
+    def _row(self, key: bytes, chunk_id: int, parent: bytes | None) -> BlockRow:
         start = int(chunk_id) * self._row_bytes
         memory = self._pool[start : start + self._row_bytes]
         if memory.nbytes != self._row_bytes:
             raise IndexError(f"chunk {chunk_id} is not in the pool of {self._pool.nbytes // self._row_bytes} chunks")
-        return Row(self._name(key), memory, group_of(key), None if parent is None else self._name(parent))
+        return BlockRow(self._name(key), memory, group_of(key), None if parent is None else self._name(parent))
 
     def _name(self, key: bytes) -> BlockName:
         return self._lineage.name(name_of(key))

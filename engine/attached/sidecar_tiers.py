@@ -32,7 +32,7 @@ from kvtier.engine.attached.wire import (
     Refresh,
     Reserve,
     Reserved,
-    State,
+    TiersState,
     Told,
     Traced,
     joined,
@@ -40,7 +40,7 @@ from kvtier.engine.attached.wire import (
     numbers_in,
     packed,
 )
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_tiers import (
@@ -68,7 +68,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 TAKING_IN_S = 0.001  # time per poll for the sidecar's messages; the next poll continues
 WAKE_S = 0.25  # timeout of one wait for the sidecar's answer, after which the wait is renewed
 CLEAR_S = 30.0  # timeout of `clear`: reporting a million blocks on disk as gone takes eight seconds
-NO_STATE = State(True, True, False, {}, {}, None, None, [])
+NO_STATE = TiersState(True, True, False, {}, {}, None, None, [])
 NO_READS = ReadState()
 NOTHING_THERE = LowerStatistics({Tier.HOST: TierStatistics()})
 
@@ -131,7 +131,7 @@ class AttachedStatus:
         self.is_told = False
         self.epoch += 1
 
-    def on_state(self, state: State) -> None:
+    def on_state(self, state: TiersState) -> None:
         """Record a report."""
         before, self.state = self.state.reads, state
         for tier, read in state.reads.items():
@@ -289,7 +289,7 @@ class SidecarTiers:
         return self._stocks[group_id].has_room
 
     def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+        self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         self._stocks[group_id].return_lent_slots(slots)
         self.status.num_published += len(slots)
@@ -443,7 +443,7 @@ class SidecarTiers:
                 self._stocks[group_id].on_reserved(message.num_asked, slots)
             case Inquired():
                 self._inquiries.on_answered(message)
-            case State():
+            case TiersState():
                 self.status.on_state(message)
             case Cleared():
                 self._is_cleared = True

@@ -304,7 +304,7 @@ class ReadState(msgspec.Struct, frozen=True, array_like=True):
     queued_bytes: int = 0
 
 
-class State(_Message, frozen=True):
+class TiersState(_Message, frozen=True):
     """State of the namespace's tiers, see `LowerTiers`; sent when it changes, and about twice a second."""
 
     is_indexed: bool
@@ -333,7 +333,7 @@ FromSidecar = (
     | Reserved
     | Cleared
     | Pong
-    | State
+    | TiersState
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from kvtier.engine.model.cpu.row_attention import RowAttention, RowPlan
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
-from kvtier.engine.model.paged_in_place import Plan, attend_in_place
+from kvtier.engine.model.paged_in_place import LaunchPlan, attend_in_place
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -28,7 +28,7 @@ class Paths:
     """A step's segments by code path: single tokens on a CPU are rows, other segments as `paged_choice` decides."""
 
     gathered: tuple[Segment, ...]
-    in_place: Plan | None
+    in_place: LaunchPlan | None
     rows: RowPlan | None
 
 

@@ -24,7 +24,7 @@ import torch
 
 from kvtier.engine.model.fast_path import TOLERANCE, are_off
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
-from kvtier.engine.model.paged_in_place import Plan, attend_in_place, plan, supports
+from kvtier.engine.model.paged_in_place import LaunchPlan, attend_in_place, plan, supports
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.tiers.naming.groups import AttentionGroup
 
@@ -185,7 +185,7 @@ def both_ways(
     return in_place, gathered
 
 
-def plan_for(shape: Shape, segments: list[Segment]) -> Plan:
+def plan_for(shape: Shape, segments: list[Segment]) -> LaunchPlan:
     """Return the plan of the segments of a step that are read in place."""
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 

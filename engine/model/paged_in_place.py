@@ -47,7 +47,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """A step's segments in the kernels' format, for all layers of the group."""
 
     segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
@@ -77,7 +77,7 @@ def plan(
     itemsize: int,
     device: torch.device,
     num_programs: int | None = None,  # to cut a segment into; by default derived from the device's processors
-) -> Plan:
+) -> LaunchPlan:
     """Cut *segments* into tiles and splits that do not depend on the batch, and copy them to the device at once."""
     heads_per_kv = num_heads // num_kv_heads
     num_programs = _num_programs(device) if num_programs is None else num_programs
@@ -116,14 +116,14 @@ def plan(
             sizes, on_device[2::2], on_device[3::2], strict=True
         )
     )
-    return Plan(on_device[0], on_device[1], launches)
+    return LaunchPlan(on_device[0], on_device[1], launches)
 
 
 def attend_in_place(
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
     slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
     layer: int,
-    plan: Plan,
+    plan: LaunchPlan,
     group: AttentionGroup,
     scoring: Scoring,
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous

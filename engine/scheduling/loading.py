@@ -29,7 +29,7 @@ ROOM_SHARE = 0.5  # share of a load's time that may pass before it begins; the r
 HIT_LASTS_S = 0.05  # reuse a lookup result for this long: looking up 8,192 blocks on disk takes 36 ms
 
 
-class State(StrEnum):
+class LoadingState(StrEnum):
     """State of a loading."""
 
     QUEUED = "queued"  # its hit has not been looked up, or is outdated
@@ -44,23 +44,23 @@ class State(StrEnum):
 
 
 NEXT_STATES = {
-    State.QUEUED: {State.FOUND, State.GIVEN_UP},
-    State.FOUND: {State.QUEUED, State.ROOM, State.GIVEN_UP},
-    State.ROOM: {State.QUEUED, State.FOUND, State.PARKED, State.SPLIT, State.LOADED, State.GIVEN_UP},
-    State.PARKED: {State.PARKED, State.EARLY, State.LOADED, State.GIVEN_UP},
-    State.EARLY: {State.PARKED, State.LATE, State.LOADED, State.GIVEN_UP},
-    State.LATE: {State.PARKED, State.LOADED, State.GIVEN_UP},
-    State.SPLIT: {State.LOADED, State.GIVEN_UP},
-    State.LOADED: set(),
-    State.GIVEN_UP: set(),
+    LoadingState.QUEUED: {LoadingState.FOUND, LoadingState.GIVEN_UP},
+    LoadingState.FOUND: {LoadingState.QUEUED, LoadingState.ROOM, LoadingState.GIVEN_UP},
+    LoadingState.ROOM: {LoadingState.QUEUED, LoadingState.FOUND, LoadingState.PARKED, LoadingState.SPLIT, LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.PARKED: {LoadingState.PARKED, LoadingState.EARLY, LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.EARLY: {LoadingState.PARKED, LoadingState.LATE, LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.LATE: {LoadingState.PARKED, LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.SPLIT: {LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.LOADED: set(),
+    LoadingState.GIVEN_UP: set(),
 }
 PROMOTE = {
     Tier.HOST: Stage.PROMOTE_HOST,
     Tier.DISK: Stage.PROMOTE_DISK,
     Tier.REMOTE: Stage.PROMOTE_REMOTE,
 }
-WAITING = frozenset({State.QUEUED, State.FOUND, State.ROOM})
-COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
+WAITING = frozenset({LoadingState.QUEUED, LoadingState.FOUND, LoadingState.ROOM})
+COMING = frozenset({LoadingState.PARKED, LoadingState.EARLY, LoadingState.LATE, LoadingState.SPLIT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Loading:
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
-        self.state = State.QUEUED
+        self.state = LoadingState.QUEUED
         self._request = request
         self._around = around
         self._cache = around.cache
@@ -137,7 +137,7 @@ class Loading:
         promotion = self._promotion
         if promotion is None or not promotion.done:
             return False
-        return self.state is not State.SPLIT or self._request.num_computed >= promotion.start
+        return self.state is not LoadingState.SPLIT or self._request.num_computed >= promotion.start
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +152,7 @@ class Loading:
     @property
     def gate(self) -> LayerGate | None:
         """Gate at which a step that begins early waits for each layer; None for all other steps."""
-        return self._coming.gate if self.state is State.EARLY else None
+        return self._coming.gate if self.state is LoadingState.EARLY else None
 
     def num_slots(self) -> list[int]:
         """Return for each group how many device slots are leased or reserved for the prefix being promoted."""
@@ -186,7 +186,7 @@ class Loading:
 
     def inquire(self) -> None:
         """Query slow tiers (for example the remote store) for the prompt's blocks; see `is_asking`."""
-        self._expect({State.QUEUED})
+        self._expect({LoadingState.QUEUED})
         request = self._request
         if request.options.reads_cache:
             self._inquiry = self._cache.lookups.inquire(request.chain, len(request.token_ids))
@@ -199,23 +199,23 @@ class Loading:
             hit, now = self._lookup(), self._around.clock()
             self._request.timeline.lookup_s += now - began_at
             self._found = _Found(hit, now + HIT_LASTS_S)
-        if self.state is State.QUEUED:
-            self._become(State.FOUND)
+        if self.state is LoadingState.QUEUED:
+            self._become(LoadingState.FOUND)
         return self._found.hit
 
     def defer(self) -> None:
         """Discard the hit, because another request is about to compute what this one needs."""
         self._expect(WAITING)
-        if self.state is not State.QUEUED:
+        if self.state is not LoadingState.QUEUED:
             self._withdraw()
             self._found = None
-            self._become(State.QUEUED)
+            self._become(LoadingState.QUEUED)
 
     def wait_turn(self) -> None:
         """Stop waiting for room, if the loading does, because the request must wait for slots or its turn."""
-        if self.state is State.ROOM:
+        if self.state is LoadingState.ROOM:
             self._withdraw()
-            self._become(State.FOUND)
+            self._become(LoadingState.FOUND)
 
     def ask_for_room(self) -> bool:
         """Make room for the hit by copies down, and return whether the load may begin.
@@ -225,12 +225,12 @@ class Loading:
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
-        is_first = self.state is State.FOUND
+        is_first = self.state is LoadingState.FOUND
         if is_first:
-            self._become(State.ROOM)
+            self._become(LoadingState.ROOM)
             self._asked_at = clock()
             self._is_room_made = False
-        self._expect({State.ROOM})
+        self._expect({LoadingState.ROOM})
         if self._cache.make_room(self._found.hit):
             if self._attempt is not None:
                 breaker.on_succeeded(self._attempt)
@@ -249,7 +249,7 @@ class Loading:
 
     def begin(self) -> None:
         """Lease the hit's blocks on the device and start to promote the rest."""
-        self._expect({State.ROOM})
+        self._expect({LoadingState.ROOM})
         assert self._found is not None, "a load begins before its hit is looked up"
         hit, self._found = self._found.hit, None
         now = self._around.clock()
@@ -271,10 +271,10 @@ class Loading:
     def take_in(self) -> None:
         """Hand the loaded prefix over to the request, or promote more if a damaged block cut it short."""
         assert self.has_come, "the prefix is still coming"
-        if self.state is State.SPLIT:
+        if self.state is LoadingState.SPLIT:
             self._join()
         else:
-            self._expect({State.PARKED, State.LATE})
+            self._expect({LoadingState.PARKED, LoadingState.LATE})
             self._arrive()
 
     def begin_early(self, max_tokens: int) -> int:
@@ -282,9 +282,9 @@ class Loading:
 
         Returns 0 if no such step is possible. The promotion keeps its leases.
         """
-        self._expect({State.PARKED, State.LATE})
+        self._expect({LoadingState.PARKED, LoadingState.LATE})
         promotion = self._coming
-        if self.state is State.LATE or promotion.gate is None:
+        if self.state is LoadingState.LATE or promotion.gate is None:
             return 0
         request, start = self._request, promotion.num_tokens + promotion.num_copied
         num_tokens = min(len(request.token_ids) - start, max_tokens)
@@ -294,7 +294,7 @@ class Loading:
         )
         if slots is None:
             return 0
-        self._become(State.EARLY)
+        self._become(LoadingState.EARLY)
         self._early_slots = slots
         request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
         request.num_committed, request.num_computed = promotion.num_tokens, start
@@ -306,7 +306,7 @@ class Loading:
         Otherwise the computed tokens are discarded. The request starts again from the blocks that came, or keeps
         waiting for them while other requests compute.
         """
-        self._expect({State.EARLY})
+        self._expect({LoadingState.EARLY})
         request, promotion = self._request, self._coming
         give_up_at = self._around.clock() + SETTLE_S
         while not promotion.done and self._around.clock() < give_up_at:
@@ -321,32 +321,32 @@ class Loading:
         if promotion.done:
             self._arrive()
         else:
-            self._become(State.LATE)
+            self._become(LoadingState.LATE)
         return False
 
     def give_up(self) -> None:
         """End the loading and release its leases. The request's tables still belong to the request."""
         self._expect(WAITING | COMING)
         self._withdraw()
-        if self.state is State.EARLY:  # only after the step has failed
+        if self.state is LoadingState.EARLY:  # only after the step has failed
             self._drop_early()
         if self._promotion is not None:
             self._cache.cancel(self._promotion)
-        self._become(State.GIVEN_UP)
+        self._become(LoadingState.GIVEN_UP)
         self._found = self._promotion = None
 
     def check(self) -> None:
         """Raise AssertionError if the loading's hit, promotion or slots do not fit its state."""
         state, promotion = self.state, self._promotion
-        assert (self._found is not None) == (state in (State.FOUND, State.ROOM)), (
+        assert (self._found is not None) == (state in (LoadingState.FOUND, LoadingState.ROOM)), (
             f"{state}, and has found {self._found}"
         )
-        assert self._attempt is None or state is State.ROOM, f"{state}, and waits for room"
-        assert (promotion is not None) == (state in COMING or state is State.LOADED), f"{state}, {promotion}"
-        assert bool(self._early_slots) == (state is State.EARLY), f"{state} with slots of its own: {self._early_slots}"
-        if promotion is not None and state is not State.LOADED:
-            assert bool(promotion.start) == (state is State.SPLIT), f"{state}, and loads from {promotion.start} on"
-        if state in WAITING or state in (State.PARKED, State.LATE):
+        assert self._attempt is None or state is LoadingState.ROOM, f"{state}, and waits for room"
+        assert (promotion is not None) == (state in COMING or state is LoadingState.LOADED), f"{state}, {promotion}"
+        assert bool(self._early_slots) == (state is LoadingState.EARLY), f"{state} with slots of its own: {self._early_slots}"
+        if promotion is not None and state is not LoadingState.LOADED:
+            assert bool(promotion.start) == (state is LoadingState.SPLIT), f"{state}, and loads from {promotion.start} on"
+        if state in WAITING or state in (LoadingState.PARKED, LoadingState.LATE):
             request = self._request
             assert not request.tables, f"{state}, and the request has blocks"
             assert request.num_computed == request.num_committed == 0, f"{state}, and the request has computed tokens"
@@ -358,10 +358,10 @@ class Loading:
         assert self._promotion is not None, f"a loading that is {self.state} brings nothing"
         return self._promotion
 
-    def _expect(self, states: Set[State]) -> None:
+    def _expect(self, states: Set[LoadingState]) -> None:
         assert self.state in states, f"a loading that is {self.state}, not {', '.join(sorted(states))}"
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: LoadingState) -> None:
         assert state in NEXT_STATES[self.state], f"a loading that is {self.state} never becomes {state}"
         self.state = state
 
@@ -400,7 +400,7 @@ class Loading:
         self._promotion = self._cache.promote(hit, self._left_s())
         self._request.tables = front.tables
         self._request.num_committed = self._request.num_computed = front.num_tokens
-        self._become(State.SPLIT)
+        self._become(LoadingState.SPLIT)
 
     def _join(self) -> None:
         """Append the loaded blocks to the request's tables, because the tokens before them are computed."""
@@ -418,7 +418,7 @@ class Loading:
         if self._promotion.done:
             self._arrive()
         else:
-            self._become(State.PARKED)
+            self._become(LoadingState.PARKED)
 
     def _arrive(self) -> None:
         """Hand over the part of the prefix that arrived; if a damaged block cut it short, promote the rest."""
@@ -438,7 +438,7 @@ class Loading:
         request.num_computed = promotion.num_tokens + promotion.num_copied
         for tier, came_at in promotion.came_at.items():
             request.timeline.note(PROMOTE[tier], self._begun_at, came_at)
-        self._become(State.LOADED)
+        self._become(LoadingState.LOADED)
 
     def _drop_early(self) -> None:
         self._cache.release(self._early_slots)

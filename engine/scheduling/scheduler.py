@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, LoadingContext, State
+from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, LoadingContext, LoadingState
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.slot_demand import SlotDemand
@@ -157,7 +157,7 @@ class Scheduler:
             loading = _loading_of(request)
             if not loading.settle():
                 lost.append(request)
-            if loading.state is not State.LATE:
+            if loading.state is not LoadingState.LATE:
                 self.promoting.remove(request)
                 self._place(request)
         return lost
@@ -193,7 +193,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if a request is in the wrong queue for its loading's state, or that state is wrong."""
-        for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
+        for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {LoadingState.SPLIT})):
             for request in requests:
                 assert _loading_of(request).state in states, (
                     f"a request whose loading is {_loading_of(request).state} is in the wrong queue"
@@ -201,7 +201,7 @@ class Scheduler:
                 _loading_of(request).check()
         for request in self.running:
             if request.loading is not None:
-                assert request.loading.state is State.SPLIT, f"a running request's loading is {request.loading.state}"
+                assert request.loading.state is LoadingState.SPLIT, f"a running request's loading is {request.loading.state}"
                 request.loading.check()
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
@@ -313,10 +313,10 @@ class Scheduler:
     def _place(self, request: Request) -> None:
         """Put a request into the queue that matches its loading's state."""
         match _loading_of(request).state:
-            case State.LOADED:
+            case LoadingState.LOADED:
                 self._end_loading(request)
                 self.running.append(request)
-            case State.SPLIT:
+            case LoadingState.SPLIT:
                 self.running.append(request)
             case _:
                 self.promoting.append(request)

@@ -1,4 +1,4 @@
-"""`Call`: an HTTP request on its way from the front to a replica, with the facts that the request router needs."""
+"""`ReceivedRequest`: an HTTP request on its way from the front to a replica, with the facts that the request router needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from kvtier.routing.token_cache import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ReceivedRequest:
     """A request as a client sent it."""
 
     method: str

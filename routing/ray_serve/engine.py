@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.observability.tracing.tracer import Tracer
-from kvtier.routing.ray_serve.call import Call, Way
+from kvtier.routing.ray_serve.call import ReceivedRequest, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
 from kvtier.routing.ray_serve.node_sidecar import sidecar_of_node
 from kvtier.routing.ray_serve.request_router import EVENTS, REPLAY
@@ -26,7 +26,7 @@ REPLICA_HEADER = b"x-kvtier-replica"
 _ANY_PORT = "tcp://*:0"
 
 
-async def messages(app: ASGIApp, call: Call) -> AsyncGenerator[Message]:
+async def messages(app: ASGIApp, call: ReceivedRequest) -> AsyncGenerator[Message]:
     """Yield the messages that *app* sends for *call*, each when it is sent.
 
     If the reader leaves before the end, the app is cancelled, which tells it that its client has left.
@@ -58,7 +58,7 @@ async def messages(app: ASGIApp, call: Call) -> AsyncGenerator[Message]:
         task.cancel()
 
 
-def _scope(call: Call) -> Scope:
+def _scope(call: ReceivedRequest) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -110,7 +110,7 @@ class Engine:
         """Raise RuntimeError if the engine has ended, so that Ray starts another replica."""
         self._serving.service.llm.statistics()
 
-    async def answer(self, call: Call, way: Way) -> AsyncGenerator[Message]:
+    async def answer(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
         """Yield the answer to a request as ASGI messages. *way* is for the request router."""
         async for message in messages(self._app, call):
             if message["type"] == "http.response.start":

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, Salts, may_repeat, read_question
-from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
+from kvtier.routing.ray_serve.call import ReceivedRequest, Stage, Wanted, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
 from kvtier.routing.token_cache import TokenArray, TokenCache, asking, client_key, tokens_in
 from kvtier.server.entrance import browser_rules
@@ -75,7 +75,7 @@ class Front:
         except ApiError as error:
             return error_response(error, request.scope)
 
-    async def _way(self, call: Call, request: Request) -> Way:
+    async def _way(self, call: ReceivedRequest, request: Request) -> Way:
         credentials = {name: request.headers[name] for name in CREDENTIALS if name in request.headers}
         who = next(iter(credentials.values()), "")
         question = read_question(call.path, call.body, request.headers.get(SESSION_HEADER), who)
@@ -95,7 +95,7 @@ class Front:
         if (kept := self._tokens.get(asker, body)) is not None:
             return kept
         headers = [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]
-        call = Call("POST", TOKENIZE, b"", [(b"content-type", b"application/json"), *headers], body)
+        call = ReceivedRequest("POST", TOKENIZE, b"", [(b"content-type", b"application/json"), *headers], body)
         try:
             async with asyncio.timeout(self._tokens_config.timeout_s), aclosing(self._ask(call, Way())) as answer:
                 found = [message async for message in answer]
@@ -107,7 +107,7 @@ class Front:
         self._tokens.keep(asker, body, tokens)
         return tokens
 
-    async def _answer(self, call: Call, way: Way) -> Response:
+    async def _answer(self, call: ReceivedRequest, way: Way) -> Response:
         for _ in range(MAX_TRIES):
             try:
                 begun = await self._begin(call, way)
@@ -124,7 +124,7 @@ class Front:
                 return response
         raise replica_failed("ended before it answered")
 
-    async def _begin(self, call: Call, way: Way) -> _Begun:
+    async def _begin(self, call: ReceivedRequest, way: Way) -> _Begun:
         answer = self._ask(call, way)
         try:
             return _Begun(await anext(answer), await anext(answer), answer)
@@ -132,7 +132,7 @@ class Front:
             await answer.aclose()
             raise
 
-    async def _ask(self, call: Call, way: Way) -> AsyncGenerator[Message]:
+    async def _ask(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
         """Yield a replica's answer, and set its progress in *way*. If the reader leaves, cancel the call."""
         answer = self._engine.remote(call, way)
         try:
@@ -160,10 +160,10 @@ async def _body(begun: _Begun) -> AsyncGenerator[bytes]:
         await begun.rest.aclose()
 
 
-def _call(request: Request, body: bytes, request_id: str) -> Call:
+def _call(request: Request, body: bytes, request_id: str) -> ReceivedRequest:
     scope = request.scope
     path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     headers.append((b"x-request-id", request_id.encode()))
     client = None if request.client is None else (request.client.host, request.client.port)
-    return Call(scope["method"], path, scope["query_string"], headers, body, client)
+    return ReceivedRequest(scope["method"], path, scope["query_string"], headers, body, client)

@@ -19,7 +19,7 @@ from ray.serve.request_router import (
 from kvtier.engine.config import tree_from_dict
 from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.event_feed import EventFeed
-from kvtier.routing.kv_event import Batch, Publisher
+from kvtier.routing.kv_event import EventBatch, Publisher
 from kvtier.routing.prefix_index import Matched
 from kvtier.routing.ray_serve.call import Stage, Wanted, Way
 from kvtier.routing.replica import Health, Replica, Work
@@ -35,7 +35,7 @@ class Feeds:
     def __init__(self) -> None:
         self._tasks: dict[Publisher, asyncio.Task[None]] = {}
 
-    def listen(self, publisher: Publisher, take: Callable[[Batch], None], lose: Callable[[], None]) -> None:
+    def listen(self, publisher: Publisher, take: Callable[[EventBatch], None], lose: Callable[[], None]) -> None:
         """Start to listen to *publisher*, unless a task does so already."""
         if publisher not in self._tasks:
             self._tasks[publisher] = asyncio.get_running_loop().create_task(EventFeed(publisher, take, lose).run())

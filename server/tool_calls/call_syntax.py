@@ -10,7 +10,7 @@ class NotACall(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A call that was read: the tool's name, and its arguments as the text of a JSON object."""
 
     name: str
@@ -22,7 +22,7 @@ class Block:
     """One or more calls that are written together, and where they end in the text."""
 
     end: int
-    calls: Sequence[Call]
+    calls: Sequence[ParsedCall]
 
 
 class BlockReader(Protocol):

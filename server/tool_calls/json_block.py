@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from kvtier.server.tool_calls.call_syntax import Block, Call, NotACall
+from kvtier.server.tool_calls.call_syntax import Block, ParsedCall, NotACall
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 
 _FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # the text may end anywhere in it
@@ -55,7 +55,7 @@ class BareBlock(JsonBlock):
         return super().read(text)
 
 
-def _calls(text: str) -> list[Call]:
+def _calls(text: str) -> list[ParsedCall]:
     try:
         written = msgspec.json.decode(text, type=_Written | list[_Written])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -66,11 +66,11 @@ def _calls(text: str) -> list[Call]:
     return calls
 
 
-def _call(written: _Written) -> Call:
+def _call(written: _Written) -> ParsedCall:
     raw = bytes(written.arguments) or bytes(written.parameters)
     if not raw:
         raise NotACall
-    return Call(written.name, arguments_of(raw.decode()))
+    return ParsedCall(written.name, arguments_of(raw.decode()))
 
 
 def arguments_of(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import re
 
-from kvtier.server.tool_calls.call_syntax import Block, BlockReader, Call, NotACall
+from kvtier.server.tool_calls.call_syntax import Block, BlockReader, ParsedCall, NotACall
 from kvtier.server.tool_calls.json_block import JsonBlock, arguments_of, skip_space
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 
@@ -49,7 +49,7 @@ class _NamedBlock:
         if end is None:
             return None
         assert self._name is not None, "read before"
-        return Block(end, [Call(self._name, arguments_of(text[self._place : end]))])
+        return Block(end, [ParsedCall(self._name, arguments_of(text[self._place : end]))])
 
     def _read_name(self, text: str) -> bool:
         """Read the name; return whether *text* reaches the beginning of the arguments."""

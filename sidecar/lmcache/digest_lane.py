@@ -18,7 +18,7 @@ Deliver = Callable[[range, Sequence[bytes] | None], None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class DigestBatch:
     """Slots whose digests are being taken, the caller's places of them, and the callback."""
 
     memory: HostMemory
@@ -38,7 +38,7 @@ class DigestLane:
         self._transfers = transfers
         self._route = route
         self._num_under_way = 0
-        self._waiting: OrderedDict[object, deque[Batch]] = OrderedDict()  # by client; the one served last comes last
+        self._waiting: OrderedDict[object, deque[DigestBatch]] = OrderedDict()  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
         """Take the digests of these slots; *deliver* is called within a later `poll` of the transfers.
@@ -48,7 +48,7 @@ class DigestLane:
         limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))
-            batch = Batch(memory, slots[places.start : places.stop], places, deliver)
+            batch = DigestBatch(memory, slots[places.start : places.stop], places, deliver)
             self._waiting.setdefault(client, deque()).append(batch)
         self.pump()
 
@@ -64,7 +64,7 @@ class DigestLane:
             else:
                 del self._waiting[client]
 
-    def _submit(self, batch: Batch) -> bool:
+    def _submit(self, batch: DigestBatch) -> bool:
         def on_taken(transfer: Transfer) -> None:
             self._num_under_way -= 1
             batch.deliver(batch.places, transfer.result if transfer.error is None else None)

@@ -83,7 +83,7 @@ class EndedConnections:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PendingCall:
     """One request, with the client and the ids for its answer."""
 
     client: Client[list[bytes]]
@@ -95,7 +95,7 @@ class Call:
 class Held:
     """An answer that waits until the promise is settled, or at most until the time *until*."""
 
-    call: Call
+    call: PendingCall
     promise: Promise
     until: float
     answer: Callable[[], object]
@@ -287,7 +287,7 @@ class LmcacheEndpoint:
             return
         if not frames[1]:  # flow control of an event stream, which does not exist here; not a request
             return
-        call, number, payload = Call(message.client, frames[0], frames[1]), None, frames[2:]
+        call, number, payload = PendingCall(message.client, frames[0], frames[1]), None, frames[2:]
         try:
             number = decode_operation(call.operation, len(payload))
             operation = OPERATIONS[number]
@@ -309,7 +309,7 @@ class LmcacheEndpoint:
             return None
         return self._pool() if number == 14 else OPERATIONS[number].harmless
 
-    def _answer(self, call: Call, answer: object) -> None:
+    def _answer(self, call: PendingCall, answer: object) -> None:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
@@ -326,7 +326,7 @@ class LmcacheEndpoint:
                 self._held.append(held)
 
     def _hold(
-        self, call: Call, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
+        self, call: PendingCall, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
     ) -> object:
         """Return the answer if the promise is settled; otherwise hold it for later."""
         if promise.is_settled:
@@ -338,10 +338,10 @@ class LmcacheEndpoint:
 
     # The operations, in the order in which engines use them.
 
-    def _get_chunk_size(self, call: Call) -> object:
+    def _get_chunk_size(self, call: PendingCall) -> object:
         return self._chunk_tokens
 
-    def _negotiate_chunk_size(self, call: Call, alignment: int) -> object:
+    def _negotiate_chunk_size(self, call: PendingCall, alignment: int) -> object:
         """Answer this sidecar's chunk size, whatever the client needs.
 
         An engine's scheduler and workers need the same answer, also from the sidecar's next process. The client refuses
@@ -355,7 +355,7 @@ class LmcacheEndpoint:
             )
         return self._chunk_tokens
 
-    def _register(self, call: Call, registration: Registration) -> object:
+    def _register(self, call: PendingCall, registration: Registration) -> object:
         """Attach the worker.
 
         A worker that registers again because it has missed answers stays attached as before: it may be in the middle of
@@ -376,16 +376,16 @@ class LmcacheEndpoint:
         segment = self._layouts.segment
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
-    def _unregister(self, call: Call, instance_id: int) -> object:
+    def _unregister(self, call: PendingCall, instance_id: int) -> object:
         """Detach the worker. It may still have copies to finish, for which LMCache's client waits after this."""
         self._registrations.find(call.client, instance_id)
         self._detach(instance_id)
         return None
 
-    def _ping(self, call: Call, instance_id: int | None) -> object:
+    def _ping(self, call: PendingCall, instance_id: int | None) -> object:
         return self._registrations.answer_ping(call.client, instance_id)
 
-    def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
+    def _lookup(self, call: PendingCall, key: Key, tp_size: int) -> object:
         """Start to find out how many chunks are cached; `query_prefetch_status` returns the result.
 
         The engine itself has the chunks before *key*'s start. They are looked up, but not promised.
@@ -423,7 +423,7 @@ class LmcacheEndpoint:
         )
         return None
 
-    def _query_prefetch_status(self, call: Call, request_id: str, max_s: float = HELD_S) -> object:
+    def _query_prefetch_status(self, call: PendingCall, request_id: str, max_s: float = HELD_S) -> object:
         """Return where the hit ends, in chunks from the beginning of the prompt; None if it is not known yet."""
         own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
         if not own:
@@ -431,10 +431,10 @@ class LmcacheEndpoint:
         promise = own[0]
         return self._hold(call, promise, self._clock() + max_s, lambda: promise.hit_end if promise.is_settled else None)
 
-    def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:
+    def _wait_prefetch_status(self, call: PendingCall, request_id: str, timeout_s: float) -> object:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
-    def _free_lookup_locks(self, call: Call, key: Key, tp_size: int, abandoned: object = None) -> object:
+    def _free_lookup_locks(self, call: PendingCall, key: Key, tp_size: int, abandoned: object = None) -> object:
         """End the promise of chunks that the engine itself has, or does not want.
 
         The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises ended when the
@@ -444,7 +444,7 @@ class LmcacheEndpoint:
         self._promises.free(call.client, key.request_id, chunks)
         return None
 
-    def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+    def _prepare_retrieve(self, call: PendingCall, key: Key, instance_id: int) -> object:
         """Return the slots of all requested chunks, from a promise that has them or else from a new one."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
@@ -459,7 +459,7 @@ class LmcacheEndpoint:
         load = Load(instance, rank, key.request_id, chunks)
         return self._hold(call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, load), load)
 
-    def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+    def _commit_retrieve(self, call: PendingCall, key: Key, instance_id: int) -> object:
         instance = self._registrations.find(call.client, instance_id)
         if instance is not None:
             load = Load(instance, instance.rank_of(key), key.request_id, self._chunks(key))
@@ -479,7 +479,7 @@ class LmcacheEndpoint:
                 return True
         return False
 
-    def _prepare_store(self, call: Call, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
+    def _prepare_store(self, call: PendingCall, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
         """Reserve slots for the chunks that neither host memory nor disk has; return none if there is no room."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
@@ -500,7 +500,7 @@ class LmcacheEndpoint:
             )
         )
 
-    def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
+    def _commit_store(self, call: PendingCall, key: Key, instance_id: int, data: bytes) -> object:
         if data:
             raise Refused("pickle", "a worker sends its chunks by value: it could not map the segment; share /dev/shm")
         instance = self._registrations.find(call.client, instance_id)
@@ -508,12 +508,12 @@ class LmcacheEndpoint:
             return False
         return self._stores.commit(instance, instance.rank_of(key), key.request_id, self._chunks(key))
 
-    def _end_session(self, call: Call, request_id: str) -> object:
+    def _end_session(self, call: PendingCall, request_id: str) -> object:
         self._promises.end_request(call.client, request_id)
         self._token_keys.forget(request_id)
         return None
 
-    def _clear(self, call: Call, force: bool = True) -> object:
+    def _clear(self, call: PendingCall, force: bool = True) -> object:
         """Evict everything that is cached now."""
         self.on_clear([tiers.layout for tiers in self._layouts])
         self._layouts.clear()
@@ -554,7 +554,7 @@ class LmcacheEndpoint:
                 return promise
         return None
 
-    def _begin_reading(self, call: Call, promise: Promise, load: Load) -> Loaded:
+    def _begin_reading(self, call: PendingCall, promise: Promise, load: Load) -> Loaded:
         instance, groups = load.instance, groups_of(load.instance.layout, load.rank)
         here, parts = promise.places(load.chunks), promise.of_groups(groups)
         is_there = bool(parts) and here.stop <= promise.num_chunks and all(own.has(here) for own in parts)

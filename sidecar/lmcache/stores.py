@@ -14,7 +14,7 @@ from kvtier.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.sidecar.lmcache.registrations import Instance
 from kvtier.sidecar.port import Client
 from kvtier.sidecar.shares import Shares, Wanted
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.lower_tiers import NOWHERE, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -225,14 +225,14 @@ def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | N
     return lambda part, digests: stores.on_digests(store, part, digests)
 
 
-def _rows(store: Store) -> list[Row]:
+def _rows(store: Store) -> list[NamedSpan]:
     """Return the store's chunks as rows of consecutive chunks, the last row first, as `publish` takes them."""
-    rows: list[Row] = []
+    rows: list[NamedSpan] = []
     places = store.places[::-1]
     start = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] - 1:
             names = [store.blocks.names[place] for place in places[start:end]]
-            rows.append(Row(start, end, names, store.blocks.parents[places[end - 1]]))
+            rows.append(NamedSpan(start, end, names, store.blocks.parents[places[end - 1]]))
             start = end
     return rows

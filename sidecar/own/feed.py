@@ -13,7 +13,7 @@ from kvtier.engine.attached.wire import (
     LeftHost,
     OnDisk,
     ReadState,
-    State,
+    TiersState,
     Told,
     frame_of,
     joined,
@@ -104,12 +104,12 @@ class Feed:
                 self._port.send(client, frame)
         self._flags, self._stated_at = flags, now
 
-    def state(self) -> State:
+    def state(self) -> TiersState:
         """Return the current state of the tiers."""
         status = self.tiers.tiers.status
         statistics = status.statistics()
         host = replace(statistics.tiers[Tier.HOST], capacity_bytes=self._capacity_bytes)
-        return State(
+        return TiersState(
             status.is_indexed,
             status.is_readable,
             status.is_making_room,

@@ -14,7 +14,7 @@ from kvtier.sidecar.endpoint import Lease, LeaseUse
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.lower_tiers import Inquiry
 from kvtier.tiers.lower.local_tiers import LocalFetch
@@ -402,7 +402,7 @@ def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterat
         yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
 
 
-def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[Row]:
+def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[NamedSpan]:
     """Return the chains as rows. Raise `Malformed` unless each of the blocks is in one of them."""
     rows, end = [], 0
     for each in chains:
@@ -412,7 +412,7 @@ def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: 
             raise Malformed(f"a parent of {len(each.parent)} bytes")
         end = each.end
         parent = None if each.parent is None else BlockName(each.parent)
-        rows.append(Row(each.start, end, list(names[each.start : end]), parent))
+        rows.append(NamedSpan(each.start, end, list(names[each.start : end]), parent))
     if not end == len(names) == num_blocks:
         raise Malformed(f"{num_blocks} slots, {len(names)} blocks, and chains of {end}")
     return rows

@@ -17,7 +17,7 @@ from kvtier.store.lmdb.tables import (
     NO_TENANT,
     SEQUENCE,
     SLOTS,
-    Row,
+    RecordRow,
     Tables,
     ascending,
     checksum,
@@ -62,7 +62,7 @@ class Change:
         packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        row = Row.unpack(key, packed)
+        row = RecordRow.unpack(key, packed)
         if not row.is_marked:
             self._txn.put(key, row._replace(is_marked=True).pack(key), db=self._tables.records)
         return True
@@ -113,7 +113,7 @@ class Change:
         *coming* are keys that this change adds later. As parents they will be newer, so they need no mark.
         """
         tenant = blob.tenant or NO_TENANT
-        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
+        self._append(sealed.key, RecordRow(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
         self._num_written += sealed.payload.nbytes
@@ -132,7 +132,7 @@ class Change:
         packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        self._on_removed(Row.unpack(key, packed))
+        self._on_removed(RecordRow.unpack(key, packed))
         return True
 
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
@@ -207,7 +207,7 @@ class Change:
             if not key:
                 raise lmdb.CorruptedError("an entry of the order has no key")
             packed = self._txn.get(key, db=self._tables.records)
-            row = None if packed is None else Row.unpack(key, packed)
+            row = None if packed is None else RecordRow.unpack(key, packed)
             if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
                 raise lmdb.CorruptedError("an entry of the order belongs to another record")
             if not row.is_marked:
@@ -249,7 +249,7 @@ class Change:
         if owner != NO_TENANT:
             self._txn.delete(owner + position, db=self._tables.owned)
 
-    def _on_removed(self, row: Row) -> None:
+    def _on_removed(self, row: RecordRow) -> None:
         """Remove a deleted record's entry in the order and its charge, and free its slot."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
@@ -297,7 +297,7 @@ class Change:
         if tenant != NO_TENANT:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
-    def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
+    def _append(self, key: bytes, row: RecordRow, coming: Collection[bytes] = ()) -> None:
         """Write the record of *key* as the newest, and mark its parent unless that is in *coming*."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1

@@ -17,7 +17,7 @@ from kvtier.store.folder import Folder, open_private
 from kvtier.store.lmdb import roots as lmdb_roots
 from kvtier.store.lmdb.boot_mark import BootMark, FileState
 from kvtier.store.lmdb.data_file import DAMAGE, DATA, damage_of
-from kvtier.store.lmdb.tables import Row, Tables, ascending
+from kvtier.store.lmdb.tables import RecordRow, Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # rows of one read transaction, 10 ms: meanwhile the owner cannot reuse the pages that it frees
@@ -36,7 +36,7 @@ class StoreDamaged(StoreLost):
     """Error raised if the index is broken and its mark does not yet say so to the process that opens it next."""
 
 
-class State(StrEnum):
+class Condition(StrEnum):
     """State in which a data file was left."""
 
     CLEAN = "clean"  # closed and synced
@@ -88,7 +88,7 @@ class Inspection:
     """
 
     folder: Path
-    state: State
+    state: Condition
     next_start: NextStart
     durability: Durability | None
     owner: int | None
@@ -111,7 +111,7 @@ def inspect(folder: Path) -> Inspection:
             state=state,
             next_start=next_start,
             durability=None if mark is None else _DURABILITIES.get(mark.state),
-            owner=None if state is State.CLEAN else _owner(opened.here),
+            owner=None if state is Condition.CLEAN else _owner(opened.here),
             file_bytes=_file_bytes(opened.here),
             content=_content(opened) if next_start is NextStart.WARM else None,
         )
@@ -123,21 +123,21 @@ def require_store(folder: Path) -> None:
         raise FileNotFoundError(f"no store in {folder}; give the folder that [disk] path names")
 
 
-def standing(folder: Path) -> tuple[State, NextStart]:
+def standing(folder: Path) -> tuple[Condition, NextStart]:
     """Return how the data file in *folder* was left, and what the next start finds, according to its mark."""
     mark = BootMark.read(folder)
     if mark is None:
-        return State.UNKNOWN, NextStart.EMPTY
+        return Condition.UNKNOWN, NextStart.EMPTY
     if mark.is_of_another_layout:
-        return State.OTHER_LAYOUT, NextStart.EMPTY
+        return Condition.OTHER_LAYOUT, NextStart.EMPTY
     if damage_of(mark) is not None:
-        return State.DAMAGED, NextStart.EMPTY
+        return Condition.DAMAGED, NextStart.EMPTY
     if mark.state is FileState.CLEAN:
-        return State.CLEAN, NextStart.WARM
+        return Condition.CLEAN, NextStart.WARM
     if not mark.saw_crash:
-        return State.LEFT_OPEN if _owner(folder) is None else State.OPEN, NextStart.WARM
+        return Condition.LEFT_OPEN if _owner(folder) is None else Condition.OPEN, NextStart.WARM
     after = {FileState.COMMIT: NextStart.WARM, FileState.INTERVAL: NextStart.CHECKPOINT}
-    return State.MACHINE_DOWN, after.get(mark.state, NextStart.EMPTY)
+    return Condition.MACHINE_DOWN, after.get(mark.state, NextStart.EMPTY)
 
 
 def _owner(folder: Path) -> int | None:
@@ -208,5 +208,5 @@ def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
         last = rows[-1][0]
         for key, row in rows:
             num_records[key[:NAMESPACE_BYTES]] += 1
-            stored_bytes[key[:NAMESPACE_BYTES]] += Row.unpack(key, row).charged_bytes
+            stored_bytes[key[:NAMESPACE_BYTES]] += RecordRow.unpack(key, row).charged_bytes
     return tuple(NamespaceUse(namespace, num, stored_bytes[namespace]) for namespace, num in num_records.items())

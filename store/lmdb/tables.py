@@ -144,7 +144,7 @@ class Counters:
         return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
-class Row(NamedTuple):
+class RecordRow(NamedTuple):
     """A record without its payload: its row in `records`."""
 
     sequence: int
@@ -156,7 +156,7 @@ class Row(NamedTuple):
     parent: bytes
 
     @classmethod
-    def unpack(cls, key: bytes, packed: bytes) -> "Row":
+    def unpack(cls, key: bytes, packed: bytes) -> "RecordRow":
         """Unpack the row at *key*."""
         row = verified(key, packed)
         end = _ROW.size + HEADER_BYTES
@@ -252,7 +252,7 @@ class Tables:
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
         """Return header and slot of the record of *key*, or None if there is none."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        return None if packed is None else Row.located(key, packed)
+        return None if packed is None else RecordRow.located(key, packed)
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
         """Return up to *limit* records older than *sequence*, newest first, as sequence number and key.
@@ -286,7 +286,7 @@ class Tables:
         places = {verified(place, row): place for place, row in _rows(txn, self.order)}
         order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
         owners = {owned[TENANT_BYTES:]: owned[:TENANT_BYTES] for owned in places}
-        rows = {key: Row.unpack(key, row) for key, row in _rows(txn, self.records)}
+        rows = {key: RecordRow.unpack(key, row) for key, row in _rows(txn, self.records)}
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
         assert txn.stat(db=self.order)["entries"] == len(order), "a key is in the order twice"

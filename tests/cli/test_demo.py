@@ -12,7 +12,7 @@ import torch
 from small_models import build, byte_tokenizer
 
 from kvtier import LLM
-from kvtier.cli.demo.demo import BLOCK_SIZE, QUESTIONS, Plan, Questioner, Stage, Step, run_demo
+from kvtier.cli.demo.demo import BLOCK_SIZE, QUESTIONS, DemoSettings, Questioner, Stage, Step, run_demo
 
 NUM_TOKENS = 3000  # with half of that a chunk is more than the clean-ahead window of so small a pool
 NAMES = ["cold", "device", "host", "disk", "restart", "corrupt"]
@@ -43,7 +43,7 @@ def notes() -> list[str]:
 def steps(notes: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
     """One run of the demo on a short document; two of its steps run in processes of their own."""
     store = tmp_path_factory.mktemp("demo")
-    return {step.name: step for step in run_demo(Plan(None, None, NUM_TOKENS, str(store)), notes.append)}
+    return {step.name: step for step in run_demo(DemoSettings(None, None, NUM_TOKENS, str(store)), notes.append)}
 
 
 @pytest.mark.long
@@ -120,7 +120,7 @@ def test_facts_are_woven_into_a_text_of_ones_own_and_found_again(tmp_path: Path)
     document = tmp_path / "own.txt"
     document.write_text("".join(PROSE.format(number=number) for number in range(2, 22)))
 
-    stage = Stage.of(Plan(None, str(document), 1500, str(tmp_path / "store")))
+    stage = Stage.of(DemoSettings(None, str(document), 1500, str(tmp_path / "store")))
     with LLM(stage.model, stage.config, stage.tokenizer) as llm:
         asker = Questioner(stage, llm, {})
         steps = [asker.step("cold"), asker.step("device")]

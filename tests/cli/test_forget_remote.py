@@ -9,7 +9,7 @@ from remote_cases import REMOTES, empty_remote
 from small_models import build, byte_tokenizer
 
 from kvtier.cli.main import main
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import RemoteConfig, as_config
 from kvtier.engine.stores.remote_store import remote_store
 from kvtier.store.remote_store import RemoteRecord

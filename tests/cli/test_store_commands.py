@@ -28,7 +28,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.tables import COUNTERS_KEY, Row
+from kvtier.store.lmdb.tables import COUNTERS_KEY, RecordRow
 from kvtier.store.lmdb.upkeep import Tally, Verification
 from kvtier.store.record import Fault, Record, digest
 
@@ -76,7 +76,7 @@ def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
         for key in keys:
             packed = txn.get(key, db=tables.records)
             assert packed is not None
-            row = Row.unpack(key, packed)
+            row = RecordRow.unpack(key, packed)
             header = row.header
             record = Record.unpack(key, header)
             assert isinstance(record, Record)
@@ -263,7 +263,7 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
     with changed_index(store) as (txn, tables):
         packed = txn.get(key_of(3, B), db=tables.records)
         assert packed is not None
-        row = Row.unpack(key_of(3, B), packed)._replace(parent=key_of(2, B))  # which is older
+        row = RecordRow.unpack(key_of(3, B), packed)._replace(parent=key_of(2, B))  # which is older
         txn.put(key_of(3, B), row.pack(key_of(3, B)), db=tables.records)
 
     status, out, _ = run(capsys, "check", store)

@@ -13,7 +13,7 @@ from lmcache_bed import Lane
 from kvtier.connectors import staged_disk
 from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.job import Outcomes
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.staged_disk import NUM_PARTS, Rows, StagedDisk
 from kvtier.engine.config import ByteSize, DiskConfig
 from kvtier.store.blob_store import Blob
@@ -76,10 +76,10 @@ class Disk(DiskBelow):
         for lane in self.lanes.values():
             lane.work()
 
-    def load(self, rows: Sequence[Row]) -> Outcomes:
+    def load(self, rows: Sequence[BlockRow]) -> Outcomes:
         return Waited(super().load(rows), self.work)  # type: ignore[return-value]
 
-    def store(self, rows: Sequence[Row]) -> Outcomes:
+    def store(self, rows: Sequence[BlockRow]) -> Outcomes:
         return Waited(super().store(rows), self.work)  # type: ignore[return-value]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm_connector import engine_layout
-from kvtier.connectors.vllm_connector.build import Settings, settings_of
+from kvtier.connectors.vllm_connector.build_scheduler_half import Settings, settings_of
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, group_layouts, namespace_of
 from kvtier.connectors.vllm_connector.known_vllm import HOOKS, check_engine
 from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, SlidingWindow

@@ -14,7 +14,7 @@ from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.connectors.vllm_connector.step_work import Segment
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.session import open_session
-from kvtier.sidecar.build import build_sidecar
+from kvtier.sidecar.build_sidecar import build_sidecar
 from kvtier.sidecar.endpoints import endpoints_of
 from kvtier.sidecar.sidecar import Sidecar
 

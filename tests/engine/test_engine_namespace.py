@@ -7,7 +7,7 @@ import torch
 from small_models import build, byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.runner import ModelRunner

@@ -447,7 +447,7 @@ def test_an_llm_interrupted_at_the_end_of_its_start_leaves_the_store_to_the_next
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtier.engine.build.Scheduler", interrupt)
+    monkeypatch.setattr("kvtier.engine.build_core.Scheduler", interrupt)
     with pytest.raises(KeyboardInterrupt):
         LLM(model, configuration(tmp_path), byte_tokenizer())
 

@@ -16,7 +16,7 @@ from small_models import build, byte_tokenizer
 from transformers import PreTrainedModel
 from waiting import DEADLINE_S, wait_for
 
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import DiskConfig, RemoteConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.sampling import SamplingParams

@@ -12,7 +12,7 @@ from foreign.told_script import ToldScript
 
 from kvtier.routing.event_feed import EventFeed
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
-from kvtier.routing.kv_event import Batch, Publisher
+from kvtier.routing.kv_event import EventBatch, Publisher
 from kvtier.routing.prefix_index import Matched, PrefixIndex
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
@@ -38,7 +38,7 @@ async def _play(engine: ToldScript, publisher: Publisher) -> None:
     index = PrefixIndex(Fingerprints(), max_blocks=10_000)
     index.add("engine")
 
-    def take(batch: Batch) -> None:
+    def take(batch: EventBatch) -> None:
         for event in batch.events:
             index.learn("engine", event)
 

@@ -10,7 +10,7 @@ import torch
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
 
 from kvtier.cli.main import main
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.model.gpu_share import LIBRARY_BYTES
 from kvtier.server.plan import make_plan

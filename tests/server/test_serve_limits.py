@@ -15,7 +15,7 @@ from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, come_true
 from small_models import build
 
 from kvtier.engine.config import as_config
-from kvtier.server.build import build_server
+from kvtier.server.build_server import build_server
 from kvtier.server.documents.documents import Documents
 from kvtier.server.http_server import HttpServer
 from kvtier.server.waiting_room import RoomFull, WaitingRoom

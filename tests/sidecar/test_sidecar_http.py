@@ -17,7 +17,7 @@ from kvtier.sidecar.config import HttpConfig
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts, Lease, LeaseUse
 from kvtier.sidecar.http.access import HEALTH, token_of
 from kvtier.sidecar.http.app import PATHS
-from kvtier.sidecar.http.build import LIMITS, limits_of, serve_http
+from kvtier.sidecar.http.serve_http import LIMITS, limits_of, serve_http
 from kvtier.sidecar.sidecar import MAX_QUESTIONS
 from kvtier.web.dashboard.assets import PAGE
 from kvtier.web.paths import DATA_PATHS, EXPLAIN

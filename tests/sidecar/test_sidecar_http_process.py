@@ -125,7 +125,7 @@ def test_a_store_that_dies_is_in_the_log_and_the_sidecar_goes_on(tmp_path: Path)
 
 
 def test_the_process_has_no_torch_and_no_transformers() -> None:
-    modules = "kvtier.sidecar.process, kvtier.sidecar.http.build"
+    modules = "kvtier.sidecar.process, kvtier.sidecar.http.serve_http"
     program = f"import sys, {modules}; print({{'torch', 'transformers', 'cupy'}} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 

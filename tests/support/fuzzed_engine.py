@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import build as engine_build
 from kvtier.engine import core as engine_core
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache

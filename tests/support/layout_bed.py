@@ -12,7 +12,7 @@ from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
@@ -74,7 +74,7 @@ class LayoutBed:
         digests = [digest(tiers.memories[rank].host_block(slot)) for slot in slots]
         owners = np.full(len(slots), number_of(tenant_of(salt)), np.uint64)
         if slots:
-            rows = [Row(0, len(slots), list(names), None)]
+            rows = [NamedSpan(0, len(slots), list(names), None)]
             tiers.tiers.publish(rank, np.array(slots, np.intp), rows, digests, owners)
         self.settle()
         return len(slots)

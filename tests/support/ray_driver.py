@@ -22,7 +22,7 @@ from ray import serve
 
 from kvtier.routing.question import COMPLETIONS, Question
 from kvtier.routing.ray_serve.app import build_app
-from kvtier.routing.ray_serve.call import Call, Stage, Wanted, Way
+from kvtier.routing.ray_serve.call import ReceivedRequest, Stage, Wanted, Way
 from kvtier.routing.ray_serve.request_router import PrefixRequestRouter
 
 
@@ -51,7 +51,7 @@ def ask(name: str, model: str, prompt: list[int]) -> list[Any]:
     engine = serve.get_deployment_handle("Engine", name).options(method_name="answer", stream=True)
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 1}).encode()
     way = Way(wanted(prompt))
-    head, *_ = engine.remote(Call("POST", COMPLETIONS, b"", [], body), way)
+    head, *_ = engine.remote(ReceivedRequest("POST", COMPLETIONS, b"", [], body), way)
     way.stage = Stage.ENDED
     return [head["status"], {key.decode(): value.decode() for key, value in head["headers"]}]
 

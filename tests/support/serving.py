@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
-from kvtier.server.build import build_server
+from kvtier.server.build_server import build_server
 from kvtier.server.http_server import HttpServer
 from kvtier.server.service import Service
 from kvtier.web.api_keys import ApiKeys

@@ -14,14 +14,14 @@ from layout_bed import content, layout
 from plain_http import NO_TLS
 from waiting import DEADLINE_S, join, wait_for
 
-from kvtier.sidecar.build import build_sidecar
+from kvtier.sidecar.build_sidecar import build_sidecar
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
-from kvtier.sidecar.http.build import serve_http
+from kvtier.sidecar.http.serve_http import serve_http
 from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.sidecar import Sidecar
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.tenant import number_of, tenant_of
 from kvtier.web.operating.routes import Operating
@@ -113,7 +113,7 @@ class RunningSidecar:
             for name, block in zip(names, blocks, strict=True):
                 block[:] = content(tiers.layout, 0, name)
             owners = np.full(num_chunks, number_of(tenant_of(salt)), np.uint64)
-            rows = [Row(0, num_chunks, list(names), None)]
+            rows = [NamedSpan(0, num_chunks, list(names), None)]
             tiers.tiers.publish(0, np.array(slots, np.intp), rows, [digest(block) for block in blocks], owners)
             return tiers.layout
 

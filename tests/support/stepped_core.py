@@ -14,8 +14,8 @@ from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import SamplingParams
-from kvtier.engine import build
-from kvtier.engine.build import build_core
+from kvtier.engine import build_core as build
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import Request

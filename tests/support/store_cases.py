@@ -15,7 +15,7 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.lmdb.data_file import index_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.tables import MAX_DBS, Row
+from kvtier.store.lmdb.tables import MAX_DBS, RecordRow
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.record import HEADER_BYTES, digest
@@ -95,7 +95,7 @@ class LmdbCase:
         with self._index(store) as (env, records), env.begin() as txn:
             packed = txn.get(key, db=records)
         assert packed is not None
-        row = Row.unpack(key, packed)
+        row = RecordRow.unpack(key, packed)
         payload = bytearray(row.slot.num_bytes)
         slabs = Slabs(self.folder)
         slabs.read([row.slot], [memoryview(payload)])
@@ -106,7 +106,7 @@ class LmdbCase:
         with self._index(store) as (env, records), env.begin(write=True) as txn:
             packed = txn.get(key, db=records)
             assert packed is not None
-            row = Row.unpack(key, packed)
+            row = RecordRow.unpack(key, packed)
             parent = row.parent if len(header) == HEADER_BYTES else b""
             txn.put(key, row._replace(header=header, parent=parent).pack(key), db=records)
         slabs = Slabs(self.folder)

@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.local_tiers import LocalTiers
@@ -244,7 +244,7 @@ class UnreliableTiers:
         return slots
 
     def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+        self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         def arrive() -> None:
             if self.is_alive:

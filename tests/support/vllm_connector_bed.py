@@ -16,7 +16,7 @@ from chaos import FakeClock
 from waiting import wait_for
 
 from kvtier.connectors.vllm_connector.adapters import Adapters
-from kvtier.connectors.vllm_connector.build import host_slots
+from kvtier.connectors.vllm_connector.build_scheduler_half import host_slots
 from kvtier.connectors.vllm_connector.digests import Digests
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout
 from kvtier.connectors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment

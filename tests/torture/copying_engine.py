@@ -23,7 +23,7 @@ from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
@@ -171,7 +171,7 @@ class Scheduler:
             self._tiers.abandon(0, ids)
             return False
         digests = [digest(self._memory.host_block(slot)) for slot in slots]
-        self._tiers.publish(0, ids, [Row(0, len(own), own, None)], digests, np.zeros(len(slots), np.uint64))
+        self._tiers.publish(0, ids, [NamedSpan(0, len(own), own, None)], digests, np.zeros(len(slots), np.uint64))
         return True
 
     def _ask(self, is_load: bool, copies: Sequence[tuple[int, bytes]]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, Row, Runs
+from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, NamedSpan, Runs
 from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, as_ids, as_ints, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -197,7 +197,7 @@ class BlockPool:
         """Return the name of the block in the slot; None if the slot has no named block."""
         return self._runs.name(slot)
 
-    def rows(self, slots: Ids) -> list[Row]:
+    def rows(self, slots: Ids) -> list[NamedSpan]:
         """Return the named blocks in the slots, as rows of consecutive blocks of one chain."""
         return self._runs.rows(slots)
 

@@ -107,7 +107,7 @@ class Span(NamedTuple):
     place: int
 
 
-class Row(NamedTuple):
+class NamedSpan(NamedTuple):
     """The names of the blocks of a `Span`. *parent* is the name of the block that the row continues, if known."""
 
     start: int
@@ -194,17 +194,17 @@ class Runs:
             for start, end, spot in zip(starts, ends.tolist(), spots[starts].tolist(), strict=True)
         ]
 
-    def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
+    def rows(self, slots: npt.NDArray[np.intp]) -> list[NamedSpan]:
         """Return the same pieces as `spans`, with the blocks' names."""
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
-                rows.append(Row(start, end, [self._alone[int(slots[start])]], None))
+                rows.append(NamedSpan(start, end, [self._alone[int(slots[start])]], None))
                 continue
             before, run = place - (end - start), self._runs[run_id]
             names = self._names(run_id, range(place, before, -1))
             before += run.first
-            rows.append(Row(start, end, names, None if before < 0 else run.names[before]))
+            rows.append(NamedSpan(start, end, names, None if before < 0 else run.names[before]))
         return rows
 
     def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.store.record import digest_for_threads
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, CopyBatch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import are_kept
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.residency import Residency
@@ -26,7 +26,7 @@ BACK_OFF_S = 1.0  # pause after a failed copy from the device, which keeps servi
 
 
 @dataclass(eq=False, slots=True)
-class HostBatch(Batch):
+class HostBatch(CopyBatch):
     """Blocks being copied to host memory. Their device and host slots are leased."""
 
     group: GroupTiers
@@ -212,7 +212,7 @@ class HostSpill:
             self._not_before = self._clock() + BACK_OFF_S
         self._lower.abandon(batch.group.id, batch.lower_slots)
 
-    def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[Row]]:
+    def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[NamedSpan]]:
         """Return the device slots whose blocks have no copy below, and these blocks. Mark the other slots clean."""
         rows = group.pool.rows(slots)
         names = [name for row in rows for name in row.names]

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
@@ -23,14 +23,14 @@ def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes:
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
+class CopyBatch:
     """Blocks of one attention group being copied down, in the order in which the lower tier should evict them.
 
     The batch holds a lease on each of *source_slots* until it ends.
     """
 
     upper: BlockPool
-    rows: Sequence[Row]
+    rows: Sequence[NamedSpan]
     source_slots: Ids
     submitted_at: float  # monotonic seconds
     names: Sequence[BlockName] = field(init=False)
@@ -39,7 +39,7 @@ class Batch:
         self.names = [name for row in self.rows for name in row.names]
 
 
-AnyBatch = TypeVar("AnyBatch", bound=Batch)
+AnyBatch = TypeVar("AnyBatch", bound=CopyBatch)
 
 
 class Copies(Generic[AnyBatch]):

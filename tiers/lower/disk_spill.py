@@ -9,7 +9,7 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, CopyBatch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.block_memory import HostMemory
@@ -22,7 +22,7 @@ MAX_IN_FLIGHT = 4  # batches: enough to keep the disk busy
 
 
 @dataclass(eq=False, slots=True)
-class DiskBatch(Batch):
+class DiskBatch(CopyBatch):
     """Blocks being written to disk."""
 
     group_id: int

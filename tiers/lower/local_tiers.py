@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import Fault
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.lower.clean_ahead import CleanAhead
@@ -538,7 +538,7 @@ class LocalTiers:
         return True
 
     def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+        self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         come = [self._publish_row(group_id, slots, row, digests, owners) for row in rows]
         if self.index.disk.is_there:
@@ -644,7 +644,7 @@ class LocalTiers:
     def pop_lost(self) -> Sequence[Lost]:
         return self.index.pop_lost()
 
-    def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
+    def _publish_row(self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
         """Publish the blocks of one row and return the slots of those that no other slot holds."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
@@ -318,7 +318,7 @@ class LowerTiers(Protocol):
         """
 
     def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+        self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         """Make the blocks in these reserved slots findable, now that their bytes are complete, and end the leases.
 

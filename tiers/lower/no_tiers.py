@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import (
     NOWHERE,
@@ -106,7 +106,7 @@ class NoTiers:
         return []
 
     def publish(
-        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+        self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         assert not len(slots), "a slot that was not reserved"
 

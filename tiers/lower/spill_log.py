@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.store.blob_store import StoreFull
-from kvtier.tiers.lower.copies import Batch
+from kvtier.tiers.lower.copies import CopyBatch
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -53,7 +53,7 @@ class SpillLog:
         self._clock = clock
         self._spills: list[Spill] = []
 
-    def on_copied(self, route: Route, batch: Batch, transfer: Transfer, num_pushed_out: int = 0) -> None:
+    def on_copied(self, route: Route, batch: CopyBatch, transfer: Transfer, num_pushed_out: int = 0) -> None:
         """Record a batch whose copy has ended; *num_pushed_out* of its blocks have been evicted since."""
         dropped: dict[Drop | EvictionCause, int] = {}
         if transfer.error is not None:

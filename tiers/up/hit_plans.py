@@ -8,7 +8,7 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, LoadPlan
 from kvtier.tiers.up.promoter import Hits
 from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -86,7 +86,7 @@ class HitPlans:
         hit: Hit,
         num_tokens: int,
         busy_s: float,
-        choose: Callable[[Demand, int, float, LoadSpeeds], Plan],
+        choose: Callable[[Demand, int, float, LoadSpeeds], LoadPlan],
     ) -> Hit:
         """Shorten or split the hit according to the plan that *choose*, a method of the planner, returns."""
         demand = self._hits.demand(hit, self._alignment)

@@ -22,7 +22,7 @@ _FIRST_TOKENS = 1000
 _MIN_GAIN = 0.1  # minimum gain in time to first token for which a loadable part is recomputed
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """A plan for a hit: load tokens *start* to *end* while the tokens before *start* are computed."""
 
     start: int
@@ -70,17 +70,17 @@ class LoadPlanner:
         self._clock = clock
         self._with_splits = with_splits
 
-    def choose(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
+    def choose(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> LoadPlan:
         """Return the same as `best`, and count the plan once the prefill speed is known."""
         plan = self.best(demand, num_tokens, busy_s, speeds)
         if self.prefill.is_known:
             self.num_plans[_outcome(plan, demand)] += 1
         return plan
 
-    def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
+    def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> LoadPlan:
         """Return the best plan for a prompt of *num_tokens* tokens after *busy_s* seconds of earlier compute."""
         if not self.prefill.is_known:
-            return Plan(0, int(demand.ends[-1]))
+            return LoadPlan(0, int(demand.ends[-1]))
         loads = self._load_seconds(demand, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
@@ -91,8 +91,8 @@ class LoadPlanner:
             splits = np.maximum(loads, busy_s + fronts) + computes[-1]
             start = int(np.argmin(splits))
             if splits[start] < totals[place] * (1 - _MIN_GAIN):
-                return Plan(int(demand.ends[start]), int(demand.ends[-1]))
-        return Plan(0, int(demand.ends[place]))
+                return LoadPlan(int(demand.ends[start]), int(demand.ends[-1]))
+        return LoadPlan(0, int(demand.ends[place]))
 
     def statistics(self) -> PlanStatistics:
         """Return a copy of the number of plans by outcome, and the measured prefill speed."""
@@ -132,7 +132,7 @@ def _rests(demand: Demand) -> Demand:
     return Demand(demand.ends, rests)
 
 
-def _outcome(plan: Plan, demand: Demand) -> str:
+def _outcome(plan: LoadPlan, demand: Demand) -> str:
     if plan.start:
         return "split"
     if plan.end == demand.ends[-1]:

@@ -14,7 +14,7 @@ from kvtier.tiers.naming.tier import Tier
 LIFE_SHORT_YEARS = 1.0
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     """The state of one component."""
 
     GOOD = "good"
@@ -27,7 +27,7 @@ class Condition:
     """A component and its state."""
 
     thing: str
-    state: State
+    state: HealthState
     text: str
 
 
@@ -41,7 +41,7 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
         yield _side({"read": "reading", "write": "writing"}[side], state, disk.why_failed[side])
     if disk.budget_left_bytes is not None and disk.budget_left_bytes <= 0:
         text = "today's write budget is used up: only blocks that are used a second time are written"
-        yield Condition("writes", State.WATCH, text)
+        yield Condition("writes", HealthState.WATCH, text)
     if disk.life is not None:
         yield _life(disk.life.used, disk.life.years_left)
 
@@ -61,17 +61,17 @@ def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)
             text = f"{_blocks(damaged)} had no valid bytes since the start ({causes}); their tokens were recomputed"
-            yield Condition(f"{tier} blocks", State.WATCH, text)
+            yield Condition(f"{tier} blocks", HealthState.WATCH, text)
         if found.dropped_spills and tier is not Tier.DISK:
             text = f"{_blocks(found.dropped_spills)} evicted before the tier below had a copy"
-            yield Condition(f"{tier} spills", State.WATCH, text)
+            yield Condition(f"{tier} spills", HealthState.WATCH, text)
 
 
 def sidecar_condition(sidecar: SidecarStanding) -> Condition:
     """Return the condition of an engine's sidecar."""
     if sidecar.is_attached:
-        return Condition("sidecar", State.GOOD, f"attached at {sidecar.path}")
-    return Condition("sidecar", State.BAD, f"{sidecar.path} is gone or does not answer; retrying")
+        return Condition("sidecar", HealthState.GOOD, f"attached at {sidecar.path}")
+    return Condition("sidecar", HealthState.BAD, f"{sidecar.path} is gone or does not answer; retrying")
 
 
 def _blocks(number: int) -> str:
@@ -82,22 +82,22 @@ def _store(store: StoreStanding) -> Condition:
     if store.not_open is None:
         num_faults = store.num_gone + store.num_ended
         if not num_faults:
-            return Condition("store", State.GOOD, f"{store.folder} is open")
+            return Condition("store", HealthState.GOOD, f"{store.folder} is open")
         why = f": {store.why_ended}" if store.why_ended else ""
-        return Condition("store", State.WATCH, f"open, but was lost {num_faults:,} times since the start{why}")
-    state = State.WATCH if store.not_open is WhyClosed.OPENING else State.BAD
+        return Condition("store", HealthState.WATCH, f"open, but was lost {num_faults:,} times since the start{why}")
+    state = HealthState.WATCH if store.not_open is WhyClosed.OPENING else HealthState.BAD
     return Condition("store", state, f"not open ({store.not_open}): {store.why or 'retrying'}")
 
 
 def _side(doing: str, state: BreakerState, why: str) -> Condition:
     if state is BreakerState.CLOSED:
-        return Condition(doing, State.GOOD, "works")
-    left = {BreakerState.OPEN: State.BAD, BreakerState.HALF_OPEN: State.WATCH}[state]
+        return Condition(doing, HealthState.GOOD, "works")
+    left = {BreakerState.OPEN: HealthState.BAD, BreakerState.HALF_OPEN: HealthState.WATCH}[state]
     return Condition(doing, left, f"paused for a while: {why or 'errors, or no answer'}")
 
 
 def _life(used: float, years_left: float) -> Condition:
-    state = State.GOOD if used < 1 and years_left >= LIFE_SHORT_YEARS else State.WATCH
+    state = HealthState.GOOD if used < 1 and years_left >= LIFE_SHORT_YEARS else HealthState.WATCH
     if used >= 1:
         return Condition("drive", state, f"{used:.0%} of its endurance is used: replace it, or lower the write budget")
     share = f"{used:.1%}" if used >= 0.001 else "less than 0.1%"  # a new drive

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.observability.explain.explanation import Departure, Explanation, Row, Why
+from kvtier.engine.observability.explain.explanation import Departure, Explanation, ExplainedRun, Why
 from kvtier.engine.observability.explain.known_prompts import OlderPrompts
 from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.engine.scheduling.trail import Trail
@@ -55,7 +55,7 @@ class Evidence:
         explanation.check()
         return explanation
 
-    def _missed_rows(self) -> list[Row]:
+    def _missed_rows(self) -> list[ExplainedRun]:
         """Return a row for each block that was not loaded from the cache, and for the tokens after the full blocks."""
         trail, num_tokens, size = self.past.trail, self.past.prompt.num_tokens, self.past.trail.block_size
         ghosts, ways = self._lost(), self._other_ways()
@@ -66,7 +66,7 @@ class Evidence:
             block = start // size
             reason, until = self._reason_at(start)
             end = min((block + 1) * size, num_tokens, until)
-            row = Row(start, end, None, Why.SHORT if num_tokens < size else reason)
+            row = ExplainedRun(start, end, None, Why.SHORT if num_tokens < size else reason)
             if row.why in _LOST and block < len(trail.names):
                 if block < len(self.tiers) and self.tiers[block] is not None:
                     row = replace(row, why=Why.BEHIND)
@@ -91,7 +91,7 @@ class Evidence:
                 return reason, end
         return Reason.LAST_BLOCK, num_tokens
 
-    def _evicted_row(self, row: Row, ghost: Ghost) -> Row:
+    def _evicted_row(self, row: ExplainedRun, ghost: Ghost) -> ExplainedRun:
         """Return the row with its block's eviction, and the tenant's own requests that ran at that time."""
         at = ghost.at + self.clock_offset
         why = Reason.evicted_from(ghost.tier)
@@ -145,21 +145,21 @@ class Evidence:
         return found
 
 
-def _hit_rows(trail: Trail) -> list[Row]:
+def _hit_rows(trail: Trail) -> list[ExplainedRun]:
     size = trail.block_size
     rows = [
-        Row(block * size, (block + 1) * size, _TIERS[depth])
+        ExplainedRun(block * size, (block + 1) * size, _TIERS[depth])
         if depth < len(_TIERS)
-        else Row(block * size, (block + 1) * size, None, Reason.COST)
+        else ExplainedRun(block * size, (block + 1) * size, None, Reason.COST)
         for block, depth in enumerate(trail.depths)
     ]
     if trail.num_copied:
         start = len(trail.depths) * size
-        rows.append(Row(start, start + trail.num_copied, Tier.DEVICE, is_copied=True))
+        rows.append(ExplainedRun(start, start + trail.num_copied, Tier.DEVICE, is_copied=True))
     return rows
 
 
-def _merged(rows: Sequence[Row]) -> list[Row]:
+def _merged(rows: Sequence[ExplainedRun]) -> list[ExplainedRun]:
     """Merge consecutive rows with the same content, keeping the first and the last eviction time."""
     merged = []
     for _, group in groupby(rows, lambda row: (row.tier, row.why, row.cause, row.differs, row.is_copied)):

@@ -18,7 +18,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExplainedRun:
     """Consecutive tokens with the same outcome: they came from *tier*, or were computed for the reason *why*."""
 
     start: int  # the first token
@@ -54,7 +54,7 @@ class Explanation:
     arrived_at: float | None
     num_tokens: int
     block_size: int
-    rows: tuple[Row, ...]
+    rows: tuple[ExplainedRun, ...]
     departure: Departure | None  # None if no known prompt shares a token
     notes: tuple[str, ...] = ()  # limits of the explanation, one line each
 

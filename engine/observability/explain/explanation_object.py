@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from kvtier.engine.observability.explain.explanation import Departure, Explanation, Row
+from kvtier.engine.observability.explain.explanation import Departure, Explanation, ExplainedRun
 
 
 class EvictionObject(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ def _explanation_object(explanation: Explanation) -> ExplanationObject:
     )
 
 
-def _row_object(row: Row) -> RowObject:
+def _row_object(row: ExplainedRun) -> RowObject:
     evicted = None
     if row.cause is not None and row.evicted_at is not None:
         evicted = EvictionObject(

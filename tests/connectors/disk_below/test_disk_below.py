@@ -20,7 +20,7 @@ from waiting import stop, wait_for
 from kvtier.connectors.disk_below import loads
 from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.disk_below.row_index import Row
+from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.disk_below.writes import Refusal
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.store.blob_store import Blob, StoreFull
@@ -55,19 +55,19 @@ class HostRows:
             shared = mmap.mmap(file.fileno(), num_rows * ROW_BYTES)
         self.memory = memoryview(shared if is_shared else bytearray(num_rows * ROW_BYTES))
 
-    def row(self, place: int, number: int, *, filled: bool = False, parent: int | None = None) -> Row:
+    def row(self, place: int, number: int, *, filled: bool = False, parent: int | None = None) -> BlockRow:
         memory = self.memory[place * ROW_BYTES : (place + 1) * ROW_BYTES]
         memory[:] = bytes_of(number) if filled else bytes(ROW_BYTES)
-        return Row(name_of(number), memory, 0, None if parent is None else name_of(parent))
+        return BlockRow(name_of(number), memory, 0, None if parent is None else name_of(parent))
 
-    def filled(self, numbers: Sequence[int]) -> list[Row]:
+    def filled(self, numbers: Sequence[int]) -> list[BlockRow]:
         """Rows with a prefix of these blocks, one after the other."""
         return [
             self.row(place, number, filled=True, parent=numbers[place - 1] if place else None)
             for place, number in enumerate(numbers)
         ]
 
-    def empty(self, numbers: Sequence[int]) -> list[Row]:
+    def empty(self, numbers: Sequence[int]) -> list[BlockRow]:
         return [self.row(place, number) for place, number in enumerate(numbers)]
 
 
@@ -81,7 +81,7 @@ def disk_at(folder: Path, rows: HostRows, capacity: str = "64MiB", read_timeout_
         disk.close()
 
 
-def is_right(rows: Sequence[Row], numbers: Sequence[int]) -> list[bool]:
+def is_right(rows: Sequence[BlockRow], numbers: Sequence[int]) -> list[bool]:
     return [bytes(row.memory) == bytes_of(number) for row, number in zip(rows, numbers, strict=True)]
 
 

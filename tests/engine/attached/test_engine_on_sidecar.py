@@ -24,7 +24,7 @@ from kvtier.server.documents.draft import Draft
 from kvtier.server.documents.worker import Status
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Plan
+from kvtier.tiers.up.load_planner import LoadPlan
 
 pytestmark = pytest.mark.long
 
@@ -342,7 +342,7 @@ def test_what_the_planner_would_not_load_from_the_sidecar_is_explained_as_too_co
 
     with engine(model, socket, scheduler={"load": "cost"}) as llm:
         until_found(llm, document)
-        llm.core.planner.best = lambda demand, *_: Plan(0, int(demand.ends[len(demand.ends) // 2]))
+        llm.core.planner.best = lambda demand, *_: LoadPlan(0, int(demand.ends[len(demand.ends) // 2]))
         found = llm.core.explain_prompt(llm.core.chain(document, NO_EXTRA_KEYS)).explanation()
 
     (loaded, computed, *_) = found.rows

@@ -10,7 +10,7 @@ from chaos import FakeClock
 from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.sidecar.port import STUCK_S
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -60,7 +60,7 @@ class Engine:
             self.listen()
         for slot, name in zip(slots, names, strict=True):
             self.memory.host_block(slot)[:] = content(name)
-        rows, owners = [Row(0, BLOCKS, names, None)], np.zeros(BLOCKS, np.uint64)
+        rows, owners = [NamedSpan(0, BLOCKS, names, None)], np.zeros(BLOCKS, np.uint64)
         self.tiers.publish(0, np.array(slots, np.intp), rows, [digest(content(name)) for name in names], owners)
         self.listen()
 

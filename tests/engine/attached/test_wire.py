@@ -27,7 +27,7 @@ from kvtier.engine.attached.wire import (
     Refused,
     Reserve,
     Start,
-    State,
+    TiersState,
     TimeOut,
     Traced,
     Welcome,
@@ -87,7 +87,7 @@ OF_SIDECAR: list[FromSidecar] = [
     Welcome(1, "kvtier 0.1.0", b"boot", 1 << 30),
     InHost(0, joined(NAMES), packed(range(5))),
     Fetched(3, packed([0]), packed([9]), b"d" * 16, bytes(8), [(1, Reason.CORRUPT)]),
-    State(
+    TiersState(
         True,
         False,
         True,

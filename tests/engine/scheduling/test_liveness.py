@@ -14,7 +14,7 @@ import pytest
 from hanging import LANES, Fault, HangingWorld
 from small_models import byte_tokenizer
 
-from kvtier.engine.build import LOAD_TIMEOUT_S
+from kvtier.engine.build_core import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.model.paged_model import ARRIVAL_WAIT_S
 from kvtier.engine.model.sampling import SamplingParams

@@ -9,14 +9,14 @@ from fuzzed_engine import Lane, Odds, StirringQueue
 from small_models import byte_tokenizer
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.loading import COMING, NEXT_STATES, WAITING, Loading, LoadingContext, State
+from kvtier.engine.scheduling.loading import COMING, NEXT_STATES, WAITING, Loading, LoadingContext, LoadingState
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.up import uploads
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadPlan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.transfer_engine import Route
 
@@ -65,9 +65,9 @@ class Walk(World):
         )
         self.around = LoadingContext(self.cache, self.clock, LOAD_S, CircuitBreaker(self.clock), lambda besides: 0.0)
         self.loadings: list[tuple[Request, Loading]] = []
-        self.steps: set[tuple[State, State]] = set()
+        self.steps: set[tuple[LoadingState, LoadingState]] = set()
         self.with_room: set[Loading] = set()
-        self.states: set[State] = set()  # in which all that is illegal has been tried
+        self.states: set[LoadingState] = set()  # in which all that is illegal has been tried
 
     def open_lanes(self, failing: float) -> None:
         self.finished = RestingQueue(self.rng, self.clock)  # type: ignore[assignment]  # what is used of a queue
@@ -82,10 +82,10 @@ class Walk(World):
     def look_at_the_clock(self) -> float:
         return self.clock.now
 
-    def plan(self, demand: Demand, *_: object) -> Plan:
+    def plan(self, demand: Demand, *_: object) -> LoadPlan:
         """Plan to load all of a hit, or its end."""
         start = self.rng.choice([0, *demand.ends[:-1].tolist()])
-        return Plan(int(start), int(demand.ends[-1]))
+        return LoadPlan(int(start), int(demand.ends[-1]))
 
     def something_happens(self) -> None:
         """Have one event of one loading, or of the world, happen."""
@@ -130,10 +130,10 @@ class Walk(World):
         loading.check()
         if loading.state is not before or event == loading.take_in:
             self.steps.add((before, loading.state))
-        if loading.state is State.LOADED:
+        if loading.state is LoadingState.LOADED:
             self.see_that_bytes_are_right(request)
             self.compute_to(request, PROMPT)
-        if loading.state in (State.LOADED, State.GIVEN_UP):
+        if loading.state in (LoadingState.LOADED, LoadingState.GIVEN_UP):
             self.release(request)
             self.loadings.remove((request, loading))
         if loading.state not in self.states:
@@ -162,15 +162,15 @@ class Walk(World):
         leaving = [loading.defer, loading.wait_turn, loading.give_up]
         arrived = [loading.take_in] * 8 if loading.has_come else []
         parked = [*arrived, *[begin_early] * 4, loading.give_up]
-        events: dict[State, list[Callable[[], object]]] = {
-            State.QUEUED: [*[loading.look_up] * 8, *leaving],
-            State.FOUND: [*[ask_for_room] * 8, loading.look_up, *leaving],
-            State.ROOM: [loading.begin if loading in self.with_room else ask_for_room] * 8
+        events: dict[LoadingState, list[Callable[[], object]]] = {
+            LoadingState.QUEUED: [*[loading.look_up] * 8, *leaving],
+            LoadingState.FOUND: [*[ask_for_room] * 8, loading.look_up, *leaving],
+            LoadingState.ROOM: [loading.begin if loading in self.with_room else ask_for_room] * 8
             + [loading.look_up, *leaving],
-            State.PARKED: parked,
-            State.EARLY: [*[loading.settle] * 4, *[settle_in_vain] * 4, loading.give_up],
-            State.LATE: parked,
-            State.SPLIT: [*arrived, compute, compute, loading.give_up],
+            LoadingState.PARKED: parked,
+            LoadingState.EARLY: [*[loading.settle] * 4, *[settle_in_vain] * 4, loading.give_up],
+            LoadingState.LATE: parked,
+            LoadingState.SPLIT: [*arrived, compute, compute, loading.give_up],
         }
         return events[loading.state]
 
@@ -209,14 +209,14 @@ class Walk(World):
 def see_what_is_illegal(loading: Loading) -> None:
     """Assert that events that the state does not have raise and change nothing, and `check` finds a wrong state."""
     state = loading.state
-    events: dict[Callable[[], object], Set[State]] = {
+    events: dict[Callable[[], object], Set[LoadingState]] = {
         loading.look_up: WAITING,
         loading.defer: WAITING,
-        loading.ask_for_room: {State.FOUND, State.ROOM},
-        loading.begin: {State.ROOM},
-        loading.take_in: {state} if loading.has_come and state is not State.LOADED else set(),
-        lambda: loading.begin_early(CHUNK): {State.PARKED, State.LATE},
-        loading.settle: {State.EARLY},
+        loading.ask_for_room: {LoadingState.FOUND, LoadingState.ROOM},
+        loading.begin: {LoadingState.ROOM},
+        loading.take_in: {state} if loading.has_come and state is not LoadingState.LOADED else set(),
+        lambda: loading.begin_early(CHUNK): {LoadingState.PARKED, LoadingState.LATE},
+        loading.settle: {LoadingState.EARLY},
         loading.give_up: WAITING | COMING,
     }
     for event, states in events.items():
@@ -250,7 +250,7 @@ def test_a_loading_goes_no_way_that_its_table_has_not_and_no_lease_is_lost(monke
     gone = walk(monkeypatch, FEW_EVENTS)
 
     assert gone.steps <= EVERY_STEP
-    assert {State.PARKED, State.SPLIT, State.LOADED, State.GIVEN_UP} <= gone.states
+    assert {LoadingState.PARKED, LoadingState.SPLIT, LoadingState.LOADED, LoadingState.GIVEN_UP} <= gone.states
 
 
 @pytest.mark.long
@@ -258,4 +258,4 @@ def test_every_way_of_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     gone = walk(monkeypatch, MAX_EVENTS)
 
     assert gone.steps == EVERY_STEP
-    assert gone.states == set(State)
+    assert gone.states == set(LoadingState)

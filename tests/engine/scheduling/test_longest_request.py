@@ -4,7 +4,7 @@ import pytest
 from small_models import MODELS, build, byte_tokenizer
 
 from kvtier import SamplingParams
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 

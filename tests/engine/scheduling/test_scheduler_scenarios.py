@@ -14,7 +14,7 @@ from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedTokenizerFast
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.build import LOAD_TIMEOUT_S
+from kvtier.engine.build_core import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.scheduling.request import FinishReason, Request, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work

@@ -30,7 +30,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.up.load_planner import Demand, Moves, Plan
+from kvtier.tiers.up.load_planner import Demand, Moves, LoadPlan
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route
@@ -43,8 +43,8 @@ def split_engine(model: PreTrainedModel, folder: Path, share: float = 0.5, **opt
     """An engine that splits every hit below the device, whether or not that is faster."""
     core = engine(model, folder=folder, load="split", **options)
 
-    def best(demand: Demand, *_: object) -> Plan:
-        return Plan(int(demand.ends[int(share * (len(demand.ends) - 1))]), int(demand.ends[-1]))
+    def best(demand: Demand, *_: object) -> LoadPlan:
+        return LoadPlan(int(demand.ends[int(share * (len(demand.ends) - 1))]), int(demand.ends[-1]))
 
     core.planner.best = best
     return core
@@ -159,7 +159,7 @@ def test_what_is_looked_up_again_after_a_damaged_block_is_not_split(model: PreTr
     store_prompt(model, tmp_path, PROMPT)
 
     with split_engine(model, tmp_path) as core:
-        best, core.planner.best = core.planner.best, lambda demand, *_: Plan(0, int(demand.ends[-1]))
+        best, core.planner.best = core.planner.best, lambda demand, *_: LoadPlan(0, int(demand.ends[-1]))
         add(core, PROMPT, max_tokens=1)
         finish(core)
         for seed in range(10, 40):  # until the device has none of it

@@ -5,7 +5,7 @@ from small_cache import BLOCK_SIZE, DOCUMENT, read, world
 from small_models import byte_tokenizer
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.loading import Loading, LoadingContext, State
+from kvtier.engine.scheduling.loading import Loading, LoadingContext, LoadingState
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Stage, Stretch, Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
@@ -43,7 +43,7 @@ def test_a_request_that_waits_for_room_has_spilled_and_then_promoted() -> None:
         w.settle()
     loading.take_in()
 
-    assert loading.state is State.LOADED
+    assert loading.state is LoadingState.LOADED
     assert begun_s > 1.0
     found = {stretch.stage: stretch for stretch in timeline.stretches()}
     assert found[Stage.LOOKUP] == Stretch(Stage.LOOKUP, 1.0, 1.0)

@@ -8,7 +8,7 @@ from document_tables import tables
 from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.server.documents.document import Document, Form

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import wait_for
 
 from kvtier import AsyncLLM, SamplingParams
-from kvtier.engine.build import build_core
+from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import Completion

@@ -176,12 +176,12 @@ def test_what_was_on_disk_before_the_start_is_told_as_it_is_found(tmp_path: Path
         engine.close()
     with engine_bed(tmp_path, num_extents=2, store=store) as bed:
         engine = Engine(bed)
-        assert engine.next(wire.State).is_indexed is False
+        assert engine.next(wire.TiersState).is_indexed is False
         bed.settle()
 
         engine.hear()
 
         assert engine.disk == [{*names(0, 15), *names(1, 15), *names(2, 15)}, set()]
-        assert [message.is_indexed for message in engine.told if isinstance(message, wire.State)][-1] is True
+        assert [message.is_indexed for message in engine.told if isinstance(message, wire.TiersState)][-1] is True
         assert engine.load(1, 15) == (list(range(15)), {})
         engine.close()

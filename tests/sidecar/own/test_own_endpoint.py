@@ -727,7 +727,7 @@ def test_the_state_is_told_twice_a_second_and_when_it_changes(small: Bed) -> Non
     for _ in range(10):
         small.pass_time(0.25)
     engine.hear()
-    states = [message for message in engine.told if isinstance(message, wire.State)]
+    states = [message for message in engine.told if isinstance(message, wire.TiersState)]
     assert len(states) == 5
     assert states[-1].is_indexed
     assert states[-1].is_readable
@@ -743,7 +743,7 @@ def test_the_state_is_told_twice_a_second_and_when_it_changes(small: Bed) -> Non
     small.clock.now += 10.1  # the reads hang, and the disk is left alone
     small.turn(2)
     engine.hear()
-    assert [message.is_readable for message in engine.told if isinstance(message, wire.State)][-1] is False
+    assert [message.is_readable for message in engine.told if isinstance(message, wire.TiersState)][-1] is False
     small.lanes[Route.DISK_TO_HOST].is_stopped = False
     small.settle()
 

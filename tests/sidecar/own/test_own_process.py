@@ -15,10 +15,10 @@ from waiting import DEADLINE_S, join, wait_for
 
 from kvtier.cli.main import main
 from kvtier.engine.attached import wire
-from kvtier.sidecar.build import build_sidecar
+from kvtier.sidecar.build_sidecar import build_sidecar
 from kvtier.sidecar.config import sidecar_config
 from kvtier.sidecar.endpoints import endpoints_of
-from kvtier.sidecar.http.build import serve_http
+from kvtier.sidecar.http.serve_http import serve_http
 
 
 @dataclass

@@ -16,7 +16,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import files as lmdb_files
 from kvtier.store.lmdb import inspection
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.lmdb.inspection import NamespaceUse, NextStart, State, StoreLost, inspect
+from kvtier.store.lmdb.inspection import NamespaceUse, NextStart, Condition, StoreLost, inspect
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import digest
 
@@ -162,7 +162,7 @@ def test_a_closed_store_is_clean_and_nobodys(tmp_path: Path) -> None:
 
     seen = inspect(tmp_path)
 
-    assert (seen.state, seen.next_start) == (State.CLEAN, NextStart.WARM)
+    assert (seen.state, seen.next_start) == (Condition.CLEAN, NextStart.WARM)
     assert (seen.owner, seen.durability) == (None, None)
 
 
@@ -176,7 +176,7 @@ def test_a_store_that_is_in_use_is_seen_with_its_owner_as_it_changes(tmp_path: P
 
             seen = inspect(tmp_path)
 
-            assert (seen.state, seen.next_start) == (State.OPEN, NextStart.WARM)
+            assert (seen.state, seen.next_start) == (Condition.OPEN, NextStart.WARM)
             assert (seen.owner, seen.durability) == (owner.pid, durability)
             assert seen.content is not None
             assert seen.content.num_records == number + 1
@@ -194,7 +194,7 @@ def test_a_killed_owner_leaves_its_store_open_and_whole(tmp_path: Path) -> None:
 
     seen = inspect(tmp_path)
 
-    assert (seen.state, seen.next_start) == (State.LEFT_OPEN, NextStart.WARM)
+    assert (seen.state, seen.next_start) == (Condition.LEFT_OPEN, NextStart.WARM)
     assert (seen.owner, seen.durability) == (None, Durability.PROCESS)
     assert seen.content is not None
     assert seen.content.num_records == 1
@@ -238,7 +238,7 @@ def test_after_a_crash_of_the_machine_it_says_what_the_next_start_will_find(
 
     seen = inspect(tmp_path)
 
-    assert seen.state is (State.CLEAN if left is FileState.CLEAN else State.MACHINE_DOWN)
+    assert seen.state is (Condition.CLEAN if left is FileState.CLEAN else Condition.MACHINE_DOWN)
     assert seen.next_start is next_start
     assert (seen.content is None) == (next_start is not NextStart.WARM)
     assert BootMark.read(tmp_path) == BootMark("earlier-boot", left)
@@ -253,7 +253,7 @@ def test_files_that_nobody_can_vouch_for_are_not_opened(tmp_path: Path) -> None:
     BootMark(current_boot_id(), FileState.DAMAGED).write(tmp_path)
     states.append(inspect(tmp_path).state)
 
-    assert states == [State.UNKNOWN, State.OTHER_LAYOUT, State.DAMAGED]
+    assert states == [Condition.UNKNOWN, Condition.OTHER_LAYOUT, Condition.DAMAGED]
     assert inspect(tmp_path).content is None
     assert inspect(tmp_path).next_start is NextStart.EMPTY
 

@@ -15,7 +15,7 @@ from kvtier.engine.attached.wire import Fetched, FromSidecar, InHost, LeftDisk, 
 from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.eviction_order import Row
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
@@ -113,7 +113,7 @@ class Bed:
         slots = self.reserve(num_blocks)
         for name, slot in zip(names, slots, strict=True):
             self.memories[0].host_block(slot)[:] = content(name)
-        rows = [Row(0, num_blocks, names, None)]
+        rows = [NamedSpan(0, num_blocks, names, None)]
         digests = [digest(content(name)) for name in names]
         self.tiers.publish(0, np.array(slots, np.intp), rows, digests, np.zeros(num_blocks, np.uint64))
         self.settle()

@@ -9,7 +9,7 @@ from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
 from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Moves, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Moves, LoadPlan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.up.promotion import Misses
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
@@ -105,7 +105,7 @@ class Case:
                 moved(route, int(speed), 1.0, 0.0, self.transfers)
         self.planner = LoadPlanner(learnt(), CHUNK, self.clock, with_splits)
 
-    def plan(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> Plan:
+    def plan(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> LoadPlan:
         """For a hit of 8,000 tokens on disk, 1,000 bytes a token."""
         ends = np.arange(0, 8001, 100, dtype=np.float64)
         moves = {

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.store.blob_store import Blob
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.copies import Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import CopyBatch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
@@ -27,7 +27,7 @@ BATCH_BYTES = 64 << 20  # large, because a store that packs blocks packs those o
 
 
 @dataclass(eq=False, slots=True)
-class RemoteBatch(Batch):
+class RemoteBatch(CopyBatch):
     """Blocks of one group being written to the remote tier."""
 
     group_id: int

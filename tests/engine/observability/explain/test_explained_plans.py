@@ -11,17 +11,17 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.observability.explain.explanation import Explanation
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlan
 
 PROMPT = prompt_of(1, 300)  # 18 whole blocks that may hit
 ON_DEVICE = 4 * BLOCK_SIZE
 HIT = 18 * BLOCK_SIZE
 MIDDLE = 11 * BLOCK_SIZE
-PLANS: dict[str, Callable[[Demand], Plan]] = {
-    "all": lambda demand: Plan(0, HIT),
-    "part": lambda demand: Plan(0, MIDDLE),
-    "nothing": lambda demand: Plan(0, int(demand.ends[0])),
-    "split": lambda demand: Plan(MIDDLE, HIT),
+PLANS: dict[str, Callable[[Demand], LoadPlan]] = {
+    "all": lambda demand: LoadPlan(0, HIT),
+    "part": lambda demand: LoadPlan(0, MIDDLE),
+    "nothing": lambda demand: LoadPlan(0, int(demand.ends[0])),
+    "split": lambda demand: LoadPlan(MIDDLE, HIT),
 }
 ANSWERS = {
     "all": [(ON_DEVICE, Tier.DEVICE, None), (HIT, Tier.DISK, None)],
@@ -70,7 +70,7 @@ def test_the_planner_is_asked_as_for_a_request_and_counts_nothing(model: PreTrai
             core.planner.prefill.on_computed(num_tokens, 0, num_tokens / 100)
         best, heard = core.planner.best, []
 
-        def listening(demand: Demand, num_tokens: int, busy_s: float, speeds: object) -> Plan:
+        def listening(demand: Demand, num_tokens: int, busy_s: float, speeds: object) -> LoadPlan:
             heard.append((demand.ends.tolist(), num_tokens, busy_s))
             return best(demand, num_tokens, busy_s, speeds)
 

@@ -28,7 +28,7 @@ from kvtier.engine.observability.records.request_log import (
 )
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.scheduling.trail import Trail
-from kvtier.sidecar.build import build_sidecar
+from kvtier.sidecar.build_sidecar import build_sidecar
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.tier import Reason
