@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from unittest.mock import patch
 
 from kvtier.cli.main import main
-from kvtier.engine import build_core as build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine.observability.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
@@ -45,5 +45,5 @@ class NoAccounts(RequestAccounts):
 
 
 if __name__ == "__main__":
-    with patch.object(build, "RequestAccounts", NoAccounts), patch.object(build, "Trails", NoTrails):
+    with patch.object(engine_build, "RequestAccounts", NoAccounts), patch.object(engine_build, "Trails", NoTrails):
         sys.exit(main())

@@ -21,7 +21,7 @@ from bench.rounds import at_least, at_most
 from bench.server.serving import QUICK, Bed, Size
 from bench.server.serving_bed import kvtier_server
 from bench.server.serving_load import tokens_per_s
-from kvtier.engine import build_core as build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine.config import as_config
 from kvtier.engine.llm import load_model
 from kvtier.engine.model.sampling import SamplingParams
@@ -178,8 +178,8 @@ def _step_rows(bed: Bed, effort: Effort) -> list[Row]:
     model, tokenizer = load_model(bed.model, config.model, None)
     sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
     with (
-        patch.object(build, "RequestAccounts", TimedAccounts),
-        build.build_core(model, tokenizer, config) as core,
+        patch.object(engine_build, "RequestAccounts", TimedAccounts),
+        engine_build.build_core(model, tokenizer, config) as core,
     ):
         seconds, num_steps = 0.0, 0
         for turn in range(3):

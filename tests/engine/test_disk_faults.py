@@ -18,7 +18,7 @@ from mounts import Mount
 from small_models import VOCAB, build, byte_tokenizer
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine import build as engine_build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine.config import ConfigError
 from kvtier.engine.llm import Completion
 from kvtier.engine.observability.metrics.collector import EngineCollector

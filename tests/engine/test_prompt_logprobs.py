@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from urgent_requests import add_with
 
 from kvtier import LLM, AsyncLLM, SamplingParams
-from kvtier.engine import build as engine_build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.scheduling.request import Completion, FinishReason, RequestOptions

@@ -17,7 +17,7 @@ from small_models import byte_tokenizer
 from store_cases import rot
 from transformers import PreTrainedModel
 
-from kvtier.engine import build as engine_build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine import core as engine_core
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import SchedulerConfig, as_config

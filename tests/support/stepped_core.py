@@ -14,7 +14,7 @@ from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import SamplingParams
-from kvtier.engine import build_core as build
+from kvtier.engine import build_core as engine_build
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
@@ -101,7 +101,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """That of the engines which the test builds from now on: loads are late when the test says so."""
     clock = FakeClock()
     for part in (TieredCache, Scheduler):
-        monkeypatch.setattr(build, part.__name__, partial(part, clock=clock))
+        monkeypatch.setattr(engine_build, part.__name__, partial(part, clock=clock))
     return clock
 
 
