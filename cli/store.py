@@ -23,7 +23,15 @@ from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_proc
 from kvtier.cli.user_input import confirm
 from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
-from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, Condition, StoreDamaged, StoreLost, inspect
+from kvtier.store.lmdb.inspection import (
+    Condition,
+    Inspection,
+    NamespaceUse,
+    NextStart,
+    StoreDamaged,
+    StoreLost,
+    inspect,
+)
 from kvtier.store.lmdb.upkeep import Verification
 from kvtier.store.record import Fault
 

@@ -220,7 +220,9 @@ class StagedDisk:
         first = part * self._part_rows
         return self._rows[first : first + num_rows]
 
-    def _rows_with(self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None) -> list[BlockRow]:
+    def _rows_with(
+        self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None
+    ) -> list[BlockRow]:
         parents: Iterator[BlockName | None] = iter([parent if place == 0 else names[place - 1] for place in places])
         return [
             BlockRow(names[place], memoryview(row), 0, next(parents))

@@ -15,12 +15,11 @@ from kvtier.engine.stores.disk_store import codec_of_others, store_settings
 from kvtier.engine.stores.remote_store import open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.sidecar.config import SidecarConfig
-from kvtier.sidecar.sidecar import DriveLife
 from kvtier.sidecar.endpoint import Endpoint
 from kvtier.sidecar.finished_transfers import FinishedTransfers
 from kvtier.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
-from kvtier.sidecar.sidecar import Sidecar
+from kvtier.sidecar.sidecar import DriveLife, Sidecar
 from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.naming.tenant import tenant_of

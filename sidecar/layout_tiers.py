@@ -14,9 +14,8 @@ from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_tiers import LocalFetch, LocalTiers
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places, ReadPriority, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import EvictionCause, Reason
 
 
 class LeasedSlots:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_log import RequestLog
 from kvtier.engine.observability.tracing.tracer import Tracer
@@ -18,12 +19,9 @@ from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.pins import Pins
 from kvtier.sidecar.statistics import SidecarStatistics, statistics_of
+from kvtier.tiers.lower.ssd_life import TERABYTE, SsdLife, SsdLifeStatistics
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
-import time
-from collections.abc import Callable
-from kvtier.engine.stores.reopening_store import ReopeningStore
-from kvtier.tiers.lower.ssd_life import TERABYTE, SsdLife, SsdLifeStatistics
 
 _Answer = TypeVar("_Answer")
 

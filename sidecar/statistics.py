@@ -21,8 +21,7 @@ from kvtier.tiers.lower.disk_tier import evicted_by_cause
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics, remote_of_all
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine

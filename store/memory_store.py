@@ -41,7 +41,9 @@ class MemoryStore:
         self._cipher = cipher
         self._quotas = quotas
         self._lock = threading.RLock()  # guards everything below; each row is immutable
-        self.rows: OrderedDict[bytes, StoredRecord] = OrderedDict()  # by key, oldest first; public because tests damage records
+        self.rows: OrderedDict[bytes, StoredRecord] = (
+            OrderedDict()
+        )  # by key, oldest first; public because tests damage records
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each

@@ -10,10 +10,10 @@ from kvtier.tiers.device.group_slots import GroupSlots, SlotOwners
 from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
 from kvtier.tiers.naming.tenant import number_of
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.block_memory import BlockMemory
 
 OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]

@@ -15,10 +15,9 @@ from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, LowerTie
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, name_block_size
 from kvtier.tiers.naming.tenant import tenant_of
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
+
 from kvtier.transfer.block_runs import slot_pairs
 from kvtier.transfer.host_slab import HostSlab
-from typing import Protocol
-
-
 
 
 class HostMemory(Protocol):

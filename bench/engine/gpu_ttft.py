@@ -21,8 +21,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 COLD = "cold"
 TIERS = (COLD, Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value)

@@ -25,7 +25,7 @@ from bench.report import Row, arguments, publish
 from bench.rounds import at_most
 from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.fingerprints import Fingerprints, Prefixes
-from kvtier.routing.kv_event import EventBatch, BlockRemoved, BlockStored, Event
+from kvtier.routing.kv_event import BlockRemoved, BlockStored, Event, EventBatch
 from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import RoutedPrompt, Router

@@ -39,9 +39,9 @@ from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.up.promotion import Promotion, Tables
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, Transfer

@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
 from kvtier.cli.prove.answer import Answer
 from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.writing import WORDS
-from dataclasses import dataclass, field
-from typing import TypeAlias
-from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.endpoint import Endpoint
 
 _FEW_WORDS = " ".join(WORDS[:40])
 _TRIALS: Sequence[Mapping[str, object]] = (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from kvtier.cli.prove.answer import Answer
-from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.cold import CacheBypass
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.families import Pieces
 from kvtier.cli.prove.plan import ProofPlan, Question
 

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.cold import CacheBypass
+from kvtier.cli.prove.dialect import ModelClient
 from kvtier.cli.prove.families import CUE, FAMILIES, SAME_PROMPT, Pair, Pieces, PromptGenerator
 from kvtier.cli.prove.writing import PromptFormat, Words
 

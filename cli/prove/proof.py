@@ -5,9 +5,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.prove.dialect import NUM_TOKENS, ModelClient
 from kvtier.cli.prove.cold import find_cache_bypass
-from kvtier.cli.prove.dialect import learn, unless_refused
+from kvtier.cli.prove.dialect import NUM_TOKENS, ModelClient, learn, unless_refused
 from kvtier.cli.prove.doubts import limitations_of
 from kvtier.cli.prove.endpoint import Endpoint, Refused
 from kvtier.cli.prove.families import CUE, PromptGenerator

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier.cli.prove.answer import UNCERTAIN, Answer, distance
-from kvtier.cli.prove.dialect import NUM_TOKENS, ModelClient, Prompt
 from kvtier.cli.prove.cold import CacheBypass
-from kvtier.cli.prove.dialect import token_ids_of
+from kvtier.cli.prove.dialect import NUM_TOKENS, ModelClient, Prompt, token_ids_of
 from kvtier.cli.prove.evidence import Evidence, Request
 from kvtier.cli.prove.families import Pieces, PromptGenerator
 from kvtier.cli.prove.measures import Measures

@@ -12,8 +12,7 @@ from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Pl
 from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 NAMES_AT_ONCE = 4096  # names per call that are reported as gone after the sidecar has gone
 

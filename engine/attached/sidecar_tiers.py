@@ -42,9 +42,10 @@ from kvtier.engine.attached.wire import (
 )
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_tiers import (
+    NOTHING_TO_ASK,
     NOWHERE,
+    Inquiry,
     Lost,
     LowerHints,
     LowerStatistics,

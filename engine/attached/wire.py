@@ -30,8 +30,7 @@ from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 VERSION = 3
 LENGTH_BYTES = 4

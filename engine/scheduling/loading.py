@@ -46,7 +46,14 @@ class LoadingState(StrEnum):
 NEXT_STATES = {
     LoadingState.QUEUED: {LoadingState.FOUND, LoadingState.GIVEN_UP},
     LoadingState.FOUND: {LoadingState.QUEUED, LoadingState.ROOM, LoadingState.GIVEN_UP},
-    LoadingState.ROOM: {LoadingState.QUEUED, LoadingState.FOUND, LoadingState.PARKED, LoadingState.SPLIT, LoadingState.LOADED, LoadingState.GIVEN_UP},
+    LoadingState.ROOM: {
+        LoadingState.QUEUED,
+        LoadingState.FOUND,
+        LoadingState.PARKED,
+        LoadingState.SPLIT,
+        LoadingState.LOADED,
+        LoadingState.GIVEN_UP,
+    },
     LoadingState.PARKED: {LoadingState.PARKED, LoadingState.EARLY, LoadingState.LOADED, LoadingState.GIVEN_UP},
     LoadingState.EARLY: {LoadingState.PARKED, LoadingState.LATE, LoadingState.LOADED, LoadingState.GIVEN_UP},
     LoadingState.LATE: {LoadingState.PARKED, LoadingState.LOADED, LoadingState.GIVEN_UP},
@@ -343,9 +350,13 @@ class Loading:
         )
         assert self._attempt is None or state is LoadingState.ROOM, f"{state}, and waits for room"
         assert (promotion is not None) == (state in COMING or state is LoadingState.LOADED), f"{state}, {promotion}"
-        assert bool(self._early_slots) == (state is LoadingState.EARLY), f"{state} with slots of its own: {self._early_slots}"
+        assert bool(self._early_slots) == (state is LoadingState.EARLY), (
+            f"{state} with slots of its own: {self._early_slots}"
+        )
         if promotion is not None and state is not LoadingState.LOADED:
-            assert bool(promotion.start) == (state is LoadingState.SPLIT), f"{state}, and loads from {promotion.start} on"
+            assert bool(promotion.start) == (state is LoadingState.SPLIT), (
+                f"{state}, and loads from {promotion.start} on"
+            )
         if state in WAITING or state in (LoadingState.PARKED, LoadingState.LATE):
             request = self._request
             assert not request.tables, f"{state}, and the request has blocks"

@@ -201,7 +201,9 @@ class Scheduler:
                 _loading_of(request).check()
         for request in self.running:
             if request.loading is not None:
-                assert request.loading.state is LoadingState.SPLIT, f"a running request's loading is {request.loading.state}"
+                assert request.loading.state is LoadingState.SPLIT, (
+                    f"a running request's loading is {request.loading.state}"
+                )
                 request.loading.check()
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:

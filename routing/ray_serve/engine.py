@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Scope
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.observability.tracing.tracer import Tracer
-from kvtier.routing.ray_serve.call import ReceivedRequest, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
 from kvtier.routing.ray_serve.node_sidecar import sidecar_of_node
+from kvtier.routing.ray_serve.received_request import ReceivedRequest, Way
 from kvtier.routing.ray_serve.request_router import EVENTS, REPLAY
 from kvtier.server.access import Access, KeyCheck
 from kvtier.server.entrance import Entrance

@@ -16,8 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from kvtier.routing.question import CREDENTIALS, SESSION_HEADER, Question, Salts, may_repeat, read_question
-from kvtier.routing.ray_serve.call import ReceivedRequest, Stage, Wanted, Way
 from kvtier.routing.ray_serve.config import RayServeConfig, server_settings
+from kvtier.routing.ray_serve.received_request import ReceivedRequest, Stage, Wanted, Way
 from kvtier.routing.token_cache import TokenArray, TokenCache, asking, client_key, tokens_in
 from kvtier.server.entrance import browser_rules
 from kvtier.web.api_error import ApiError

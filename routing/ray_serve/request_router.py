@@ -21,7 +21,7 @@ from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.event_feed import EventFeed
 from kvtier.routing.kv_event import EventBatch, Publisher
 from kvtier.routing.prefix_index import Matched
-from kvtier.routing.ray_serve.call import Stage, Wanted, Way
+from kvtier.routing.ray_serve.received_request import Stage, Wanted, Way
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 

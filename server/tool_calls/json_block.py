@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from kvtier.server.tool_calls.call_syntax import Block, ParsedCall, NotACall
+from kvtier.server.tool_calls.call_syntax import Block, NotACall, ParsedCall
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 
 _FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # the text may end anywhere in it

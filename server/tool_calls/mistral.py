@@ -2,7 +2,7 @@
 
 import re
 
-from kvtier.server.tool_calls.call_syntax import Block, BlockReader, ParsedCall, NotACall
+from kvtier.server.tool_calls.call_syntax import Block, BlockReader, NotACall, ParsedCall
 from kvtier.server.tool_calls.json_block import JsonBlock, arguments_of, skip_space
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 

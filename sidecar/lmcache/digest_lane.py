@@ -38,7 +38,9 @@ class DigestLane:
         self._transfers = transfers
         self._route = route
         self._num_under_way = 0
-        self._waiting: OrderedDict[object, deque[DigestBatch]] = OrderedDict()  # by client; the one served last comes last
+        self._waiting: OrderedDict[object, deque[DigestBatch]] = (
+            OrderedDict()
+        )  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
         """Take the digests of these slots; *deliver* is called within a later `poll` of the transfers.

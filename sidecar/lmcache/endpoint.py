@@ -479,7 +479,9 @@ class LmcacheEndpoint:
                 return True
         return False
 
-    def _prepare_store(self, call: PendingCall, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()) -> object:
+    def _prepare_store(
+        self, call: PendingCall, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()
+    ) -> object:
         """Reserve slots for the chunks that neither host memory nor disk has; return none if there is no room."""
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:

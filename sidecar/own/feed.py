@@ -25,8 +25,7 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import LowerStatus
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 PAGE_BLOCKS = 1024  # blocks of host memory per frame for an engine that has just attached
 MAX_SLOTS_PER_PAGE = 1 << 16  # slots examined per such frame

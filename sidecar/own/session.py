@@ -16,9 +16,8 @@ from kvtier.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import Inquiry
 from kvtier.tiers.lower.local_tiers import LocalFetch
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, LowerTiers, Places, ReadPriority
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_REMOTE, Fetch, Inquiry, LowerTiers, Places, ReadPriority
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks

@@ -113,7 +113,9 @@ class Change:
         *coming* are keys that this change adds later. As parents they will be newer, so they need no mark.
         """
         tenant = blob.tenant or NO_TENANT
-        self._append(sealed.key, RecordRow(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
+        self._append(
+            sealed.key, RecordRow(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming
+        )
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
         self._num_written += sealed.payload.nbytes

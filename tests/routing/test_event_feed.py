@@ -10,7 +10,7 @@ import zmq
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.routing.event_feed import EventFeed
-from kvtier.routing.kv_event import EventBatch, BlockRemoved, Publisher
+from kvtier.routing.kv_event import BlockRemoved, EventBatch, Publisher
 from kvtier.tiers.naming import events as own
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention

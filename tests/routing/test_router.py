@@ -4,7 +4,7 @@ import numpy as np
 
 from kvtier.routing.config import IndexConfig, PolicyConfig
 from kvtier.routing.fingerprints import Fingerprints
-from kvtier.routing.kv_event import EventBatch, BlockStored
+from kvtier.routing.kv_event import BlockStored, EventBatch
 from kvtier.routing.policy import Reason
 from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica
@@ -87,7 +87,9 @@ def test_a_replica_that_lies_about_sizes_and_adapters_takes_a_bounded_room() -> 
     stores(router, "a")
     for number in range(10_000):
         size = 17 + number % 500
-        router.learn("a", EventBatch(0.0, [BlockStored([-1 - number], None, [7] * size, size, lora_name=f"lora {number}")]))
+        router.learn(
+            "a", EventBatch(0.0, [BlockStored([-1 - number], None, [7] * size, size, lora_name=f"lora {number}")])
+        )
 
     assert router.index.block_sizes[0] == SIZE
     assert len(router.index.loras) <= 4096

@@ -55,7 +55,6 @@ def test_it_is_alive_and_not_ready_and_says_how_far_it_is() -> None:
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("GET", "/v1/kvtier/documents"),
-        ("GET", "/v1/kvtier/documents"),
         ("PUT", "/v1/kvtier/documents/report"),
         ("DELETE", "/v1/kvtier/documents/report/pin"),
         ("GET", "/what/it/does/not/have"),

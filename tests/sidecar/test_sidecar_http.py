@@ -94,7 +94,8 @@ def test_the_deeds_are_below_kvtiers_prefix(plain: RunningSidecar) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/ready", "/metrics", *(f"/v1/kvtier/{each}" for each in ("stats", "tiers", "clients", "leases"))]
+    "path",
+    ["/health", "/ready", "/metrics", *(f"/v1/kvtier/{each}" for each in ("stats", "tiers", "clients", "leases"))],
 )
 def test_an_owner_that_is_stuck_is_a_503_and_not_a_hang(path: str) -> None:
     with running_sidecar(small_config(), answer_s=0.05) as running:

@@ -114,7 +114,9 @@ def test_a_stuck_owner_is_told_to_http_and_no_longer_to_the_watchdog(tmp_path: P
 
 def test_a_store_that_dies_is_in_the_log_and_the_sidecar_goes_on(tmp_path: Path) -> None:
     with served(tmp_path) as process:
-        wait_for(lambda: httpx.get(f"{process.url}/v1/kvtier/stats", timeout=DEADLINE_S).json()["store"]["not_open"] is None)
+        wait_for(
+            lambda: httpx.get(f"{process.url}/v1/kvtier/stats", timeout=DEADLINE_S).json()["store"]["not_open"] is None
+        )
         children = Path(f"/proc/{process.child.pid}/task/{process.child.pid}/children").read_text().split()
         for child in children:
             if "store" in Path(f"/proc/{child}/cmdline").read_text():

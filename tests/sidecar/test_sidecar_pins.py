@@ -169,7 +169,11 @@ def test_an_operator_pins_a_prompt_sees_it_and_ends_it(running: RunningSidecar) 
     (lease,) = running.get("/v1/kvtier/leases").json()["leases"]
     assert (lease["client"], lease["use"], lease["num_chunks"]) == (f"pin {found['pin']}", "pinned", 6)
     assert running.get("/v1/kvtier/clients").json()["clients"] == []
-    assert running.get("/v1/kvtier/stats").json()["pins"] == {"num_pins": 1, "num_bytes": 6 * 4096, "max_bytes": 1 << 20}
+    assert running.get("/v1/kvtier/stats").json()["pins"] == {
+        "num_pins": 1,
+        "num_bytes": 6 * 4096,
+        "max_bytes": 1 << 20,
+    }
     assert "kvtier_sidecar_pinned_bytes 24576.0" in running.get("/metrics").text
 
     ended = running.delete(f"/v1/kvtier/pin?pin={found['pin']}")

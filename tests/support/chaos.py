@@ -22,8 +22,8 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.lower.remote.remote_tier import RemoteRecords, RemoteTier
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.up.promotion import NO_SLOT, Tables
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.lane import Finished, Transfer

@@ -22,7 +22,7 @@ from ray import serve
 
 from kvtier.routing.question import COMPLETIONS, Question
 from kvtier.routing.ray_serve.app import build_app
-from kvtier.routing.ray_serve.call import ReceivedRequest, Stage, Wanted, Way
+from kvtier.routing.ray_serve.received_request import ReceivedRequest, Stage, Wanted, Way
 from kvtier.routing.ray_serve.request_router import PrefixRequestRouter
 
 

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import (
+    NOTHING_TO_ASK,
     NOWHERE,
     Fetch,
+    Inquiry,
     Lost,
     LowerHints,
     LowerStatistics,

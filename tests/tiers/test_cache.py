@@ -16,9 +16,8 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import copies
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.lower_tiers import NOWHERE
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route

@@ -8,9 +8,8 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, read, world
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down import host_spill
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.tiers.up.promotion import Tables
 from kvtier.transfer.transfer_engine import Route
 

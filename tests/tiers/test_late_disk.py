@@ -11,9 +11,8 @@ from small_cache import BLOCK_BYTES, DOCUMENT, balance, read
 from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 4

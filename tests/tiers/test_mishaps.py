@@ -14,10 +14,9 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down.host_spill import BACK_OFF_S
 from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route, RouteStatistics

@@ -13,9 +13,8 @@ from kvtier.tiers import cache, pins
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.up import promoter, uploads
 from kvtier.tiers.up.promotion import Promotion

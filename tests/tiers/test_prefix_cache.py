@@ -19,7 +19,6 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import (
     AttentionGroup,
     ChunkedLocal,
@@ -28,7 +27,7 @@ from kvtier.tiers.naming.groups import (
     SlidingWindow,
     longest_hit,
 )
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Tables
 from kvtier.transfer.transfer_engine import Route
 

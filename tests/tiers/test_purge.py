@@ -11,10 +11,9 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.purge import Purged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.purge import CachePurge
 
 BLOCKS = DOCUMENT // BLOCK_SIZE

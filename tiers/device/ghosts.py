@@ -9,8 +9,7 @@ import numpy as np
 
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 _TIERS = tuple(Tier)
 _CAUSES = tuple(EvictionCause)

@@ -11,8 +11,8 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
+from kvtier.tiers.naming.tier import EvictionCause
 
 # A tier should hold about ten minutes of new KV (trace study), so the buckets are finest around that.
 AGES_S = (1, 5, 15, 30, 60, 120, 300, 450, 600, 900, 1200, 1800, 3600, 7200, 21600, 86400)

@@ -10,7 +10,7 @@ from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, CopyBatch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import are_kept
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.residency import Residency

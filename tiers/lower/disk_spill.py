@@ -9,7 +9,7 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, CopyBatch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.block_memory import HostMemory

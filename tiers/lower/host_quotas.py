@@ -8,8 +8,8 @@ import numpy.typing as npt
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
+from kvtier.tiers.naming.tier import EvictionCause
 
 QUOTA_PART = 1 << 12  # entries of the host's eviction order to scan at a time for blocks of a tenant over quota
 MAX_SHED = 128  # limit on blocks evicted for a quota at a time

@@ -19,10 +19,10 @@ from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
 from kvtier.tiers.lower.index_load import IndexLoad
-from kvtier.tiers.lower.lower_tiers import Inquiry
 from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import (
+    Inquiry,
     Lost,
     LowerHints,
     LowerStatistics,
@@ -42,11 +42,10 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import TierStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -644,7 +643,9 @@ class LocalTiers:
     def pop_lost(self) -> Sequence[Lost]:
         return self.index.pop_lost()
 
-    def _publish_row(self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
+    def _publish_row(
+        self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers
+    ) -> Ids:
         """Publish the blocks of one row and return the slots of those that no other slot holds."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]

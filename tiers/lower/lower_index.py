@@ -20,10 +20,9 @@ from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.transfer_engine import Route
 
 

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
+
 import numpy as np
 import numpy.typing as npt
+
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
@@ -13,13 +15,10 @@ from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.lane_speed import LaneSpeed
-from collections.abc import Sequence
-from typing import Protocol
 
 NOWHERE = ABSENT  # -1
 ON_DISK = -2

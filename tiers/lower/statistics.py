@@ -12,8 +12,7 @@ from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 

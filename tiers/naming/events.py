@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockName, ExtraKeys, TokenIds
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 
 @dataclass(frozen=True, slots=True)

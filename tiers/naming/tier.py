@@ -1,9 +1,6 @@
 """The tiers, and the reasons why a prompt token is recomputed."""
 
 from enum import StrEnum
-from enum import StrEnum
-
-
 
 
 class Tier(StrEnum):

@@ -8,7 +8,7 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, LoadPlan
+from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner, LoadSpeeds
 from kvtier.tiers.up.promoter import Hits
 from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.transfer_engine import Route, TransferEngine

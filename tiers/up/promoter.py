@@ -13,10 +13,9 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import ON_REMOTE, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import alignment, longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Backlogs
 from kvtier.tiers.up.load_planner import Demand, Moves

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.ranking import Scratch
+from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_counts import TokenCounts
 
 

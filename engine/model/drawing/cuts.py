@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.engine.model.drawing.ranking import Ranking
+from kvtier.engine.model.drawing.ranking import Ranking, Scratch
 from kvtier.engine.model.drawing.sampler import Sampler
-from kvtier.engine.model.drawing.ranking import Scratch
 
 _NUM_LIKELIEST = 256  # a trained model's top-p set is nearly always within these most likely tokens
 _FEWEST, _MAX = 32, 2048  # bounds on the number of most likely tokens to examine, if all rows have a top-k

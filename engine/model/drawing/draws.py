@@ -6,8 +6,8 @@ import torch
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
 from kvtier.engine.model.drawing.cuts import Cuts, argmax_tokens, draw, draw_uncut
-from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.ranking import Scratch
+from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.structured.grammar import find_allowed
 
 # Logits per batch of rows: on a CPU 8 MiB of float64, elsewhere 256 MiB.

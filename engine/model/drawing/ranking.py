@@ -1,7 +1,7 @@
 """Ranking: queries on the tokens of several rows by probability, without sorting the vocabulary."""
 
-import torch
 from math import prod
+
 import torch
 
 # A bin is a hundredth of a nat wide. Sorting 32 rows of 152,064 tokens takes 0.4 s on a CPU, filling bins 0.03 s.

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.observability.explain.explanation import Departure, Explanation, ExplainedRun, Why
+from kvtier.engine.observability.explain.explanation import Departure, ExplainedRun, Explanation, Why
 from kvtier.engine.observability.explain.known_prompts import OlderPrompts
 from kvtier.engine.observability.explain.past_requests import Past
 from kvtier.engine.scheduling.trail import Trail

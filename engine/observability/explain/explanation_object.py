@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from kvtier.engine.observability.explain.explanation import Departure, Explanation, ExplainedRun
+from kvtier.engine.observability.explain.explanation import Departure, ExplainedRun, Explanation
 
 
 class EvictionObject(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ from kvtier.engine.attached.mirror import Mirror
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 NAMES = [BlockName(random.Random(i).randbytes(32)) for i in range(60)]
 

@@ -29,9 +29,8 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.up import uploads
 from kvtier.transfer.lane import CLOSE_TIMEOUT_S

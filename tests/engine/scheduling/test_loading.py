@@ -16,7 +16,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.up import uploads
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadPlan
+from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.transfer_engine import Route
 

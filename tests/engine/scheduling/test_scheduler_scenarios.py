@@ -22,9 +22,8 @@ from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import BlockStored, EventLog
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 16

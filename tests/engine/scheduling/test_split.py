@@ -30,7 +30,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.up.load_planner import Demand, Moves, LoadPlan
+from kvtier.tiers.up.load_planner import Demand, LoadPlan, Moves
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route

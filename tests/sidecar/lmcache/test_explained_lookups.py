@@ -11,8 +11,7 @@ from kvtier.engine.observability.explain.explanation import Explanation, Why
 from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD, explained_prompt
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))  # six full chunks and a tail

@@ -16,7 +16,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import files as lmdb_files
 from kvtier.store.lmdb import inspection
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.lmdb.inspection import NamespaceUse, NextStart, Condition, StoreLost, inspect
+from kvtier.store.lmdb.inspection import Condition, NamespaceUse, NextStart, StoreLost, inspect
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import digest
 

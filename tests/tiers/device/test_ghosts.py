@@ -4,8 +4,7 @@ import hashlib
 
 from kvtier.tiers.device.ghosts import Ghost, Ghosts
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 ROOM, QUOTA = EvictionCause.ROOM, EvictionCause.QUOTA
 

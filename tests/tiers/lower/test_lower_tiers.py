@@ -21,10 +21,9 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, Lost, LowerTiers, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine

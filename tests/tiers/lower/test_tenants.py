@@ -11,10 +11,9 @@ from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.eviction_order import EvictionOrder
 from kvtier.tiers.lower import host_quotas
-from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = DOCUMENT // BLOCK_SIZE

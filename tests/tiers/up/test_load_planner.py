@@ -7,9 +7,8 @@ import pytest
 from chaos import FakeClock
 from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Moves, LoadPlan
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
+from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner, Moves
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.up.promotion import Misses
 from kvtier.transfer.lane import Finished, InlineLane, Transfer

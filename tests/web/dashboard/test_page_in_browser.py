@@ -36,7 +36,9 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerInThread]:
     folder = tmp_path_factory.mktemp("busy")
     config = {**tables(60), "disk": {"path": str(folder / "store"), "capacity": "16MiB", "endurance": "600TB"}}
     with serving(build("llama"), config) as server:
-        httpx.put(f"{server.url}/v1/kvtier/documents/report", json={"token_ids": prompt_of(99, 200)}, timeout=DEADLINE_S)
+        httpx.put(
+            f"{server.url}/v1/kvtier/documents/report", json={"token_ids": prompt_of(99, 200)}, timeout=DEADLINE_S
+        )
         for seed in (1, 2, 3, 4, 1, 2):
             server.complete(prompt_of(seed, 400), max_tokens=2)
         yield server
@@ -68,7 +70,9 @@ def test_values_on_the_page_are_those_of_stats_after_load(busy: ServerInThread, 
             before = busy.get("/v1/kvtier/stats").json()["tokens"]["recomputed"]
             come_true(lambda: busy.get("/v1/kvtier/stats").json()["tokens"]["recomputed"] > before + 500)
         come_true(busy.is_at_rest)
-        come_true(lambda: not _differences(seen, busy.get("/v1/kvtier/stats").json()), pause_s=0.2)  # spills go on for a while
+        come_true(
+            lambda: not _differences(seen, busy.get("/v1/kvtier/stats").json()), pause_s=0.2
+        )  # spills go on for a while
 
         assert seen.page.locator("#slowest tbody tr").count() > 0
         assert seen.page.locator("#documents tbody tr").count() == 1

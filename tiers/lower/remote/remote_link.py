@@ -5,8 +5,8 @@ from typing import Protocol
 
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, Inquiry
 from kvtier.tiers.lower.read_probe import ReadProbe
 from kvtier.tiers.lower.reads import Reads
 from kvtier.tiers.lower.remote.inquiries import Inquiries

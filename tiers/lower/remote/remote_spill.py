@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.store.blob_store import Blob
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.copies import CopyBatch, Copies, blocks_in_batch
+from kvtier.tiers.lower.copies import Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier

@@ -9,8 +9,8 @@ from one_row_sampler import plainly_changed
 from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
-from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.ranking import Scratch
+from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import TokenBans
 from kvtier.engine.model.sampling import SamplingParams
 

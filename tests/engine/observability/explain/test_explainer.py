@@ -12,8 +12,7 @@ from kvtier.engine.scheduling.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
-from kvtier.tiers.naming.tier import EvictionCause
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 SIZE = 4
 NUM_TOKENS = 16 * SIZE

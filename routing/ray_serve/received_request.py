@@ -1,4 +1,4 @@
-"""`ReceivedRequest`: an HTTP request on its way from the front to a replica, with the facts that the request router needs."""
+"""An HTTP request on its way from the front to a replica, with the facts that the request router needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
