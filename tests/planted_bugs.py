@@ -814,8 +814,8 @@ BUGS = [
     Bug(
         "a record of the log keeps the sockets of a store that could not be closed",
         "store/process/store_process.py",
-        'not closed properly: %s", self._folder, str(error))',
-        'not closed properly: %s", self._folder, error)',
+        'not closed cleanly: %s", self._folder, str(error))',
+        'not closed cleanly: %s", self._folder, error)',
         "tests/store/process/test_store_process.py",
     ),
     Bug(

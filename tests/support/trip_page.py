@@ -146,7 +146,7 @@ def generated_page() -> str:
             file, _, name = function.partition(": ")
             summary, code = _quoted(file, name)
             num_lines += len(code.splitlines())
-            parts.append(f"\n`{name}` in [`{file}`](../{file}): {summary}\n\n```python\n{code}\n```\n")
+            parts.append(f"\n`{name}` in `{file}`: {summary}\n\n```python\n{code}\n```\n")
     parts.append(f"\n{len(named_functions())} functions, {num_lines} lines of code.\n")
     return "".join(parts)
 

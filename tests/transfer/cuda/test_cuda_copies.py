@@ -240,7 +240,7 @@ def test_a_call_that_fails_says_so(
     install(FakeRuntime(answer))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(77))
 
-    with pytest.raises(RuntimeError, match="of 2 copies: 35"):
+    with pytest.raises(RuntimeError, match="failed for 2 copies: 35"):
         cuda_batch(GPU_0)([1, 2], [3, 4], [5, 6], SourceOrder.STREAM)
 
 
