@@ -1,16 +1,12 @@
 """`KVTierL2`: the L2 adapter class that LMCache instantiates."""
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from importlib.metadata import version
 from itertools import count
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Any, Self
 
-import msgspec
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -22,96 +18,14 @@ from lmcache.v1.memory_management import MemoryObj
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.guard import Guard
+from kvtier.connectors.lmcache_l2.known_lmcache import (
+    check_lmcache,
+)
 from kvtier.connectors.lmcache_l2.object_names import namespace_of
-from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk
-from kvtier.engine.config import DiskConfig, tree_from_dict
+from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk, Outcomes, Settings, settings_of
 from kvtier.tiers.lower.breaker import BreakerState
 
-TESTED = ("0.5.6", "0.5.7rc2")  # with LMCache's own classes and its real server: tests/connectors/test_lmcache_l2.py
-ABSTRACT = {
-    *("get_store_event_fd", "get_lookup_and_lock_event_fd", "get_load_event_fd"),
-    *("submit_store_task", "pop_completed_store_tasks", "submit_load_task", "query_load_result"),
-    *("submit_lookup_and_lock_task", "query_lookup_and_lock_result", "submit_unlock", "close"),
-}
-ALSO_ABSTRACT = {"get_memory_tags"}  # in lmcache 0.5.7
-KEY_FIELDS = {"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"}
-MEMORY_PARTS = ("byte_array", "get_size", "metadata")
-T = TypeVar("T")
 INDEXING_WAIT_S = 5.0  # at the start; later lookups find objects that are indexed later
-
-
-class UnsupportedEngine(ValueError):
-    """The error for an LMCache version or configuration that the adapter does not support."""
-
-
-def check_lmcache(adapter: type, key: type, memory: type) -> None:
-    """Raise `UnsupportedEngine` if LMCache's classes differ from those that the adapter was written for.
-
-    *adapter* and *memory* are abstract classes, *key* is the dataclass that names an object. If keys had a field that
-    the adapter does not know, it would take objects that differ only in this field for the same object.
-    """
-    unknown = (set(getattr(adapter, "__abstractmethods__", ())) ^ ABSTRACT) - ALSO_ABSTRACT
-    unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS
-    unknown |= {part for part in MEMORY_PARTS if not hasattr(memory, part)}
-    if unknown:
-        raise UnsupportedEngine(
-            f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter depends; "
-            f"install lmcache {' or '.join(TESTED)}, or a kvtier that supports your version"
-        )
-
-
-class Outcomes(Generic[T]):
-    """The outcomes of tasks of one kind.
-
-    Each outcome is returned once. The eventfd is readable while there may be outcomes. All methods may be called from
-    any thread. After `close`, outcomes are dropped.
-    """
-
-    def __init__(self) -> None:
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards the next two
-        self._outcomes: dict[int, T] = {}
-        self._is_closed = False
-
-    def put(self, task_id: int, outcome: T) -> None:
-        """Add a task's outcome, and make the eventfd readable."""
-        with self._lock:
-            if not self._is_closed:
-                self._outcomes[task_id] = outcome
-                os.eventfd_write(self.event_fd, 1)
-
-    def pop(self, task_id: int) -> T | None:
-        """Return the task's outcome, or None if it has none yet or its outcome was returned before."""
-        with self._lock:
-            return self._outcomes.pop(task_id, None)
-
-    def pop_all(self) -> dict[int, T]:
-        """Return the outcomes of all tasks that have one."""
-        with self._lock:
-            outcomes, self._outcomes = self._outcomes, {}
-            return outcomes
-
-    def close(self) -> None:
-        """Close the eventfd. A second call does nothing."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self.event_fd)
-
-
-class Settings(DiskConfig, frozen=True, kw_only=True):
-    """The settings that `adapter_params` may have: the keys of `[disk]`, and *weights*.
-
-    *weights* identifies the facts that LMCache's keys lack: the revision of the weights, LoRA adapters, and how an
-    engine lays out its KV cache.
-    """
-
-    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-
-
-def settings_of(adapter_params: Mapping[str, object]) -> Settings:
-    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
-    return tree_from_dict(Settings, adapter_params, "adapter_params")
 
 
 class KVTierL2Config(L2AdapterConfigBase):

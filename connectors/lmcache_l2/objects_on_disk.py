@@ -1,17 +1,78 @@
 """`ObjectsOnDisk`: LMCache's objects as rows of the disk below it."""
 
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from math import prod
-from typing import Any, Protocol
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
 from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, Layout, ObjectKey, layout_of, name_of
+from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.tiers.naming.block_hash import BlockName
+
+T = TypeVar("T")
+
+
+class Outcomes(Generic[T]):
+    """The outcomes of tasks of one kind.
+
+    Each outcome is returned once. The eventfd is readable while there may be outcomes. All methods may be called from
+    any thread. After `close`, outcomes are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards the next two
+        self._outcomes: dict[int, T] = {}
+        self._is_closed = False
+
+    def put(self, task_id: int, outcome: T) -> None:
+        """Add a task's outcome, and make the eventfd readable."""
+        with self._lock:
+            if not self._is_closed:
+                self._outcomes[task_id] = outcome
+                os.eventfd_write(self.event_fd, 1)
+
+    def pop(self, task_id: int) -> T | None:
+        """Return the task's outcome, or None if it has none yet or its outcome was returned before."""
+        with self._lock:
+            return self._outcomes.pop(task_id, None)
+
+    def pop_all(self) -> dict[int, T]:
+        """Return the outcomes of all tasks that have one."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, {}
+            return outcomes
+
+    def close(self) -> None:
+        """Close the eventfd. A second call does nothing."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.event_fd)
+
+
+class Settings(DiskConfig, frozen=True, kw_only=True):
+    """The settings that `adapter_params` may have: the keys of `[disk]`, and *weights*.
+
+    *weights* identifies the facts that LMCache's keys lack: the revision of the weights, LoRA adapters, and how an
+    engine lays out its KV cache.
+    """
+
+    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+def settings_of(adapter_params: Mapping[str, object]) -> Settings:
+    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
+    return tree_from_dict(Settings, adapter_params, "adapter_params")
+
 
 MAX_OBJECT_BYTES = 1 << 32  # an object's size is its group's number
 NO_MEMORY = memoryview(b"")

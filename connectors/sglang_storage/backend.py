@@ -1,6 +1,5 @@
 """`KVTierStorage`: kvtier's disk as the storage backend of SGLang's HiCache."""
 
-import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine, check_config, check_pool, check_pool_name
+from kvtier.connectors.sglang_storage.page_runs import PageRuns, StorageThreads
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 from kvtier.connectors.staged_disk import Rows, StagedDisk
 from kvtier.connectors.weights_lineage import WeightsLineage
@@ -24,26 +24,6 @@ INDEXED_WAIT_S = 10.0  # for the index of the pages on disk; the rest is indexed
 CLEAR_TIMEOUT_S = 60.0
 
 
-class StorageThreads:
-    """The threads that call a storage.
-
-    SGLang resets its cache after a weight update, and does not notify the storage. A reset is the only event that makes
-    SGLang end the threads that call the storage and start new ones. So a thread that has ended reveals the reset.
-    """
-
-    def __init__(self) -> None:
-        """Create an empty record of threads."""
-        self._lock = threading.Lock()
-        self._seen: set[threading.Thread] = set()
-
-    def any_ended(self) -> bool:
-        """Record the calling thread. Return whether an earlier caller's thread has ended since the last call."""
-        with self._lock:
-            ended = {thread for thread in self._seen if not thread.is_alive()}
-            self._seen = (self._seen - ended) | {threading.current_thread()}
-            return bool(ended)
-
-
 class StorageSettings(DiskConfig, frozen=True, kw_only=True):
     """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
 
@@ -54,50 +34,6 @@ def settings_of(extra_config: Mapping[str, object]) -> StorageSettings:
     """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
     own = {key: value for key, value in extra_config.items() if key not in _OF_SGLANG}
     return tree_from_dict(StorageSettings, own, "hicache-storage-backend-extra-config")
-
-
-class PageRuns:
-    """The runs of the pool's memory that make up each page.
-
-    A run has keys or values of all layers, or of one layer, depending on the pool's layout. A row has the runs of a
-    page one after the other. The memory is the pool's, and the caller must keep a page leased while it is copied.
-    """
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        _, self.sizes = self._runs(torch.arange(pool.page_size, dtype=torch.int64))
-
-    @property
-    def row_bytes(self) -> int:
-        """Number of bytes of a page."""
-        return sum(self.sizes)
-
-    def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
-        """Return the addresses of each page's runs. *host_indices* are SGLang's, of all tokens of whole pages."""
-        pointers, _ = self._runs(host_indices)
-        step = len(self.sizes)
-        return [list(pointers[start : start + step]) for start in range(0, len(pointers), step)]
-
-    def write(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy the pages at these addresses into *rows*."""
-        for row, page in zip(rows, pages, strict=True):
-            place = row.ctypes.data
-            for address, size in zip(page, self.sizes, strict=True):
-                ctypes.memmove(place, address, size)
-                place += size
-
-    def read(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy *rows* into the pages at these addresses."""
-        for row, page in zip(rows, pages, strict=True):
-            place = row.ctypes.data
-            for address, size in zip(page, self.sizes, strict=True):
-                ctypes.memmove(address, place, size)
-                place += size
-
-    def _runs(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
-        num_pages = len(host_indices) // self._pool.page_size
-        return pointers, list(sizes[: len(sizes) // max(1, num_pages)])
 
 
 class KVTierStorage(HiCacheStorage):

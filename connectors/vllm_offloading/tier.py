@@ -1,12 +1,9 @@
 """`KVTier`: kvtier's disk as a secondary tier of vLLM's offloading, set up by vLLM's configuration alone."""
 
 import logging
-import sys
-from collections.abc import Mapping
 from itertools import count
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -18,69 +15,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.vllm_connector.engine_facts import engine_facts
-from kvtier.connectors.vllm_connector.engine_layout import namespace_of
-from kvtier.connectors.vllm_offloading.known_vllm import check_tier, connector_configs, end_tokens, pool_facts
+from kvtier.connectors.vllm_offloading.known_vllm import check_tier, connector_configs, end_tokens
+from kvtier.connectors.vllm_offloading.open_tier import (
+    open_tier,
+    tier_settings,
+)
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
 from kvtier.connectors.vllm_offloading.tier_counts import DOCUMENTATION, GAUGES, METRIC_PREFIX
-from kvtier.connectors.vllm_offloading.tier_side import TierSide
-from kvtier.engine.config import DiskConfig, tree_from_dict
-from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 
-INDEXED_WAIT_S = 10.0  # for the index of the blocks on disk; the rest is indexed during the first requests
-LONGEST_JOBS = 4  # read timeouts until a hung disk has ended all jobs: begun ones, queued ones, times 2 if slow
-WEIGHTS_KEY = '"weights" in the configuration of KVTier'
 log = logging.getLogger(__name__)
-
-
-class TierSettings(DiskConfig, frozen=True, kw_only=True):
-    """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
-
-    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-
-
-def tier_settings(config: Mapping[str, object]) -> TierSettings:
-    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
-    return tree_from_dict(TierSettings, config, "secondary_tiers, KVTier")
-
-
-def tier_namespace(config: Any, vllm_config: Any, kv_cache_config: Any, row_bytes: int, weights: str | None) -> bytes:
-    """Return 16 bytes for all facts that decide a row's bytes, other than vLLM's key. Arguments as in `open_tier`."""
-    facts = engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY)
-    facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
-    return namespace_of(facts, (), [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
-
-
-def open_tier(
-    settings: TierSettings, config: Any, vllm_config: Any, kv_cache_config: Any, pool_rows: memoryview
-) -> TierSide:
-    """Return the tier below vLLM's host pool, which the caller must close.
-
-    *config* is vLLM's `OffloadingConfig`. *pool_rows* is its host pool, [num_chunks, row_bytes], which is not used any
-    more after `TierSide.close`.
-
-    Raises:
-        UnsupportedEngine: If the engine's weights cannot be determined.
-        ValueError: If the disk cannot be used.
-    """
-    row_bytes = pool_rows.nbytes // len(pool_rows)
-    namespace = tier_namespace(config, vllm_config, kv_cache_config, row_bytes, settings.weights)
-    pool = pool_rows.cast("B")
-    disk = open_disk_below(
-        settings,
-        namespace,
-        lambda group_id: row_bytes,
-        [pool],
-        num_groups=len(kv_cache_config.kv_cache_groups),
-    )
-    disk.wait_indexed(INDEXED_WAIT_S)
-    # vLLM steps without a pause while a load is in flight. With Python's default of 5 ms, each answer of the disk waits
-    # that long for the interpreter's lock.
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-    return TierSide(disk, pool, row_bytes, LONGEST_JOBS * settings.read_timeout_s)
 
 
 class KVTier(SecondaryTierManager):

@@ -14,7 +14,7 @@ from kvtier.connectors.vllm_offloading.known_vllm import (
     end_tokens,
     pool_facts,
 )
-from kvtier.connectors.vllm_offloading.tier import tier_settings
+from kvtier.connectors.vllm_offloading.open_tier import tier_settings
 
 
 class Region:

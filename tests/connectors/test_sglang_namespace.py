@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang_storage import identity
-from kvtier.connectors.sglang_storage.backend import StorageThreads
 from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
 from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
 from kvtier.connectors.sglang_storage.options import JUDGED
+from kvtier.connectors.sglang_storage.page_runs import StorageThreads
 from kvtier.connectors.sglang_storage.server_facts import option_reader, server_facts, weights_version
 
 HARMLESS = [option for options in JUDGED.harmless.values() for option in options]

@@ -22,7 +22,7 @@ from kvtier.connectors.vllm_connector import engine_facts as facts_module
 from kvtier.connectors.vllm_connector.engine_facts import engine_facts
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, namespace_of
 from kvtier.connectors.vllm_connector.options import JUDGED
-from kvtier.connectors.vllm_offloading.tier import TierSettings, open_tier, tier_namespace
+from kvtier.connectors.vllm_offloading.open_tier import TierSettings, open_tier, tier_namespace
 from kvtier.connectors.vllm_offloading.tier_side import TierSide
 from kvtier.engine.config import parse_bytes
 from kvtier.tiers.naming.groups import FullAttention

@@ -172,9 +172,9 @@ def test_a_call_that_waits_while_another_closes_is_an_error() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_engine_is_not_copied_or_pickled(duplicate: Callable[[object], object], llm: LLM) -> None:
-    with pytest.raises(TypeError, match="make one in each process"):
+    with pytest.raises(TypeError, match="create one in each process"):
         duplicate(llm)
-    with pytest.raises(TypeError, match="make one in each process"):
+    with pytest.raises(TypeError, match="create one in each process"):
         duplicate(AsyncLLM(build("llama"), SIZES, byte_tokenizer()))
 
 

@@ -109,7 +109,7 @@ def test_every_shipped_configuration_loads_by_its_name(name):
 
 
 def test_an_unknown_name_lists_the_shipped_ones():
-    with pytest.raises(ConfigError, match=rf"lptop: no such file.*: {', '.join(SHIPPED)}$"):
+    with pytest.raises(ConfigError, match=rf"lptop: no such file.*; use one of {', '.join(SHIPPED)}$"):
         load_config("lptop")
 
 

@@ -75,7 +75,7 @@ def test_a_chat_with_an_adapter_streams_under_its_name(adapted: ServerInThread) 
 
 
 def test_an_unknown_model_is_answered_with_those_that_are_there(adapted: ServerInThread) -> None:
-    with pytest.raises(openai.NotFoundError, match=f"ask for {MODEL}, all, ranked, mlp"):
+    with pytest.raises(openai.NotFoundError, match=f"use one of {MODEL}, all, ranked, mlp"):
         adapted.openai().completions.create(model="legal", prompt="x")
 
 

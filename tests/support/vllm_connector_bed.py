@@ -371,7 +371,7 @@ class ConnectorBed:
         """Blocks and slots that the sidecar has leased to its engines, less the slots that always lie ready."""
         self.clock.now += 1.0
         self.listen()
-        num_leased = sum(lease.num_chunks for client in self.sidecar.connector.clients() for lease in client.leases)
+        num_leased = sum(lease.num_chunks for client in self.sidecar.endpoint.clients() for lease in client.leases)
         return num_leased - NUM_KEPT * len(self.groups)
 
     def _compute(self, num_scheduled: dict[str, int], requests: Sequence[FakeRequest]) -> None:

@@ -276,7 +276,7 @@ def test_a_prompt_that_can_never_fit_is_refused_in_one_line_that_says_what_to_do
 
 
 def test_a_prompt_without_tokens_is_refused(model: PreTrainedModel) -> None:
-    with engine(model) as core, pytest.raises(ValueError, match="no tokens"):
+    with engine(model) as core, pytest.raises(ValueError, match="is empty"):
         add(core, [])
 
 

@@ -195,7 +195,7 @@ def test_a_text_too_long_to_be_answered_is_not_counted_either(server: ServerInTh
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id: is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
-            "send its text",
+            "send the text as a source of type text",
         ),
         ({"tools": [{"name": "a", "input_schema": {}}]}, "the model's chat template does not support tools"),
         ({"tools": [{"name": "a"}]}, "input_schema: is missing"),

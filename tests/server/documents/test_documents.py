@@ -323,7 +323,7 @@ def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrained
         assert "the model knows 0 to 255" in (where.error or "")
         for what, why in (
             (draft(token_ids=[]), "the document has 0 tokens"),
-            (tokens_draft(1, 200 * BLOCK_SIZE), "has 3200 tokens"),
+            (tokens_draft(1, 200 * BLOCK_SIZE), "has at least 3200 tokens"),
             (draft(token_ids=[1, VOCAB + 1]), "token id 257: the tokenizer has 0 to 256"),
             (draft(token_ids=[1], form=Form.CHAT), "token ids cannot be a document for chats"),
             (draft("a", Form.TEXT, system="b"), "system"),

@@ -189,7 +189,7 @@ def test_a_breakpoint_may_stand_at_a_call_or_at_its_result(tool_server: ServerIn
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tools": [{**TOOLS[0], "input_schema": {"type": "array"}}]}, "are an object"),
+        ({"tools": [{**TOOLS[0], "input_schema": {"type": "array"}}]}, "is not the schema of an object"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "there are two of the name get_weather"),
         ({"tool_choice": {"type": "tool", "name": "rm"}}, "there is no tool of that name"),
         (

@@ -305,7 +305,7 @@ def test_the_clients_helpers_take_models_for_tools(tool_server: ServerInThread, 
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
-            "are an object",
+            "is not the schema of an object",
         ),
         (
             {

@@ -51,7 +51,7 @@ def wait(*arguments):
     setattr(where, name, act)
     return act(*arguments)
 
-where = {"Row": inspection.Row, "inspection": inspection}[sys.argv[2]]
+where = {"RecordRow": inspection.RecordRow, "inspection": inspection}[sys.argv[2]]
 name = sys.argv[3]
 act = getattr(where, name)
 setattr(where, name, wait)
@@ -268,7 +268,7 @@ def test_a_broken_tree_is_a_store_that_is_lost(tmp_path: Path) -> None:
 
 def test_it_holds_no_transaction_while_it_counts(store: LmdbStore, tmp_path: Path) -> None:
     store.put_many([blob_of(n, 1000) for n in range(20)])
-    with start(INSPECTOR, tmp_path, "Row", "unpack") as inspector:
+    with start(INSPECTOR, tmp_path, "RecordRow", "unpack") as inspector:
         assert read_line(inspector) == "waiting"
 
         assert set(readers_of(store, inspector.pid)) == {"-"}
@@ -296,7 +296,7 @@ def test_one_killed_in_a_transaction_holds_nothing_back_for_long(
 def test_the_owner_may_close_and_another_open_while_one_inspects(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(n, 1000) for n in range(20)])
-    with start(INSPECTOR, tmp_path, "Row", "unpack") as inspector:
+    with start(INSPECTOR, tmp_path, "RecordRow", "unpack") as inspector:
         assert read_line(inspector) == "waiting"
 
         with LmdbStore(tmp_path, CAPACITY_BYTES) as store:

@@ -727,5 +727,5 @@ def test_records_of_the_log_keep_no_socket_of_a_store_that_could_not_be_closed(
     close_while_it_dies(tmp_path / "store")
 
     gc.collect()
-    assert "not closed properly" in caplog.text
+    assert "not closed cleanly" in caplog.text
     assert open_files()["socket"] <= before

@@ -57,7 +57,7 @@ def test_a_batch_has_no_more_requests_than_a_span_may_have_links() -> None:
     assert len(blocks.find(names(*range(2 * MAX_LINKS)))) == MAX_LINKS
 
 
-@pytest.mark.parametrize("most", [1, 20])
+@pytest.mark.parametrize("limit", [1, 20])
 def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(spill_traces, "MAX_BLOCKS", limit)
     monkeypatch.setattr(spill_traces, "MAX_OWNERS", 2 * limit)

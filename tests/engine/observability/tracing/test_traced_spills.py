@@ -29,7 +29,7 @@ from kvtier.web.operating.operators import Operators
 from kvtier.web.operating.routes import Operating
 
 TOKEN = "op-token-4444"
-DOCUMENT = "The tower has four endpoints, and each of them is painted in another colour. " * 6
+DOCUMENT = "The tower has four doors, and each of them is painted in another colour. " * 6
 QUESTIONS = ("Which is the red one? ", "Who holds the keys? ")
 SLACK_NS = 1_000_000_000  # two clocks are looked at, one after the other
 BACKGROUND = ("kvtier.spill.host", "kvtier.spill.disk")
