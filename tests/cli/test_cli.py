@@ -171,7 +171,7 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["serve", "--model", "gpt2", "--log-format", "xml"], "--log-format"),
         (["serve", "--model", "gpt2", "--tool-call-parser", "xml"], "--tool-call-parser"),
         (["serve", "--model", "gpt2", "--tenant-isolation", "maybe"], "--tenant-isolation"),
-        (["serve", "--model", "gpt2", "--config", "nonsense"], "there are: gpu-8gb, laptop, longdoc-qa"),
+        (["serve", "--model", "gpt2", "--config", "nonsense"], "use one of gpu-8gb, laptop, longdoc-qa"),
         (["doc"], "COMMAND"),
         (["doc", "add", "/no/such/file.txt"], "/no/such/file.txt"),
         (["doc", "add", "notes.md", "--id", ""], "--id: is empty"),

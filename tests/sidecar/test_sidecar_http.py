@@ -369,7 +369,7 @@ def test_headers_and_bodies_without_end_are_cut_off(plain: RunningSidecar) -> No
             return client.recv(100)
 
     headers = send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * (LIMITS.max_header_bytes + 100))
-    body = send(b"POST /check HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n")
+    body = send(b"POST /v1/kvtier/check HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n")
 
     assert headers.startswith(b"HTTP/1.1 431")
     assert body.startswith(b"HTTP/1.1 200")  # nothing of it is waited for

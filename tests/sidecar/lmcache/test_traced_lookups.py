@@ -82,7 +82,7 @@ def num_blocks(span: ReceivedSpan) -> int:
     return int(str(span.attributes["kvtier.blocks"]))
 
 
-@pytest.mark.parametrize(("sample", "least", "most"), [(0.0, 0, 0), (0.2, 120, 280), (1.0, 1000, 1000)])
+@pytest.mark.parametrize(("sample", "minimum", "limit"), [(0.0, 0, 0), (0.2, 120, 280), (1.0, 1000, 1000)])
 def test_about_the_configured_part_is_sampled(sample: float, minimum: int, limit: int) -> None:
     with otlp_receiver() as receiver, closing(Tracer(SpanSender(receiver.url, "test"), sample)) as tracer:
         for number in range(1000):  # of one request all or nothing
