@@ -36,7 +36,10 @@ class OneLineParser(argparse.ArgumentParser):
         return self.commands
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Check the words, then parse. Called by argparse for each command with the arguments after its name."""
+        """Report unknown commands and options, then parse.
+
+        argparse calls this method for each command, with the arguments after the command's name.
+        """
         given = sys.argv[1:] if args is None else list(args)
         self._check_words(given)
         return super().parse_known_args(given, namespace)
@@ -59,7 +62,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _long_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the *arguments* that can only be options: before `--`, without a space; each is cut at its `=`."""
+    """Yield the names of the long options in *arguments*, up to `--`. An argument with a space is not an option."""
     for argument in arguments:
         if argument == "--":
             return
@@ -68,7 +71,7 @@ def _long_options(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and full command line of all *commands* and their subcommands, subcommands first."""
+    """Yield the name and full form, such as `rm` and `kvtier store rm`, of all subcommands and then of *commands*."""
     for parser in commands.values():
         if isinstance(parser, OneLineParser) and parser.commands is not None:
             yield from _paths(parser.commands.choices, parser.prog)
@@ -76,21 +79,24 @@ def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterat
 
 
 def _meant(word: str, known: Mapping[str, str]) -> str:
-    """Return a "did you mean" suggestion of the known name (or prefix of one) closest to *word*, or ""."""
+    """Return "; did you mean X?" for the name in *known* that is closest to *word*, or "" if no name is close.
+
+    *known* maps each name to X. A name is also close if its beginning resembles *word*.
+    """
     beginnings = {name[: len(word)]: meant for name, meant in known.items()}
     near = get_close_matches(word, choices := {**beginnings, **known}, n=1)
     return f"; did you mean {choices[near[0]]}?" if near else ""
 
 
 def nonempty_text(text: str) -> str:
-    """Return the value of an option, which must not be empty."""
+    """Return *text*, the value of an option. An empty value is an error."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
     return text
 
 
 def utf8_text(text: str) -> str:
-    """Return the value of an option that is sent to a server: not empty, and (unlike a file name) valid UTF-8."""
+    """Return *text*, the value of an option that is sent to a server. It must not be empty and must be valid UTF-8."""
     try:
         nonempty_text(text).encode()
     except UnicodeEncodeError:
@@ -106,26 +112,26 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="without API keys: a host name under which clients reach the server, such as that of a proxy; *.NAME "
-        "allows all names below it; may be repeated (default: none; IP addresses and localhost are always allowed; "
-        "names that public DNS cannot have are allowed unless the server listens on a loopback address)",
+        help="host name under which clients may reach a server without API keys, such as the name of a proxy; *.NAME "
+        "allows all names that end in .NAME; may be repeated (default: none; IP addresses and localhost are always "
+        "allowed; names that public DNS cannot have are allowed unless the server listens on a loopback address)",
     )
 
 
 def _host_name(text: str) -> str:
-    """Return a host name, `*.` and the end of host names, or `*`."""
+    """Return *text*, which is a host name, `*.` and a domain for all names in the domain, or `*` for any name."""
     if not re.fullmatch(HOST_NAME, text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a host name; omit scheme and port, for example kv.example")
     return text
 
 
 def remote_url(text: str) -> str:
-    """Return the value of `--remote`. Warn if it has a password, because all users of the machine can read it there."""
+    """Return *text*, the URL of a remote store. Warn if it has a password, because all users can see command lines."""
     credentials, at, _ = nonempty_text(text).partition("://")[2].rpartition("@")
     if at and ":" in credentials:
         print(
-            "kvtier: warning: other users of this machine can see arguments, and so the password in the store's URL; "
-            "put it into a file (password_file in [remote], --password-file)",
+            "kvtier: warning: other users of this machine can see the password in the store's URL on the command "
+            "line; put the password into a file (password_file in [remote], --password-file)",
             file=sys.stderr,
         )
     return text
@@ -137,7 +143,7 @@ def path(text: str) -> Path:
 
 
 def size(text: str) -> int:
-    """Return a number of bytes, written such as 8GiB."""
+    """Return the number of bytes that *text* denotes, such as 8GiB."""
     try:
         return int(parse_bytes(text))
     except ValueError as error:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvtier.server.documents.client import DocumentClient
 
-_OTHER_WIDTH = 120  # columns of output where there is no terminal
+_OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
 _POLL_S = 0.2
 _TIERS = ("device", "host", "disk", "nowhere")
 _AT_WORK = ("queued", "prefilling")
@@ -71,7 +71,8 @@ def _list(client: DocumentClient, options: argparse.Namespace) -> int:
     output = _output()
     output.print(table if answer["data"] else "no documents")
     if not answer["survive_restarts"]:
-        output.print("documents are lost when the server stops: set [disk], or path in [documents]", markup=False)
+        advice = "to keep them, set [disk], or path in [documents]"
+        output.print(f"documents are lost when the server stops; {advice}", markup=False)
     return 0
 
 

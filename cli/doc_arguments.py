@@ -43,14 +43,17 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     add = _action(actions, "add", "put a document on the server, which prefills it")
     add.add_argument("file", metavar="FILE", help="UTF-8 text file; -: standard input")
     add.add_argument(
-        "--id", type=utf8_text, metavar="ID", help="id, up to 128 of A-Z a-z 0-9 . _ - (default: the file's name)"
+        "--id",
+        type=utf8_text,
+        metavar="ID",
+        help="id, 1 to 128 of A-Z a-z 0-9 . _ and - (default: the file's name)",
     )
     add.add_argument(
         "--as",
         dest="form",
         choices=["chat", "text"],
-        help="chat: the document starts conversations; text: it starts prompts (default: chat if the model has a chat "
-        "template)",
+        help="chat: chats begin with the document; text: text prompts begin with it (default: chat if the model has a "
+        "chat template, else text)",
     )
     add.add_argument("--system", metavar="TEXT", help="system message of the chats about the document (default: none)")
     add.add_argument(

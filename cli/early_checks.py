@@ -1,6 +1,6 @@
 """Early checks of a command's model and files, which run before torch is imported, because that takes seconds.
 
-They reject only input that is sure to fail later. Loading rejects the rest.
+The checks reject only input that is sure to fail later. Other unusable input is rejected when it is loaded.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ def check_model(name: str) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Raise ValueError for `gpu_memory_utilization` if there is no GPU driver or the model runs on the CPU."""
+    """Raise ValueError if `gpu_memory_utilization` is set, but there is no GPU driver or the model runs on the CPU."""
     is_wanted = config.device.gpu_memory_utilization is not None
     if is_wanted and (config.model.device == "cpu" or not _has_driver()):
         raise config.device.no_gpu()
 
 
 def check_files(config: Config) -> None:
-    """Raise the error that loading would raise for unusable adapters, encryption keys, logs and document folders."""
+    """Raise an error if an adapter, the encryption key, the request log or the document folder is unusable."""
     refuse_unusable(config.request_log)
     for name, table in config.lora.items():
         check_adapter_folder(name, Path(table.path).expanduser())

@@ -17,7 +17,7 @@ from kvtier.cli.user_input import text_of, token_of
 from kvtier.web.json_client import JsonClient
 
 _TIMEOUT_S = 60.0
-_OTHER_WIDTH = 120  # columns of output where there is no terminal
+_OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
 _PATH = "/v1/kvtier/explain"
 _MAX_ID = 4096  # characters; engines that use a sidecar may have long request ids
 _WHY = {
@@ -107,7 +107,7 @@ def _question(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:
-    title = "a prompt, now" if found["id"] is None else f"request {found['id']}, {_when(found['arrived_at'])}"
+    title = "a lookup of this prompt" if found["id"] is None else f"request {found['id']}, {_when(found['arrived_at'])}"
     console.print(Text(f"{title}: {found['prompt_tokens']:,} tokens, in blocks of {found['block_size']}"))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("tokens", justify="right", no_wrap=True)

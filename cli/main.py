@@ -85,12 +85,12 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         epilog=EXPLAIN_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    explain.add_argument("id", nargs="?", type=utf8_text, metavar="REQUEST_ID", help="a finished request")
+    explain.add_argument("id", nargs="?", type=utf8_text, metavar="REQUEST_ID", help="id of a finished request")
     explain.add_argument(
         "--prompt", type=nonempty_text, metavar="FILE", help="text, or a JSON object; -: standard input (default: none)"
     )
     explain.add_argument("--model", type=utf8_text, metavar="NAME", help="the prompt's model (default: the server's)")
-    explain.add_argument("--cache-salt", type=utf8_text, metavar="SALT", help="salt of the prompt (default: none)")
+    explain.add_argument("--cache-salt", type=utf8_text, metavar="SALT", help="the prompt's cache_salt (default: none)")
     explain.add_argument("--url", default="http://127.0.0.1:8000", help="server URL (default: http://127.0.0.1:8000)")
     who = explain.add_mutually_exclusive_group()
     who.add_argument(
@@ -109,8 +109,9 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. A user error prints one line that says what to do."""
     options = build_parser().parse_args(arguments)
-    # This must happen before torch is imported. Its threads busy-wait for each other. With the default spin count, a
-    # step takes five times as long while another process is busy, and somewhat longer while kvtier copies blocks.
+    # The spin count must be set before torch is imported, because torch's threads busy-wait for each other. With the
+    # default spin count, a step takes five times as long while another process is busy, and somewhat longer while
+    # kvtier copies blocks.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
@@ -183,7 +184,7 @@ def _add_demo(commands: _Commands) -> None:
         "--tokens",
         type=_length,
         metavar="N",
-        help=f"length of the generated document, {_MIN_TOKENS} or more (default: 10000; 1000 for --model on the CPU)",
+        help=f"tokens in the generated document, {_MIN_TOKENS} or more (default: 10000; 1000 for --model on the CPU)",
     )
     demo.add_argument(
         "--device",
@@ -227,7 +228,7 @@ def _interval(text: str) -> float:
 
 def _length(text: str) -> int:
     if not text.isdecimal() or int(text) < _MIN_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short or not a number; give {_MIN_TOKENS} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is too small or not a number; give {_MIN_TOKENS} or more")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The `kvtier operate` command, which makes a running server or sidecar carry out an operator's verb."""
+"""The `kvtier operate` command, which makes a running server or sidecar carry out a verb such as reset or pin."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
 def _token(file: str | None) -> str:
     if file is None:
         if not (token := os.environ.get(TOKEN)):
-            raise ValueError(f"no operator's token: set {TOKEN}, or give --token-file FILE")
+            raise ValueError(f"there is no operator's token; set {TOKEN}, or give --token-file FILE")
         return token
     return token_of(file)
 

@@ -8,13 +8,13 @@ from typing import Any
 from kvtier.cli.arguments import HelpFormatter, utf8_text
 
 EXAMPLES = """examples:
-  kvtier operate reset --tenant acme            evict its blocks from device, host memory and disk, not a remote tier
+  kvtier operate reset --tenant acme            the tenant's blocks on device, in host memory and on disk
   kvtier operate reset --all --url http://127.0.0.1:9464       a sidecar
   kvtier operate evict disk --bytes 100GiB      the oldest 100 GiB on disk
   kvtier operate spill                          copy down blocks without a lower copy, before draining a node
   kvtier operate pin --prompt system.txt --seconds 3600        prints the pin's name, for unpin
   kvtier operate unpin 41c6a5c93c07a1de
-  kvtier operate check                          verify the bookkeeping; prints what was verified
+  kvtier operate check                          verify the cache's bookkeeping; prints what was verified
   kvtier operate log-level debug --logger kvtier.tiers
 
 The token is taken from --token-file or KVTIER_OPERATOR_TOKEN. The server's tokens are in [operators] of its
@@ -42,17 +42,20 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     reset = _verb(
         verbs,
         "reset",
-        "evict blocks from device, host memory and disk; leased blocks, pinned blocks and blocks in a remote tier stay",
+        "evict blocks from device, host memory and disk, not from a remote tier; blocks in use and pinned blocks stay",
     )
     which = reset.add_mutually_exclusive_group(required=True)
     which.add_argument("--tenant", type=utf8_text, metavar="NAME", help="the blocks of this tenant")
     which.add_argument(
-        "--namespace", type=utf8_text, metavar="HEX", help="the blocks of the namespace that starts so (kvtier stats)"
+        "--namespace",
+        type=utf8_text,
+        metavar="HEX",
+        help="the blocks of the namespace whose name begins with HEX (see kvtier stats)",
     )
     which.add_argument("--all", action="store_true", default=None, help="all blocks")
 
     evict = _verb(verbs, "evict", "evict the oldest blocks of one tier; blocks without a copy in another tier are lost")
-    evict.add_argument("tier", choices=["device", "host", "disk"], help="the tier")
+    evict.add_argument("tier", choices=["device", "host", "disk"], help="the tier to evict from")
     amount = evict.add_mutually_exclusive_group(required=True)
     amount.add_argument("--bytes", type=utf8_text, metavar="SIZE", help="number of bytes to evict, such as 4GiB")
     amount.add_argument("--blocks", type=_count, metavar="N", help="number of blocks to evict")
@@ -82,11 +85,13 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     unpin.add_argument("pin", metavar="NAME", help="the name that pin printed")
 
     check = _verb(verbs, "check", "verify that the cache's bookkeeping is consistent")
-    check.add_argument("--now", action="store_true", default=None, help="check even if requests run; they have to wait")
+    check.add_argument("--now", action="store_true", default=None, help="check even while requests run; they wait")
 
     level = _verb(verbs, "log-level", "set the server's log level until it stops")
     level.add_argument("level", choices=["debug", "info", "warning", "error"], help="lowest level to log")
-    level.add_argument("--logger", type=utf8_text, metavar="NAME", help="such as kvtier.tiers (default: kvtier)")
+    level.add_argument(
+        "--logger", type=utf8_text, metavar="NAME", help="name of the logger, such as kvtier.tiers (default: kvtier)"
+    )
 
 
 def _verb(verbs: "argparse._SubParsersAction[Any]", name: str, help_: str) -> argparse.ArgumentParser:

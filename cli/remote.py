@@ -26,21 +26,21 @@ from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.reads import BATCH_BLOCKS, BATCH_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 
-NUM_QUESTIONS = 64
-ROUNDS = 3  # reads of all blocks; the median counts
-# Bytes of keys and values per token, in bfloat16: 2 x layers x KV heads x head size x 2.
+NUM_QUESTIONS = 64  # lookups to measure
+ROUNDS = 3  # number of times that all blocks are read; the median time is used
+# Bytes of keys and values per token, in bfloat16: 2 x layers x KV heads x head size x 2 bytes.
 MODELS = {"1B, as Llama 3.2 1B": 32 << 10, "8B, as Llama 3.1 8B": 128 << 10, "70B, as Llama 3.1 70B": 320 << 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured speed of a store on this network. Reads are verified."""
+    """The measured speed of the store at *where* on this network. Reads are verified."""
 
     where: str
     block_bytes: int
     num_blocks: int
     ask_s: float  # median time of a lookup
-    ask_p99_s: float
+    ask_p99_s: float  # longest time of the 64 lookups, which is about the 99th percentile
     put_bytes_per_s: float
     read_bytes_per_s: float
     num_wrong: int  # blocks that were not stored, or not read back with the same bytes
@@ -96,14 +96,18 @@ def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_block
 
 
 def tokens_per_s(found: Measured, token_bytes: int) -> float:
-    """Return the prefill speed above which loading a long prefix is slower than computing it."""
+    """Return the prefill speed, in tokens/s, above which loading a long prefix is slower than computing it."""
     return found.read_bytes_per_s / token_bytes
 
 
 def min_tokens(found: Measured, token_bytes: int, prefill: int) -> float | None:
-    """Return the prefix length from which loading is faster than computing *prefill* tokens per second, or None."""
+    """Return the length, in tokens, of the shortest prefix that loads faster than it is computed, or None.
+
+    *prefill* is the prefill speed in tokens per second. Returns None if computing is faster at any length.
+    """
     gained_s = 1 / prefill - token_bytes / found.read_bytes_per_s
-    return found.ask_s * 2 / gained_s if gained_s > 0 else None  # the lookup, and the latency of the first block
+    # A load costs two latencies more than its bytes: that of the lookup, and that of the first block.
+    return found.ask_s * 2 / gained_s if gained_s > 0 else None
 
 
 def _num_good(records: SealedRemote, blobs: Sequence[Blob], block_bytes: int) -> int:

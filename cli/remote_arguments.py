@@ -25,7 +25,8 @@ FORGET_EXAMPLES = """examples:
   kvtier forget-remote redis://cache:6379 --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8
   kvtier forget-remote s3://kv-cache/llama --namespace 3f2a9c0d51e84b7f9a6620c1d3b5e7f8 --yes
 
-Servers and sidecars log the namespace when they start: "remote: blocks are put into redis://cache:6379 as 3f2a…".
+Servers and sidecars log the namespace when they start:
+"remote: blocks are put into redis://cache:6379 under namespace 3f2a…".
 Servers and sidecars that still run with this model will put blocks again.
 
 exit status: 0 done, 2 the store could not be used, or the answer was no
@@ -53,7 +54,10 @@ def add_remote(parser: argparse.ArgumentParser) -> None:
 
 
 def remote_of(options: argparse.Namespace, command: str) -> RemoteConfig:
-    """Return the configuration of the store that *options* of *command* name. Raise ValueError if it is invalid."""
+    """Return the configuration of the store that *options* name. Raise ValueError if it is invalid.
+
+    *command* is the name of the command, for the error message.
+    """
     tables = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
     return tree_from_dict(RemoteConfig, tables, command)
 
@@ -116,7 +120,7 @@ def add_forget_remote(commands: "argparse._SubParsersAction[Any]", run: Callable
         metavar="HEX",
         help="name of the namespace, 32 hexadecimal digits; may be repeated",
     )
-    forget.add_argument("--yes", action="store_true", help="do not ask (default: ask on the terminal)")
+    forget.add_argument("--yes", action="store_true", help="delete without asking (default: ask)")
     forget.set_defaults(run=run)
 
 

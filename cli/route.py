@@ -19,10 +19,14 @@ log = logging.getLogger(__name__)
 
 
 def route(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Route requests until a signal, and return the exit status. Raise ValueError or OSError for unusable settings.
+    """Route requests until a signal arrives, and return the exit status.
 
-    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only check the
-    configuration and print the resulting plan.
+    Raises ValueError or OSError for unusable settings.
+
+    Args:
+        source: Configuration file, or None.
+        given: Tables of settings from the command line, which override keys of *source*.
+        checks_only: Whether to only check and print the resulting configuration.
     """
     with extra("route", "kvtier route"):
         from kvtier.routing.server import keys_of
@@ -40,7 +44,7 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": config.host, "port": port, "pid": os.getpid()}})
         if operators is None and not is_loopback(config.host):
-            log.warning("all clients that reach %s may read /v1/route/replicas: no operators are set", config.host)
+            log.warning("without operators' tokens, all clients of %s may read /v1/route/replicas", config.host)
         asyncio.run(_run(config, bound, operators, keys))
     return 0
 
@@ -69,7 +73,7 @@ async def _run(config: RouteConfig, bound: socket.socket, operators: Operators |
 def _plan(config: RouteConfig, has_operators: bool) -> list[str]:
     lines = []
     for each in config.replicas:
-        events = "no events: index from routed requests" if each.events is None else f"events of {each.events}"
+        events = "no events: indexed by routed requests" if each.events is None else f"events from {each.events}"
         replay = f", replayed by {each.replay}" if each.replay else ""
         name = "" if each.name == each.url else f"{each.name} at "
         lines.append(f"replica      {name}{each.url}, {events}{replay}")

@@ -78,7 +78,10 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the given options as tables of `RouteConfig`. Raise ValueError if endpoints and URLs differ in number."""
+    """Return the given options as tables of `RouteConfig`.
+
+    Raises ValueError if there are `--events` or `--replay` options, but not one for each URL.
+    """
     names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
     given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in ("events", "replay"):

@@ -23,10 +23,15 @@ log = logging.getLogger(__name__)
 
 
 def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve *model* until a signal, and return the exit status.
+    """Serve *model* until a signal arrives, and return the exit status.
 
-    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only print the plan,
-    and return 2 if the server would refuse it. Unusable settings raise ValueError or OSError before anything is loaded.
+    Raises ValueError or OSError for unusable settings, before anything is loaded.
+
+    Args:
+        model: Folder, GGUF file or hub id of the model.
+        source: Configuration file, or the name of a shipped configuration. None: the default of each key.
+        given: Tables of settings from the command line, which override keys of *source*.
+        checks_only: Whether to only print the resulting configuration, and return 2 if the server would refuse it.
     """
     tables = merge_tables({} if source is None else load_toml(source), given)
     config = config_from_dict(tables, source or "config")
@@ -42,7 +47,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 
 
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
-    """Return whether the command line asks for isolation. By default tenants are isolated if there are any."""
+    """Return whether the command line has `--tenant-isolation strict`, which needs tenants, unlike the same default."""
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
 
@@ -70,10 +75,11 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not is_loopback(settings.host):
-            log.warning("all clients that reach %s may send requests: no API keys; give --api-keys", settings.host)
+            log.warning("without API keys, all clients that reach %s may send requests; give --api-keys", settings.host)
         if asyncio.run(_run(model, settings.model_name or name, config, keys, operators, bound)):
             return 0
-    # The thread that loads the model cannot be stopped, and must not run while the interpreter shuts down.
+    # The thread that loads the model cannot be stopped. It must not run while the interpreter shuts down, so end the
+    # process without a shutdown of the interpreter.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -113,7 +119,7 @@ async def _run(
             log.warning("SIGHUP: there is no file of API keys to reload")
             return
         server.replace_keys(read)
-        log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
+        log.info("SIGHUP: reloaded the API keys of %d tenants", len(read.tenants))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys))

@@ -73,7 +73,8 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     serve.add_argument(
         "--config",
         metavar="FILE_OR_NAME",
-        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: defaults of all keys, without disk)",
+        help="a TOML file, or a shipped configuration: laptop, longdoc-qa or gpu-8gb (default: no disk tier, and the "
+        "default of each key)",
     )
     _add_tiers(serve)
     serve.add_argument(
@@ -188,7 +189,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     if options.sidecar is not None and any(own.values()):
         one = next(name for name, given in own.items() if given)
         raise ValueError(
-            f"{one}: the sidecar has the tiers below the device; give it to 'kvtier sidecar', or omit --sidecar"
+            f"{one}: the sidecar has the tiers below the device; give {one} to 'kvtier sidecar', or omit --sidecar"
         )
     tables: dict[str, object] = {
         "device": _device(options) or None,
@@ -206,7 +207,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
 
 def _device(options: argparse.Namespace) -> Mapping[str, object]:
     given: dict[str, object] = {} if options.block_size is None else {"block_size": options.block_size}
-    if options.device_memory is not None:  # each of the two options overrides the other one's key in the file
+    if options.device_memory is not None:  # it must override gpu_memory_utilization in the file, not only capacity
         given |= {"capacity": options.device_memory, "gpu_memory_utilization": None}
     if options.gpu_memory_utilization is not None:
         given["gpu_memory_utilization"] = options.gpu_memory_utilization

@@ -12,10 +12,14 @@ from kvtier.sidecar.process import run_process, url_of, validate
 
 
 def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve engines until a signal, and return the exit status.
+    """Serve engines until a signal arrives, and return the exit status.
 
-    The tables *given* on the command line replace keys of the file *source*. With *checks_only*, only check the
-    configuration and print the plan. Unusable settings raise ValueError or OSError before an engine can attach.
+    Raises ValueError or OSError for unusable settings, before an engine can attach.
+
+    Args:
+        source: Configuration file, or None.
+        given: Tables of settings from the command line, which override keys of *source*.
+        checks_only: Whether to only check and print the resulting configuration.
     """
     config = sidecar_config(source, given)
     validate(config)
@@ -29,12 +33,12 @@ def attach_command(config: SidecarConfig) -> str:
     assert config.lmcache is not None, "no endpoint for LMCache's client"
     extra: dict[str, object] = {}
     scheme, _, address = config.lmcache.listen.partition("://")
-    if scheme == "ipc":  # an IPC path cannot be given as host and port, which the client joins with a colon
+    if scheme == "ipc":  # a path has no host and port, which the client would join with a colon
         extra["lmcache.mp.server_urls"] = [config.lmcache.listen]
     else:
         host, _, port = address.rpartition(":")
         extra |= {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
-    # If the server is gone, an engine stalls for mq_timeout, which is five minutes by default.
+    # If the sidecar is gone, an engine stalls for mq_timeout seconds. The client's default is five minutes.
     extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 5}
     extra["lmcache.mp.heartbeat_interval"] = 2
     transfer = {
@@ -47,7 +51,7 @@ def attach_command(config: SidecarConfig) -> str:
 
 
 def _plan(config: SidecarConfig) -> list[str]:
-    lines = [f"host memory  {size_text(config.host.capacity)}, in extents of {size_text(config.extent)}"]
+    lines = [f"host memory  {size_text(config.host.capacity)}, allocated in extents of {size_text(config.extent)}"]
     if config.disk is None:
         lines.append("disk         none: blocks evicted from host memory are lost; give --disk PATH:SIZE to keep them")
     else:

@@ -30,7 +30,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     )
     sidecar.add_argument("--config", metavar="FILE", help="a TOML file; options override it (default: none)")
     sidecar.add_argument(
-        "--host", "--host-memory", type=size, metavar="SIZE", help="host memory tier, in /dev/shm (default: 4GiB)"
+        "--host", "--host-memory", type=size, metavar="SIZE", help="size of host memory, in /dev/shm (default: 4GiB)"
     )
     sidecar.add_argument(
         "--disk",
@@ -47,12 +47,15 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     sidecar.add_argument(
         "--socket",
         metavar="PATH",
-        help='socket for kvtier\'s own engines, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
+        help="socket to which 'kvtier serve' attaches; none: no socket (default: kvtier.sock in $XDG_RUNTIME_DIR or "
+        "/run)",
     )
     sidecar.add_argument(
-        "--listen", type=_endpoint, metavar="ENDPOINT", help="endpoint for vLLM (default: tcp://127.0.0.1:5555)"
+        "--listen", type=_endpoint, metavar="ENDPOINT", help="address for vLLM (default: tcp://127.0.0.1:5555)"
     )
-    sidecar.add_argument("--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens per chunk (default: 256)")
+    sidecar.add_argument(
+        "--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens per chunk that vLLM caches (default: 256)"
+    )
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='HTTP port on this machine, or "none" (default: 9464)'
     )

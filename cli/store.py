@@ -1,6 +1,7 @@
 """The commands `kvtier check`, `stats`, `store ls` and `store rm`, which verify, show and delete contents of a store.
 
-LMDB trusts its tree, so reading a damaged tree may crash. The store is therefore read in a separate process (`apart`).
+LMDB trusts its tree, so reading a damaged tree may crash. The store is therefore read in a separate process
+(`subprocess_call`).
 """
 
 import argparse
@@ -35,8 +36,8 @@ from kvtier.store.lmdb.inspection import (
 from kvtier.store.lmdb.upkeep import Verification
 from kvtier.store.record import Fault
 
-_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # how LMDB crashes on a damaged tree or an unreadable page
-_OTHER_WIDTH = 110  # columns of output where there is no terminal
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # signals with which LMDB crashes on a damaged tree or an unreadable page
+_OTHER_WIDTH = 110  # width, in columns, of output that does not go to a terminal
 _STATES = {
     Condition.CLEAN: "clean",
     Condition.OPEN: "open in process {owner}",
@@ -44,7 +45,7 @@ _STATES = {
     Condition.MACHINE_DOWN: "the machine went down while it was open",
     Condition.DAMAGED: "its tree was found damaged",
     Condition.OTHER_LAYOUT: "written by another version of kvtier",
-    Condition.UNKNOWN: "it has no readable boot mark",
+    Condition.UNKNOWN: "the file that records how it was closed is missing or unreadable",
 }
 _NEXT_STARTS = {
     NextStart.WARM: "",
@@ -56,7 +57,7 @@ _T = TypeVar("_T")
 
 
 class Damaged(RuntimeError):
-    """An error for a damaged store. *is_trusted* means that the next engine would not notice, and use the store."""
+    """An error for a damaged store. If *is_trusted*, the next engine would use the store without noticing."""
 
     exit_status = 1
 
@@ -79,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:
-    """Verify the store, print the result, and return the exit status, which is 1 if a fault was not fixed."""
+    """Verify the store, print the result, and return the exit status, which is 1 if a fault was not fixed.
+
+    *sample* is the number of random records to read, or None for all. If *fix*, bad records are deleted.
+    """
     try:
         with (
             _damage(folder),
@@ -128,7 +132,10 @@ def list_namespaces(folder: Path) -> int:
 
 
 def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confirmed: bool) -> int:
-    """Delete the records of the *named* namespaces, of all namespaces but *all_but*, or of all if both are empty."""
+    """Delete the records of the *named* namespaces, of all namespaces but *all_but*, or of all if both are empty.
+
+    Namespaces are given by the beginnings of their hexadecimal names. Asks first, unless *is_confirmed*.
+    """
     inspection = _inspect(folder)
     there = _namespaces(inspection)
     if inspection.owner is not None:
@@ -224,7 +231,8 @@ def _print_verification(folder: Path, found: Verification) -> None:
     read = f"{found.num_records:,} records{whole} verified, {size_text(found.read_bytes)} in {found.seconds:.1f} s"
     output.print(f"store {folder}: {read}", highlight=False, soft_wrap=True)
     if found.was_restored:
-        output.print("the machine went down while it was open: it went back to its last checkpoint", soft_wrap=True)
+        what = "the machine went down while the store was open, so it went back to its last checkpoint"
+        output.print(what, soft_wrap=True)
     if found.tallies:
         output.print(_tally_table(found))
     num_left = found.num_bad - found.num_deleted
@@ -233,7 +241,7 @@ def _print_verification(folder: Path, found: Verification) -> None:
     if num_left:
         output.print(f"{num_left:,} bad records: --fix deletes them", highlight=False)
     if num_unread := found.faults[Fault.IO_ERROR]:
-        what = f"{num_unread:,} records could not be read: look for errors of the medium in the kernel log (dmesg)"
+        what = f"{num_unread:,} records could not be read: look for errors of the drive in the kernel log (dmesg)"
         output.print(what, highlight=False, soft_wrap=True)
     if num_unread := found.faults[Fault.KEY]:
         what = f"{num_unread:,} records have another encryption key (or none) and cannot be verified: see --key-file"
@@ -272,7 +280,7 @@ def _summary(inspection: Inspection) -> Table:
         table.add_row(
             "stored", f"{size_text(content.stored_bytes)} of {size_text(content.capacity_bytes)} ({share:.0%})"
         )
-    table.add_row("files", f"{size_text(inspection.file_bytes)} on the medium")
+    table.add_row("files", f"{size_text(inspection.file_bytes)} of disk space")
     if content is not None:
         table.add_row("written", f"{size_text(content.written_bytes_total)} in total")
         table.add_row("evicted", f"{content.evicted_total:,} records in total")
@@ -350,7 +358,7 @@ def _inspection_object(inspection: Inspection) -> dict[str, Any]:
 
 
 class _Output(Console):
-    """A console on standard output that raises BrokenPipeError when its reader has closed it, as print does."""
+    """A console that raises BrokenPipeError, as print does, when the reader of standard output has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

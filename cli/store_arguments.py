@@ -79,8 +79,8 @@ def _add_stats(commands: _Commands, run: _Run) -> None:
         "stats",
         aliases=["info"],
         help="show the contents of a store",
-        description="Shows the contents of a store by namespace, and whether it was closed; works while an engine has "
-        "it open.",
+        description="Shows the contents of a store by namespace, and whether the store was closed; works while an "
+        "engine has the store open.",
         epilog=STATS_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -114,16 +114,16 @@ def _add_remove(commands: _Commands, run: _Run, what: str) -> None:
     )
     _add_folder(rm)
     which = rm.add_mutually_exclusive_group(required=True)
-    beginning = "namespace whose name starts so; may be repeated"
+    beginning = "namespace whose name begins with HEX; may be repeated"
     which.add_argument("--namespace", action="append", default=[], metavar="HEX", help=f"delete the {beginning}")
     which.add_argument("--all-but", action="append", default=[], metavar="HEX", help=f"keep only the {beginning}")
     which.add_argument("--all", action="store_true", help="delete every record")
-    rm.add_argument("--yes", action="store_true", help="do not ask (default: ask on the terminal)")
+    rm.add_argument("--yes", action="store_true", help="delete without asking (default: ask)")
     rm.set_defaults(run=run, action="rm")
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=path, metavar="STORE", help="folder of the store, as in path of [disk]")
+    parser.add_argument("store", type=path, metavar="STORE", help="folder of the store, which is path in [disk]")
 
 
 def _count(text: str) -> int:

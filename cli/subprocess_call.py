@@ -21,7 +21,10 @@ _T = TypeVar("_T")
 
 
 class Crashed(RuntimeError):
-    """An error for a process that ended before its function returned. *signal_name* is the signal, or ""."""
+    """An error for a process that ended before its function returned.
+
+    *signal_name* is the name of the signal that ended the process, or "". *last_words* is the last line of its output.
+    """
 
     def __init__(self, signal_name: str, last_words: str) -> None:
         super().__init__(f"the separate process ended early: {signal_name or last_words}")
@@ -29,7 +32,10 @@ class Crashed(RuntimeError):
 
 
 def call_in_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return the result or raise the exception of *function* in a new process. Raise `Crashed` if that ends early."""
+    """Call *function* in a new process, and return its result or raise its exception.
+
+    Raises `Crashed` if the process ends before *function* returns.
+    """
     with _process(function, args, kwargs) as items:
         (result,) = items
     return result  # type: ignore[no-any-return]  # unpickled
@@ -41,8 +47,8 @@ def iterate_in_process(
 ) -> Iterator[Iterator[_T]]:
     """Iterate over the items of *generator* in a separate process. Raise `Crashed` if the process ends early.
 
-    Leaving the context closes the generator. Its process is killed if that takes more than 5 s. Ctrl-C in a terminal
-    does not reach the process. If the calling process is killed, the generator is closed at its next item.
+    Leaving the context closes the generator. The process is killed if closing takes more than 5 s. Ctrl-C in a
+    terminal does not reach the process. If the calling process is killed, the generator is closed at its next item.
     """
     with _process(generator, args, kwargs) as items:
         yield items
@@ -102,7 +108,10 @@ def _received(
 
 
 def main() -> None:
-    """Run the function received over a connection and send its results. The first argument is the descriptor."""
+    """Run the function that is received over a connection, and send its results back.
+
+    The first command-line argument is the file descriptor of the connection.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     job = connection.recv()

@@ -23,7 +23,7 @@ from kvtier.engine.config import is_loopback, size_text
 _ANSWER_S = 5.0
 _MAX_BYTES = 16 << 20  # limit on a response
 _MAX_ROWS = 16  # rows of clients, and of leases
-_OTHER_WIDTH = 110  # columns of output where there is no terminal
+_OTHER_WIDTH = 110  # width, in columns, of output that does not go to a terminal
 
 _Object = Mapping[str, Any]
 
@@ -43,9 +43,10 @@ class NoAnswer(RuntimeError):
 
 
 def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
-    """Show the sidecar at *url* every *interval_s* seconds until Ctrl-C, or once if it is None. Return the exit status.
+    """Show the state of the sidecar at *url*, and return the exit status.
 
-    If the sidecar does not answer the first query, that is an error. Later the view shows the error instead.
+    The view is updated every *interval_s* seconds until Ctrl-C, or shown once if *interval_s* is None. Raises
+    `NoAnswer` if the sidecar does not answer the first query. If it does not answer a later one, the view says so.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError(f"{url}: is not a URL; write http://HOST:PORT")
@@ -93,7 +94,7 @@ def rendered(view: View, before: View | None) -> RenderableType:
             _leases(view.leases),
         )
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise NoAnswer("the server is not a sidecar of this version of kvtier; update one of the two") from None
+        raise NoAnswer("the server is not a sidecar, or has another version of kvtier; use the same version") from None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -106,17 +107,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _answer(url: str, token: str | None) -> Any:
     request = urllib.request.Request(url, headers={} if token is None else {"Authorization": f"Bearer {token}"})
     is_own = is_loopback(urlsplit(url).hostname or "")
-    # A proxy of the environment must not be used for this machine: it would look for the sidecar on its own machine.
+    # Use no proxy for a sidecar on this machine, because the proxy would look for the sidecar on the proxy's machine.
     opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_own else []))
     try:
         with opener.open(request, timeout=_ANSWER_S) as reply:
             return json.loads(reply.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            raise NoAnswer(f"{url}: it asks for a token; give --token-file FILE") from None
+            raise NoAnswer(f"{url}: the sidecar asks for a token; give --token-file FILE") from None
         raise NoAnswer(f"{url}: {_message(error)}") from None
     except urllib.error.URLError as error:
-        raise NoAnswer(f"{url}: {error.reason}; is the sidecar running, and with HTTP?") from None
+        raise NoAnswer(f"{url}: {error.reason}; is the sidecar running, and is this its HTTP port?") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
 
@@ -141,7 +142,7 @@ def _head(stats: _Object) -> Text:
         ("kvtier sidecar ", "bold"),
         (state, "green" if stats["ready"] else "bold red"),
         f"   up {_age(stats['uptime_s'])}",
-        f"   {size_text(stats['backed_bytes'])} of {size_text(stats['segment_bytes'])} backed",
+        f"   {size_text(stats['backed_bytes'])} of {size_text(stats['segment_bytes'])} host memory prepared",
     )
     pins = stats["pins"]
     if pins["num_pins"]:
@@ -154,7 +155,8 @@ def _head(stats: _Object) -> Text:
         for side, state in stats["disk"]["breakers"].items():
             if state != "closed":
                 why = stats["disk"]["why_failed"][side]
-                head.append(f"\nthe disk is not used ({side} {state}): {why or 'errors, or no answer'}", "bold red")
+                cause = why or "errors, or no answer"
+                head.append(f"\nthe disk is not used for a while ({side} breaker {state}): {cause}", "bold red")
     return head
 
 

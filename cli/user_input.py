@@ -1,4 +1,4 @@
-"""Input of commands that an option names: text in a file or on standard input, and a token in a file."""
+"""Input of commands: the text or token in a file that an option names, and a confirmation on the terminal."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 
 def text_of(option: str, file: str) -> str:
-    """Return the text of the file, or of standard input for "-".
+    """Return the text of *file*, or of standard input if *file* is "-".
 
     Raises OSError if the file cannot be read, and ValueError if it is not UTF-8 text. Both errors name the *option*.
     """
@@ -21,7 +21,10 @@ def text_of(option: str, file: str) -> str:
 
 
 def token_of(file: str) -> str:
-    """Return the token in the file that --token-file names. Raise as `text_of` does, or ValueError if it is empty."""
+    """Return the token in *file*, the value of --token-file.
+
+    Raises ValueError if *file* is empty, and the errors of `text_of`.
+    """
     token = text_of("--token-file", file).strip()
     if not token:
         raise ValueError(f"--token-file {file}: is empty; give a file that holds the token")

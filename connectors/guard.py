@@ -15,13 +15,14 @@ F = TypeVar("F")
 
 
 class Guard:
-    """A runner of hooks, one at a time under *lock*, that returns a fallback if a hook fails.
+    """A runner of the hooks that an engine calls. If a hook raises, the engine gets a fallback instead.
 
-    Errors are counted, and logged with a traceback once for each kind. After an error, *give_up* releases what can be
-    released, and hooks rest for `REST_S`.
+    Hooks run one at a time, under `lock`. Errors are counted, and the first error of each kind is logged with a
+    traceback. After an error, `run` returns fallbacks without calling its hooks for `REST_S`.
     """
 
     def __init__(self, give_up: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a guard. It calls *give_up* after each error, to release the adapter's leases."""
         self.lock = threading.RLock()
         self.num_errors = 0
         self._give_up = give_up
@@ -31,21 +32,21 @@ class Guard:
 
     @property
     def is_resting(self) -> bool:
-        """Whether hooks find and store nothing because of a recent error."""
+        """Whether `run` returns fallbacks only, because of an error in the last `REST_S`."""
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Return the result of *hook*, or *fallback* if the hook fails or hooks rest."""
+        """Return the result of *hook*. Return *fallback* if the hook raises, or without calling it while resting."""
         if self.is_resting:
             return fallback
         return self.run_always(hook, fallback)
 
     def run_always(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Like `run`, but also run while hooks rest, for hooks that finish earlier work."""
+        """Do the same as `run`, but call *hook* even while resting. For hooks that finish earlier work."""
         with self.lock:
             try:
                 return hook()
-            except Exception as error:  # the engine goes on, whatever this is
+            except Exception as error:  # no exception may reach the engine
                 self._on_error(error)
                 return fallback
 
@@ -58,5 +59,5 @@ class Guard:
             log.error("kvtier: internal error; nothing is loaded or stored for %d s", REST_S, exc_info=error)
         try:
             self._give_up()
-        except Exception:  # its leases last until the process ends
+        except Exception:  # the adapter's leases then last until the process ends
             log.exception("kvtier: leases cannot be released after an internal error")

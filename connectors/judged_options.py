@@ -14,12 +14,15 @@ class ClassifiedOptions:
 
     An option *decides* bytes if two engines that differ in this option alone may compute different keys and values for
     the same tokens, or lay them out differently. The order of summation does not count, because it changes with every
-    batch. A verdict on `group.*`, or on a group that decides as a whole, holds for all options of the group.
+    batch.
+
+    Options have dotted names, such as `group.option`. A verdict on `group.*`, or on `group` itself, holds for all
+    options of the group.
     """
 
-    decides: Mapping[str, str]  # reason by option; the option's value is part of the namespace
-    shown: Mapping[str, Sequence[str]]  # options by the other part of the namespace that covers their values
-    harmless: Mapping[str, Sequence[str]]  # options by the reason
+    decides: Mapping[str, str]  # options that decide bytes, with the reason; their values are part of the namespace
+    shown: Mapping[str, Sequence[str]]  # options whose values another part of the namespace covers, by that part
+    harmless: Mapping[str, Sequence[str]]  # options that do not decide bytes, by the reason
     _judged: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,10 +43,10 @@ class ClassifiedOptions:
         return [option for option in options if not self._judged.intersection(_names_of(option))]
 
     def values(self, read: Callable[[str], object]) -> dict[str, str]:
-        """Return the values of the options that decide bytes, as text.
+        """Return the values of the options that decide bytes, as text, by option.
 
         Args:
-            read: Returns the value of an option; None for one that this version of the engine does not have.
+            read: Returns the value of an option, or None if this version of the engine does not have the option.
         """
         return {option: _text_of(read(option)) for option in self.decides}
 

@@ -1,4 +1,4 @@
-"""`StagedDisk`: a disk below an engine whose own memory the store's process cannot map."""
+"""`StagedDisk`: the disk tier below an engine whose own memory the store's process cannot map."""
 
 import mmap
 import os
@@ -23,34 +23,38 @@ from kvtier.transfer.pages import back_file
 
 SHARED_MEMORY = "/dev/shm"
 PAGE_BYTES = mmap.PAGESIZE  # each row begins at a page, because direct reads go to whole pages
-PART_BYTES = 16 << 20  # per request to the disk
-NUM_PARTS = 4  # for all threads together
+PART_BYTES = 16 << 20  # size of a part of the shared rows; the disk reads or writes one part per request
+NUM_PARTS = 4  # shared by all threads
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 Copy = Callable[[range, Rows], None]
-"""Callback that copies the blocks with these indices out of the rows, or into them. It must not keep the rows."""
+"""Callback that copies the blocks with the given indices out of the given rows, or into them.
+
+It must not keep a reference to the rows, which are reused after the call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A part of the shared rows that the disk reads or writes, with the blocks at *places*."""
+    """A part of the shared rows that the disk is reading or writing."""
 
     part: int
-    places: range
+    places: range  # indices of the part's blocks in the caller's sequence
     outcomes: Outcomes
 
 
 def _memory_file(num_bytes: int) -> IO[bytes]:
     """Return a new file in memory with all of its pages allocated, so that access never raises SIGBUS.
 
-    The file has no name and needs no space in `/dev/shm`, unless the system does not allow such files.
+    The file has no name and takes no space in `/dev/shm`. If the system does not allow such files, a file in `/dev/shm`
+    is used instead.
 
     Raises:
         OSError: If there is not enough memory. The message says what to do.
     """
     try:
         file: IO[bytes] = FileIO(os.memfd_create("kvtier-rows", os.MFD_CLOEXEC), "r+")
-        where, advice = "memory", "free some"
+        where, advice = "memory", "free some memory"
     except OSError:  # a sandbox forbids `memfd_create`
         file = tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvtier-rows-", buffering=0)  # noqa: SIM115  # the caller closes it
         where, advice = SHARED_MEMORY, f"enlarge it: mount -o remount,size=1G {SHARED_MEMORY} (docker run --shm-size)"
@@ -61,7 +65,8 @@ def _memory_file(num_bytes: int) -> IO[bytes]:
         file.close()
         had = _free_bytes(where)
         raise OSError(
-            error.errno, f"disk: {num_bytes >> 20} MiB of {where} are needed for rows{had} ({error.strerror}); {advice}"
+            error.errno,
+            f"the disk tier cannot allocate {num_bytes >> 20} MiB of {where}{had} ({error.strerror}); {advice}",
         ) from error
     return file
 
@@ -70,27 +75,29 @@ def _free_bytes(where: str) -> str:
     if where != SHARED_MEMORY:
         return ""
     room = os.statvfs(where)
-    return f", and {room.f_bavail * room.f_frsize >> 20} MiB are free"
+    return f", where {room.f_bavail * room.f_frsize >> 20} MiB are free"
 
 
 class StagedDisk:
-    """Blocks on disk, for an engine that copies them itself through shared rows.
+    """An engine's blocks on disk, which are copied through rows of memory shared with the store's process.
 
-    The store's process reads and writes the shared rows. Disk faults raise no exceptions. All methods but `close` may
-    be called from any thread. A caller waits while other callers use all parts of the shared rows.
+    The engine's adapter copies blocks into the shared rows and out of them, and the store's process writes and reads
+    the rows. The rows have `NUM_PARTS` parts; a caller waits while other callers use all of them. Disk faults raise no
+    exceptions. All methods except `close` may be called from any thread.
     """
 
     def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
-        """Open the disk; raises like `open_disk_below`.
+        """Open the disk. Raises the errors of `open_disk_below`.
 
-        *namespace* is 16 bytes for all facts that decide a row's bytes, other than its name.
+        *namespace* is a 16-byte digest of everything that decides a row's bytes, apart from the block's name.
         """
         stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._part_rows = max(1, PART_BYTES // stride)
         num_rows = NUM_PARTS * self._part_rows
         with _memory_file(num_rows * stride) as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
-            # The file must be open, because the store's process maps it. A killed process leaves no file behind.
+            # The store's process maps the file, which must be open until then. Closing it deletes its name, if it has
+            # one, so a process that is killed later leaves no file behind.
             self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory])
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -110,7 +117,11 @@ class StagedDisk:
         return self._disk.are_held(names)
 
     def load(self, names: Sequence[BlockName], take: Copy) -> int:
-        """Read blocks into rows, from which *take* copies them in order. Return how many precede the first failure."""
+        """Read the blocks into rows, and have *take* copy them from there, in order.
+
+        Returns:
+            The number of blocks that were copied, which are those before the first that could not be read.
+        """
         num_loaded = 0
         is_whole = True
 
@@ -133,9 +144,13 @@ class StagedDisk:
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
-        """Have *fill* copy the blocks into rows in order, and write the rows. Return for each whether it is on disk.
+        """Have *fill* copy the blocks into rows, in order, and write the rows to disk.
 
-        *parent* is the name of the block before the first. No part is tried after a block that could not be stored.
+        *parent* is the name of the block before the first, or None if there is none or it is not known. Once a block
+        could not be stored, no further writes are begun.
+
+        Returns:
+            For each block, whether it is on disk.
         """
         stored = [False] * len(names)
         is_whole = True
@@ -164,13 +179,16 @@ class StagedDisk:
         return self._disk.statistics()
 
     def close(self) -> None:
-        """End all jobs and close the store, which then holds nothing. A second call does nothing."""
+        """End all jobs and close the store. Lookups then find nothing. A second call does nothing."""
         self._disk.close()
 
     def _fly(
         self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
     ) -> None:
-        """Begin and end all parts in order, two at a time if two are free, until *begin* returns None."""
+        """Split the blocks into parts, and call *begin* and *end* for each part in order, with up to two in flight.
+
+        Stops beginning parts once *begin* returns None.
+        """
         flights: deque[_Flight] = deque()
         starts = iter(range(0, num_blocks, self._part_rows))
         try:
@@ -199,9 +217,9 @@ class StagedDisk:
         return outcomes
 
     def _free_part(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> int:
-        """Return a free part of the shared rows.
+        """Return a free part of the shared rows. Waits if there is none.
 
-        A caller that uses a part ends it before it waits, so that callers never wait for each other.
+        Before a caller waits, it ends its own parts in flight, so that two callers never wait for each other.
         """
         while flights:
             try:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuTieringOffloadingSpec", "KVTier", "KVTierConnector"]
 
-_HOMES = {  # imported when used, because each depends on parts of vLLM that another version may lack
+_HOMES = {  # each is imported at its first use, because it depends on parts of vLLM that some versions lack
     "KVTierConnector": "vllm_connector.connector",
     "CpuTieringOffloadingSpec": "vllm_offloading.cpu_spec",
     "KVTier": "vllm_offloading.tier",

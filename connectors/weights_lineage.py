@@ -1,4 +1,4 @@
-"""`WeightsLineage`: a part of block names that separates blocks computed with weights that may have changed."""
+"""`WeightsLineage`: a secret in block names, so that blocks from before a possible weight update are not found."""
 
 import hashlib
 import logging
@@ -10,12 +10,15 @@ log = logging.getLogger(__name__)
 
 
 class WeightsLineage:
-    """A secret in the names of an engine's blocks, in addition to the namespace with the weights at its start.
+    """A secret that is part of an engine's block names, and changes when the engine's weights may have changed.
 
-    Weights can be updated in place while an engine runs. The engine does not notify its cache, but resets it
-    afterwards. A reset may have other reasons, and the cache cannot tell them apart. So every reset begins a lineage
-    that no other engine can name, and the engine then finds only blocks that it has computed since. After a restart the
-    engine is in the shared lineage again, because it loads the weights, and computes their digest, anew.
+    The namespace of blocks contains only the digest of the weights at the engine's start. Weights can be updated in
+    place while the engine runs. The engine does not notify its cache of an update, but resets the cache afterwards. A
+    reset may have other reasons, and the cache cannot tell them apart.
+
+    So every reset begins a new lineage with a random secret, which no other engine has. The engine then finds only
+    blocks that it has computed since the reset. After a restart the engine is in the shared lineage again, because it
+    loads the weights and computes their digest anew.
     """
 
     def __init__(self) -> None:
@@ -32,5 +35,5 @@ class WeightsLineage:
         self.secret = secrets.token_bytes(32)
 
     def name(self, name: BlockName) -> BlockName:
-        """Return the name in this lineage of the block that has *name* in the shared lineage."""
+        """Return the block's name in this lineage, given its *name* in the shared lineage."""
         return BlockName(hashlib.sha256(b"kvtier lineage\0" + self.secret + name).digest()) if self.secret else name

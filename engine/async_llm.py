@@ -38,9 +38,10 @@ _A = TypeVar("_A", bound=Attendant)
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """The output that one step added to a stream.
+    """The output of one step for one request.
 
-    Every piece describes the prompt (*tokens*, *prompt_logprobs*). Only the last piece has a *completion*.
+    Every chunk repeats *tokens* and *prompt_logprobs*, which describe the prompt. Only the last chunk has a
+    *completion*.
     """
 
     text: str
@@ -63,7 +64,7 @@ class _Stream:
     request: Request | None = None
 
     def send(self, piece: StreamChunk | Exception) -> None:
-        """Pass a piece from the engine's thread to the caller's event loop."""
+        """Pass a chunk, or the error that ends the stream, from the engine's thread to the caller's event loop."""
         with suppress(RuntimeError):  # raised if the caller's loop has been closed
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
@@ -81,9 +82,8 @@ class AsyncLLM:
         async for piece in llm.generate("…"):
             print(piece.text, end="")
 
-    Leaving the `async for` early, or cancelling its task, aborts the request and releases its leases within one step.
-    Cancelling `start` or `close` does not interrupt the engine's thread: it still flushes and closes the engine.
-    Await `close` to wait for that.
+    Leaving the `async for` early, or cancelling its task, aborts the request within one step. If `start` or `close` is
+    cancelled, the engine's thread still flushes and closes the engine; await `close` to wait until that is done.
     """
 
     def __init__(
@@ -164,7 +164,9 @@ class AsyncLLM:
             self._thread.put(lambda core: self._abort(core, stream))
 
     async def grammar_of(self, asked: StructuredOutputs | None, tenant: str | None = None) -> Grammar | None:
-        """Compile the constraint *asked* in a tokenizer thread, when it is *tenant*'s turn.
+        """Compile *asked*, the structured-output constraint of a request, in a tokenizer thread.
+
+        Tenants take turns on these threads, so this call may wait for the turn of *tenant*.
 
         Returns:
             The compiled grammar, which is cached for later requests; None if *asked* is None.
@@ -183,7 +185,10 @@ class AsyncLLM:
         return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
-        """Call *work* with the tokenizer in a tokenizer thread, when it is *tenant*'s turn, and return its result."""
+        """Call *work* with the tokenizer in a tokenizer thread, and return its result.
+
+        Tenants take turns on these threads, so this call may wait for the turn of *tenant*.
+        """
         return await self.tokenizers.run(work, tenant)
 
     @property
@@ -193,12 +198,12 @@ class AsyncLLM:
 
     @property
     def longest_request(self) -> int:
-        """Maximum number of tokens of a prompt and its continuation together."""
+        """Maximum length in tokens that this engine can run: of a prompt and its continuation together."""
         return self._loaded_engine().core.longest_request
 
     @property
     def model_tokens(self) -> int | None:
-        """Maximum context length of the model, regardless of the device's capacity; None if it has no limit."""
+        """Maximum context length of the model, regardless of the device's capacity; None if the model has no limit."""
         return self._loaded_engine().core.runner.max_tokens
 
     @property
@@ -212,10 +217,12 @@ class AsyncLLM:
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
-        """Evict all blocks from device, host memory and disk. A remote tier keeps its blocks, which stay hits.
+        """Evict all blocks from device, host memory and disk.
+
+        A remote tier keeps its blocks, so later prompts may still hit them.
 
         Returns:
-            False, with nothing evicted, if requests are running or copies hang.
+            True if the blocks were evicted; False, with nothing evicted, if requests are running or copies hang.
         """
         return await self.ask(lambda core: core.reset())
 
@@ -256,8 +263,8 @@ class AsyncLLM:
     async def add_attendant(self, make: Callable[[EngineCore], _A]) -> _A:
         """Call *make* in the engine's thread, and return the attendant that it creates.
 
-        From then on the engine's thread calls the attendant between steps; no other thread may touch it. If the caller
-        is cancelled, an attendant that has been created is ended.
+        An attendant is an object that the engine's thread calls between steps (see `Attendant`); no other thread may
+        touch it. If the caller is cancelled, an attendant that was already created is ended.
 
         Raises:
             RuntimeError: If the engine ends before *make* is called.

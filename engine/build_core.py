@@ -42,8 +42,8 @@ from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.namespace import Namespace
-from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
@@ -52,16 +52,18 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-# Enough to prepare a host tier of 1 to 2 GB. A first load was up to three times slower while memory was prepared.
+# Wait this long for host memory to be prepared, which suffices for 1 to 2 GB. While memory was still being prepared, a
+# first load was up to three times slower.
 STARTUP_WAIT_S = 1.0
-# On a busy machine the store's process takes seconds to start. A disk that hangs for longer joins when it is open.
+# Wait this long for the store: on a busy machine its process takes seconds to start. A store that takes longer is used
+# as soon as it is open.
 OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # reading the index of a million blocks on disk takes about 3 s
-INDEX_LOOK_S = 0.05
-SIDECAR_POLL_S = 0.002  # a sidecar announces a few hundred blocks at a time
+INDEX_LOOK_S = 0.05  # pause between two checks whether the index has been read
+SIDECAR_POLL_S = 0.002  # pause between two polls of a sidecar, which reports a few hundred blocks at a time
 ATTACH_WAIT_S = 10.0  # a running sidecar answers at once, and its memory is mapped in much less time
 MAX_NAME_CHARACTERS = 256
-LOAD_TIMEOUT_S = 10.0  # for a hit, in an engine without a disk
+LOAD_TIMEOUT_S = 10.0  # time limit for the load of a hit, in an engine without a disk
 MAX_SCORED_LOGITS = 1 << 25  # per step: 128 MiB in float32; the logits of a whole long prompt take gigabytes
 NUM_READERS = 4  # concurrent reads from disk
 NUM_WRITERS = 2  # concurrent writes to disk: one writes while the next one gathers its blocks
@@ -102,7 +104,7 @@ def build_core(
             undo.callback(memory.close)
         progress("taking the digest of the weights")
         namespace = with_rounding_of(runner.namespace(config.names.algorithm, config.names.resolved_seed), config.disk)
-        store, disk = _open_disk(config, namespace, memories, undo, progress)  # while threads prepare the memory
+        store, disk = _open_disk(config, namespace, memories, undo, progress)  # threads prepare the memory meanwhile
         traces = RequestTraces.of(config.tracing, "kvtier")
         if traces is not None:
             undo.callback(traces.close)
@@ -249,7 +251,7 @@ def _attach(
     events: EventLog | None,
     traces: RequestTraces | None,
 ) -> SidecarTiers:
-    """Return the tiers of the sidecar, which need not run yet. Raise ValueError if it refuses this engine."""
+    """Return the tiers of the sidecar at *path*. It need not run yet. Raise ValueError if it refuses this engine."""
     shapes = [
         GroupShape(group.block_size, group.forgets, memory.block_bytes)
         for group, memory in zip(runner.groups, memories, strict=True)
@@ -318,7 +320,8 @@ def _cache(
             retention_tokens=config.device.retention_tokens,
             partial_blocks=config.device.partial_blocks,
             by_layers=config.scheduler.by_layers,
-            # A copy that starts after one step is collected after the next, and both steps take slots of clean blocks.
+            # A copy that starts after one step is known to be complete only after the next step. Until then both steps
+            # take the slots of clean blocks, which are blocks with a copy in a lower tier.
             min_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
             copies_all_down=config.sidecar is not None or config.remote is not None,
         ),
@@ -347,7 +350,7 @@ def _own_tiers(
 def _wait_prepared(
     memories: Sequence[BlockMemory], store: ReopeningStore | None, sidecar: SidecarTiers | None, cache: TieredCache
 ) -> None:
-    """Wait briefly for prepared host memory and the disk's index, which make the first requests faster."""
+    """Wait briefly until host memory is prepared and the disk's index is read, so that the first requests are fast."""
     cache.poll()  # to obtain the host slots of a sidecar
     for memory in memories:
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))

@@ -54,7 +54,7 @@ def parse_bytes(size: int | str) -> ByteSize:
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-_MIN_REQUEST_BYTES = 1024  # the headers, and the body, that clients send with a prompt of a few words
+_MIN_REQUEST_BYTES = 1024  # a request with a prompt of a few words has about this size of headers, and of body
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 HOST_NAME = r"^(\*|(\*\.)?[^*/:\s]+)$"
 HostName = Annotated[str, msgspec.Meta(pattern=HOST_NAME, examples=["kv.example"])]
@@ -83,12 +83,14 @@ class ModelConfig(Table, frozen=True, kw_only=True):
 class DeviceConfig(Table, frozen=True, kw_only=True):
     """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
 
-    *gpu_memory_utilization* replaces *capacity*: the pool gets this fraction of the GPU's memory, less the weights and
-    what a step needs; see `GpuShare`.
+    If *gpu_memory_utilization* is set, *capacity* is not used. The pool then gets this fraction of the GPU's memory,
+    minus the weights and the memory that a step needs; see `GpuShare`.
     With *partial_blocks* a prompt that shares only the first tokens of a cached block gets a copy of the block.
-    *retention_tokens* is for models with sliding windows. By default all blocks of window layers are kept. 0 keeps only
-    the blocks needed to continue at the end of a prompt; N also keeps the blocks needed to resume at every N tokens.
-    *poison* is for debugging: slots hold NaN until KV is computed or copied into them, so that wrong reads show.
+    *retention_tokens* is for models with sliding windows. By default all blocks of window layers are kept. With 0 only
+    the blocks needed to continue at the end of a prompt are kept. With N > 0 the blocks needed to resume after every N
+    tokens are kept as well.
+    *poison* is for debugging: slots hold NaN until KV is computed or copied into them, so that reading an unfilled slot
+    gives NaN.
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
@@ -120,10 +122,10 @@ class DiskConfig(Table, frozen=True, kw_only=True):
     *path* is a folder (`~` is expanded) that never takes more than *capacity* bytes. A read that takes longer than
     *read_timeout_s* seconds is a miss. *durability* is process, interval (a checkpoint every *checkpoint_s* seconds) or
     commit; see `Durability` for the crashes that each survives. *codec*: zstd makes blocks smaller but slower to read,
-    auto compresses only where reading becomes faster, fp8 halves blocks and is lossy. Above *max_written_bytes_per_day*
-    only blocks that are used a second time are written. *endurance* is the drive's TBW rating, for the drive life
-    gauge. With an encryption key (32 bytes as raw, hex or base64, in a file or printed by a command), records are
-    encrypted with AES-256-GCM; blocks stored under another key are misses.
+    auto compresses only where reading becomes faster, fp8 halves blocks and is lossy. When the write budget of
+    *max_written_bytes_per_day* is short, a block is written only once it is used a second time. *endurance* is the
+    drive's TBW rating, for the metrics of drive life. With an encryption key (32 bytes as raw, hex or base64, in a file
+    or printed by a command), records are encrypted with AES-256-GCM; blocks stored under another key are misses.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
@@ -156,11 +158,11 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 
     *url* is one of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
     `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey:
-    *password_file* holds the password, *ca_file* signs the server's certificate, and a record expires after *ttl_s*
-    seconds (0: never, the server evicts it). Object stores: *endpoint* and *region* are needed if they are not the
-    cloud's own; credentials, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come from the
-    environment. A store that does not answer within *timeout_s* is not used for a while. *codec* and the encryption key
-    are as in [disk]; all machines that share the store need the same key.
+    *password_file* holds the password, *ca_file* the CA certificate that signed the server's. A record expires after
+    *ttl_s* seconds; with 0 it stays until the server evicts it. Object stores: *endpoint* and *region* are needed if
+    they are not the cloud's own. Credentials, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come
+    from the environment. A store that does not answer within *timeout_s* seconds is not used for a while. *codec* and
+    the encryption key are as in [disk]; all machines that share the store need the same key.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -186,7 +188,7 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
         of_others = ("endpoint", "region") if self.is_redis else ("password_file", "ca_file")
         for name in of_others:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: {scheme} does not use it; remove it")
+                raise ValueError(f"{name}: a store at {scheme}:// does not use this key; remove it")
 
     @property
     def where(self) -> str:
@@ -201,9 +203,10 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 
 
 class TenantConfig(Table, frozen=True, kw_only=True):
-    """`[tenants."SALT"]`: byte quotas per tier for requests with this cache_salt; a tier without one is not limited.
+    """`[tenants."SALT"]`: quotas in bytes, by tier, for requests with this cache_salt; None sets no limit.
 
-    A tenant over its quota loses its own blocks, tails first. Metrics show *name*, because the salt is secret.
+    A tenant over its quota loses its own blocks, the ends of prefixes first. Metrics show *name*, because the salt is
+    secret.
     """
 
     host: ByteSize | None = None
@@ -241,8 +244,9 @@ class SchedulerConfig(Table, frozen=True, kw_only=True):
 
     At most *max_running* requests decode together and *max_waiting* wait in the queue; further requests are refused.
     *load* decides how much of a hit in a lower tier is loaded. "cost" loads the part that is faster to load than to
-    compute, given the measured speeds of lanes and prefill and the queues. "split" also computes the front of a hit
-    while the rest is loaded, if that is faster by a tenth and no layer has a window. "always" loads the whole hit.
+    compute, given the measured speeds of copies and prefill and the bytes queued to be copied. "split" also computes
+    the front of a hit while the rest is loaded, if that is faster by a tenth and no layer has a sliding window.
+    "always" loads the whole hit.
     *by_layers*: if a prompt's prefix comes from host memory and nothing else runs, compute starts with the first layers
     while the remaining layers are still being loaded. *look_ahead* is the fraction of host memory used to prefetch
     blocks from disk for waiting requests; prefetched blocks stay there for at most *look_ahead_s* seconds.
@@ -296,8 +300,9 @@ class EventsConfig(Table, frozen=True, kw_only=True):
 class DocumentsConfig(Table, frozen=True, kw_only=True):
     """`[documents]`: the named documents that `kvtier serve` keeps warm, at most *max_per_tenant* for each tenant.
 
-    Each is a file in the folder *path*, by default `disk.path` with "-documents" appended. Without a [disk], as with a
-    sidecar, they are lost when the process ends. They are encrypted if [disk] has a key.
+    Each document is a file in the folder *path*, by default `disk.path` with "-documents" appended. The files are
+    encrypted if [disk] has a key. Without *path* and [disk] (a sidecar's disk does not count), documents are lost when
+    the process ends.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -372,7 +377,8 @@ class OperatorsConfig(Table, frozen=True, kw_only=True):
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: the Prometheus metrics. The *top_tenants* largest tenants have their own labels; the rest share one.
 
-    *compat* adds metrics under the names of these engines, for their dashboards.
+    *compat* lists the projects, vLLM and LMCache, under whose metric names the metrics are exported as well, for their
+    dashboards.
     """
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
@@ -455,7 +461,8 @@ class Config(Table, frozen=True, kw_only=True):
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        is_none = self.host is not None and self.host.capacity == 0  # TOML has no null
+        # A capacity of 0 stands for no host tier, because TOML has no null.
+        is_none = self.host is not None and self.host.capacity == 0
         if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):
             msgspec.structs.force_setattr(self, "host", None)
         if self.sidecar is not None:
@@ -473,10 +480,13 @@ class Config(Table, frozen=True, kw_only=True):
         if len(set(names)) < len(names):
             raise ValueError(f"tenants: duplicate name among {', '.join(names)}; give each tenant a name of its own")
         if self.disk is not None and self.host is None:
-            raise ValueError("disk needs host, where its blocks are read into; raise host.capacity or remove [disk]")
+            raise ValueError(
+                "[disk] needs [host], because blocks are read into host memory; raise host.capacity or remove [disk]"
+            )
         if self.remote is not None and self.host is None:
             raise ValueError(
-                "remote needs host, where its blocks are read into; raise host.capacity or remove [remote]"
+                "[remote] needs [host], because blocks are read into host memory; raise host.capacity or remove "
+                "[remote]"
             )
 
     @property
@@ -488,15 +498,15 @@ class Config(Table, frozen=True, kw_only=True):
         for tier, table in (("host", self.host), ("disk", self.disk), ("remote", self.remote)):
             if table is not None:
                 raise ValueError(
-                    f"sidecar: it provides the {_OF_A_SIDECAR[tier]}; remove [{tier}], "
-                    "or remove sidecar to use your own"
+                    f"sidecar: the sidecar provides the {_OF_A_SIDECAR[tier]}; remove [{tier}], "
+                    "or remove the key sidecar to use your own"
                 )
         for tenant in self.tenants.values():
             for tier, quota in (("host", tenant.host), ("disk", tenant.disk)):
                 if quota is not None:
                     name = tenant.name or "..."  # the salt may be a secret
                     raise ValueError(
-                        f"tenants.{name}.{tier}: give the quota in the sidecar's configuration, which has the tier"
+                        f"tenants.{name}.{tier}: this tier belongs to the sidecar; give the quota in its configuration"
                     )
 
 
@@ -551,12 +561,16 @@ def merge_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dic
 
 
 def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:
-    """Return the `Config` of TOML-like *data*. The message of a `ConfigError` begins with *source*."""
+    """Convert TOML-like *data* to a checked `Config`. Raise `ConfigError`, whose message begins with *source*."""
     return tree_from_dict(Config, data, source)
 
 
 def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -> _Tree:
-    """Return the tree of type *kind* of TOML-like *data*. The message of a `ConfigError` begins with *source*."""
+    """Convert TOML-like *data* to a checked configuration of type *kind*.
+
+    Raises:
+        ConfigError: If *data* is invalid. The message begins with *source*, the name of the file, for example.
+    """
     try:
         return msgspec.convert(dict(data), kind, dec_hook=lambda _, size: parse_bytes(size))
     except msgspec.ValidationError as error:
@@ -576,7 +590,7 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
     if what.startswith("Invalid enum value"):
         return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     if what.startswith("Expected `str` matching regex"):
-        return f"{path}: is not an address; write it as {' or '.join(choices[path])}"
+        return f"{path}: not a valid address; write it as {' or '.join(choices[path])}"
     return f"{path}: {what.replace('`object', '`table')}"
 
 
@@ -586,9 +600,9 @@ def _whole(path: str) -> str:
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
-    """Return the choices, by path, for *kind* at *path* and below.
+    """Return the allowed choices of each value in a tree of type *kind* that is at *path*, by the value's path.
 
-    They are the keys of a table, the values of a Literal, and the examples of a string with a pattern.
+    The choices are the keys of a table, the values of a Literal, or the examples of a string with a pattern.
     """
     if get_origin(kind) is Literal:
         return {path: list(get_args(kind))}

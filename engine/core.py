@@ -43,7 +43,7 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import COMPUTED
@@ -66,7 +66,7 @@ NO_PROGRESS_S = 0.1  # if nothing was copied down for this long, the tiers below
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A snapshot of the engine, by value, for dashboards and other threads."""
+    """A snapshot of the engine's counts and state, which other threads may read and keep."""
 
     cache: CacheStatistics
     tokens: TokenBalance  # of all admitted prompts
@@ -81,7 +81,7 @@ class EngineStatistics:
     store: StoreStanding | None  # None without a disk tier
     sidecar: SidecarStanding | None  # None without a sidecar
     requests: RequestStatistics
-    pinned_bytes: int  # bytes that pins of any kind keep in host memory or prefetch there
+    pinned_bytes: int  # bytes that all pins together keep in host memory or load there
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class EngineCore:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
-        """Take ownership of the *parts*, see `build_core`; `close` closes them."""
+        """Take ownership of the *parts* that `build_core` connected; `close` closes them."""
         self.tokenizer = tokenizer
         self.config = config
         self.cache = parts.cache
@@ -141,7 +141,7 @@ class EngineCore:
         self._closed = False
         self._pid = os.getpid()
         self.check_model_unchanged()
-        self._publish_events()  # the blocks that are already on disk
+        self._publish_events()  # for the blocks that are already on disk
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
 
@@ -167,7 +167,7 @@ class EngineCore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of KV per token on device and host, although layers with windows keep only the last tokens."""
+        """Bytes of KV that one token takes in all layers, including layers that keep only a window of last tokens."""
         return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
 
     @property
@@ -231,7 +231,10 @@ class EngineCore:
         raise ValueError(f"lora {name}: no such adapter; loaded: {there}; add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
-        """Return the number of a prompt's tokens by the lowest tier that holds a block they need, or "nowhere"."""
+        """Return how many of a prompt's tokens are in each tier, or "nowhere" if they would be computed.
+
+        If attention groups have a token in different tiers, the token counts for the coldest of these tiers.
+        """
         self._check_open()
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
@@ -243,9 +246,9 @@ class EngineCore:
     def explain_prompt(
         self, chain: BlockChain, tenant: str | None = None, same_messages: Sequence[str] = ()
     ) -> Evidence:
-        """Return the evidence of the hit that the prompt in *chain* would have now. Change nothing.
+        """Return the evidence from which to explain the hit that the prompt in *chain* would have now.
 
-        See `Explainer`.
+        Change nothing. See `Explainer`.
         """
         num_tokens = len(chain.token_ids)
         hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.lookups.where(chain)
@@ -267,10 +270,11 @@ class EngineCore:
     def reset(self) -> bool:
         """Evict all blocks from device, host memory and disk, or from device and sidecar.
 
-        In-flight copies end first. A remote tier keeps its blocks, which stay hits, because other machines share them.
+        Wait for in-flight copies first. A remote tier keeps its blocks, because other machines share them, so prompts
+        may still hit them.
 
         Returns:
-            False if requests hold blocks, or if copies hang.
+            True if the blocks were evicted; False if requests hold blocks, or if copies hang.
         """
         self._check_open()
         if self.scheduler.running or self.scheduler.promoting:
@@ -304,7 +308,7 @@ class EngineCore:
         If every request is waiting for copies or slots, wait a moment and return.
 
         Raises:
-            CopyHangs: If nothing could be computed for a minute beyond all deadlines.
+            CopyHangs: If no step could compute anything for more than a minute, longer than any deadline.
             ChangedModel: If the model was changed since it was loaded.
         """
         self._check_open()
@@ -313,7 +317,8 @@ class EngineCore:
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
         self._stall.look(self.has_work and not work, self.cache.num_in_flight)
-        # After the step: on two cores, copies that ran during a short step, such as a first token's, outlasted it.
+        # Start copies down only after the step. On two cores, copies that ran during a short step, such as the one that
+        # computes a first token, took longer than the step.
         self._spill()
         self.pins.tick()
         if not work and self.cache.num_in_flight:
@@ -338,9 +343,10 @@ class EngineCore:
         self._take_snapshot()
 
     def check_model_unchanged(self) -> None:
-        """Compare samples of the model's weights with those taken at load, in 2 ms. If they differ, no request runs.
+        """Compare samples of the model's weights with those taken at load, which takes 2 ms.
 
-        Steps and new requests do this once per second. Callers that may have changed the model in between call it too.
+        If the samples differ, no request runs any more. Steps and new requests compare them once per second. A caller
+        whose code may have changed the model in between calls this too.
         """
         self._looked_at = time.monotonic()
         self.runner.check_unchanged()
@@ -348,7 +354,8 @@ class EngineCore:
     def catch_up(self) -> None:
         """Process the messages that a sidecar sent since the last step. Without a sidecar, do nothing.
 
-        A sidecar may have disconnected an engine that read no messages; wait a moment for it to attach again.
+        A sidecar disconnects an engine that reads no messages for long. In this case, wait up to `CATCH_UP_S` for the
+        engine to attach again.
         """
         if (sidecar := self._sidecar) is None or not sidecar.is_attached:
             return
@@ -362,9 +369,9 @@ class EngineCore:
                 time.sleep(STALLED_WAIT_S)
 
     def share(self) -> None:
-        """Copy computed blocks to the sidecar for other engines, within a second. Without a sidecar, do nothing.
+        """Copy computed blocks to the sidecar, for other engines, for at most a second. Without a sidecar, do nothing.
 
-        For callers that may not step the engine again soon, because blocks are otherwise copied by `step` and `idle`.
+        `step` and `idle` copy blocks, too. So only a caller that may not call them again soon needs this.
         """
         if (sidecar := self._sidecar) is None:
             return
@@ -386,7 +393,7 @@ class EngineCore:
     def checks(self) -> Iterator[str]:
         """Run the checks of `check` one at a time, and yield a description of each that passed.
 
-        The engine may be stepped between two of them.
+        The caller may step the engine between two checks.
         """
         self._check_open()
         yield from self.cache.checks()
@@ -416,7 +423,7 @@ class EngineCore:
             if self.runner.check_unchanged():
                 self._flush(progress)
             else:
-                log.warning("the model was changed while the engine was open; blocks only on the device are dropped")
+                log.warning("the model was changed while the engine was open; blocks not copied down yet are dropped")
             self._publish_events()
 
     def _check_open(self) -> None:
@@ -476,17 +483,20 @@ class EngineCore:
 
     def _check_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         if not len(token_ids):
-            raise ValueError("prompt: is empty; give at least one token")
+            raise ValueError("the prompt is empty; give at least one token")
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"prompt: token ids have type {ids.dtype}; give a text or a flat list of integers")
         if not 0 <= ids.min() <= ids.max() < self.runner.vocab_size:
             worst = int(ids.min() if ids.min() < 0 else ids.max())
-            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}")
+            raise ValueError(
+                f"prompt: token id {worst} is not in the vocabulary; the model knows 0 to {self.runner.vocab_size - 1}"
+            )
         limit, wanted = self.runner.max_tokens, len(ids) + sampling.max_tokens
         if limit is not None and wanted > limit:
             raise ValueError(
-                f"prompt of {len(ids)} tokens and {sampling.max_tokens} new ones: the model takes {limit}; shorten it"
+                f"the prompt has {len(ids)} tokens and {sampling.max_tokens} are to be generated; the model's limit is "
+                f"{limit} in all; shorten the prompt or lower max_tokens"
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
@@ -509,7 +519,7 @@ class EngineCore:
             self._sample([work[i].request for i in drawn], logits if len(drawn) == len(work) else logits[drawn])
         for request in advanced:
             self._end_if_done(request)
-        # Otherwise the time includes waits for copies, or work that prefill does not have.
+        # Times of other steps would include waits for copies (a gate), or the logits of scored prompt tokens.
         if all(chunk.gate is None for chunk in chunks) and not is_scored:
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
@@ -563,7 +573,8 @@ class EngineCore:
 
     def _prepared_bytes(self) -> int:
         prepared = [memory.prepared_bytes for memory in self._memories]
-        return sum(prepared) if self._sidecar is None else max(prepared)  # each group maps all of a sidecar's memory
+        # With a sidecar, each attention group maps all of the sidecar's host memory.
+        return sum(prepared) if self._sidecar is None else max(prepared)
 
     def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:
         on_disk = {} if cache.disk is None else cache.disk.tenants
@@ -591,7 +602,11 @@ def _chunk(work: Work) -> Chunk:
 
 
 def _score(work: Sequence[Work], logits: Sequence[torch.Tensor], lost: Sequence[Request]) -> torch.Tensor:
-    """Score prompts by the *logits* of each work item `[tokens, vocab]`; return their last rows `[items, vocab]`."""
+    """Record prompt log-probabilities from each work item's *logits* `[tokens, vocab]`, except for *lost* requests.
+
+    Returns:
+        The last row of each item's logits, `[items, vocab]`.
+    """
     for item, rows in zip(work, logits, strict=True):
         if item.request.scores is not None and item.scored and item.request not in lost:
             item.request.scores.add(rows[: len(item.scored)])

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.1  # how often an engine without requests polls its tiers
 COPYING_S = 0.005  # how often it does so while copies are in flight
 EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # how long a program that ends waits for the engine to close
-LOADING_EXIT_WAIT_S = 10.0  # how long it waits for loading, which is then cut off and leaves nothing behind
+LOADING_EXIT_WAIT_S = 10.0  # how long it waits for an engine that is still loading and has nothing to flush yet
 
 Progress = Callable[[int], None]
 _T = TypeVar("_T")
 
 
 def promise() -> "Future[Any]":
-    """Return a future that only its creator can settle: it cannot be cancelled by a task that waits for it."""
+    """Return a future that a waiting task cannot cancel, so that only its creator settles it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -48,10 +48,10 @@ class Attendant(Protocol):
     """An object that the engine's thread calls between steps; no other thread touches it."""
 
     def tick(self) -> None:
-        """Do some of the work that is due. Called after every step, or every 0.1 s while the engine is idle."""
+        """Do some of the work that is due. Called after every step, and about every 0.1 s while the engine is idle."""
 
     def end(self) -> None:
-        """Release everything that it holds of the engine. This is the last call."""
+        """Release everything that this attendant holds of the engine, such as pins. This is the last call."""
 
 
 class EngineThread:
@@ -71,12 +71,12 @@ class EngineThread:
         on_advanced: Callable[[Request], None],
         on_ended: Callable[[str], None],
     ) -> None:
-        """Create the thread, which calls all three callbacks; `start` starts it.
+        """Create the thread; `start` starts it. The thread itself calls all three callbacks.
 
         Args:
             load: Loads the engine.
             on_advanced: Called with each request that got a token in a step.
-            on_ended: Called with the reason after the last step.
+            on_ended: Called after the last step, with the reason why no more steps follow.
         """
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
@@ -113,7 +113,7 @@ class EngineThread:
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
-        """Schedule *do* to run in the thread between two steps. If the engine ends first, call *refuse* with why."""
+        """Schedule *do* to run in the thread between two steps. If the engine ends first, *refuse* gets the reason."""
         with self._lock:
             why = self._why_over
             if why is None:
@@ -131,9 +131,10 @@ class EngineThread:
         attendant.end()
 
     def end(self, progress: Progress | None = None) -> None:
-        """Tell the thread to load, run the commands put so far, and then close the engine. Closing calls *progress*.
+        """Make the thread close the engine once it has loaded and has run the commands put so far. Return at once.
 
-        A later call only replaces *progress*.
+        While it closes, the thread calls *progress* with the number of blocks left to write. A later call only replaces
+        *progress*.
         """
         with self._lock:
             if progress is not None:
@@ -161,7 +162,7 @@ class EngineThread:
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        with Garbage() as garbage:  # before *loaded*, because it first stops all threads for a moment
+        with Garbage() as garbage:  # entered before *loaded* is settled, because this stops all threads for a moment
             self.loaded.set_result(engine)
             try:
                 self._serve(engine.core, garbage)
@@ -170,7 +171,7 @@ class EngineThread:
                 self._end_commands(f"the engine failed: {error}")
                 fail(self.served, error)
             else:
-                self._end_commands("AsyncLLM: closed before this was done; start a new one")
+                self._end_commands("AsyncLLM: was closed before this call was carried out; start a new one")
                 self.served.set_result(None)
 
         try:

@@ -15,16 +15,17 @@ from kvtier.tiers.naming.tier import Tier
 _T = TypeVar("_T")
 QUIET_S = 60.0  # minimum time between two lines about the same topic
 
-# A missing block was evicted concurrently; I/O errors open the breaker, which has its own line.
+# Faults that are not reported as corrupt blocks: a missing block was evicted concurrently, and I/O errors open the
+# circuit breaker, which has a line of its own.
 _NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}
 log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """A log of the changes between snapshots of store, disk, tiers, sidecar and remote store.
+    """A log of what changes from one snapshot of store, disk, tiers, sidecar and remote store to the next.
 
-    It logs at most one line per topic in `QUIET_S`. The next line counts the events in between. Owned by the thread
-    that owns the tiers: the engine's or the sidecar's.
+    It logs at most one line per topic in `QUIET_S` seconds. The next line counts the events in between. Owned by the
+    thread that owns the tiers: the engine's or the sidecar's.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -40,7 +41,10 @@ class FaultLog:
         sidecar: SidecarStanding | None = None,
         remote: RemoteStatistics | None = None,
     ) -> None:
-        """Log what has changed. *standing* and *disk* are None without a disk tier."""
+        """Log what has changed since earlier calls. An argument is None without the tier that it describes.
+
+        *standing* is the state of the disk tier's store, *disk* are the disk tier's statistics.
+        """
         if sidecar is not None:
             self._look_at_sidecar(sidecar)
         if standing is not None:
@@ -91,7 +95,7 @@ class FaultLog:
         rests = disk.breakers[side] is not BreakerState.CLOSED
         for told in self._take_change(side, (rests, disk.num_opened[side]), (False, 0)):
             assert isinstance(told, tuple), "logged state of a breaker"
-            if rests or not told[0]:  # the second: the breaker opened and closed since the last line
+            if rests or not told[0]:  # `not told[0]`: the breaker opened and closed again since the last line
                 times = _times(disk.num_opened[side] - told[1])
                 why = disk.why_failed[side] or "errors, or no answer"
                 log.warning("disk: %s failed%s and is paused (%s)", doing, times, why)
@@ -117,7 +121,7 @@ class FaultLog:
             log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """If the topic's state changed and a line is due, record the new state and yield the one of the last line."""
+        """If the state of topic *thing* changed and a line is due, record it and yield the state at the last line."""
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()
         if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:

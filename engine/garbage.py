@@ -10,9 +10,9 @@ from typing import Self
 log = logging.getLogger(__name__)
 
 NEVER = 1 << 30
-# Numbers of collections of the younger generations; 100 stand for at least 700,000 new objects.
-ENOUGH = 100  # worth a full collection when idle
-TOO_MANY = 2000  # worth one between steps, because an engine that is never idle must not keep garbage for ever
+# Numbers of collections of generation 1 since the last full collection; 100 stand for at least 700,000 new objects.
+ENOUGH = 100  # then an idle engine runs a full collection
+TOO_MANY = 2000  # then a busy engine runs one between two steps, because it must not keep garbage for ever
 
 
 class Garbage:

@@ -28,7 +28,7 @@ MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 RANK = 0  # data parallel rank; there is only one engine
 SEQ_BYTES = 8  # big-endian
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint that contains one is bound; other endpoints are connected to
+BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint with one of these is bound, any other one is connected to
 REPLAY_EVERY_S = 0.05  # how often an idle publisher polls for replay requests
 # Limit per batch, because encoding blocks every other thread: 8 million names on disk are 8,000 events.
 MAX_EVENTS = 64
@@ -191,8 +191,9 @@ class _Sockets:
             publishing = _open(undo, context, zmq.PUB, config, config.endpoint, config.hwm)
             replay = None
             if config.replay_endpoint is not None:
-                # Room for a whole replay after one that was read, because ZMQ notices reads only once half the queue is
-                # free. A subscriber that requests more replays without reading them loses messages.
+                # Room for two replays. A subscriber that has read one replay can request the next one, although ZMQ
+                # notices reads only once half the queue is free. A subscriber that requests more replays without
+                # reading them loses messages.
                 room = 2 * (config.buffer_steps + 1)
                 replay = _open(undo, context, zmq.ROUTER, config, config.replay_endpoint, room)
             return cls(publishing, replay, undo.pop_all())
@@ -328,7 +329,7 @@ def _open(
         else:
             socket.connect(address)
     except zmq.ZMQError as error:
-        raise OSError(f"events: cannot serve on {address} ({error.strerror}); choose another in [events]") from error
+        raise OSError(f"events: cannot serve on {address} ({error.strerror}); choose another endpoint") from error
     return socket
 
 

@@ -81,9 +81,10 @@ class LLM:
         """Generate continuations of all prompts (texts or token ids) in one batch, and return them in order.
 
         *sampling* defaults to `default_sampling`. *lora* is the name of an adapter of the configuration. Prompts share
-        cached blocks only with prompts of the same adapter, *cache_salt* and *extra* keys. *max_load_tokens* limits the
-        tokens that each prompt loads from tiers below the device. *progress* shows a progress bar; by default it is
-        shown for many prompts on a terminal.
+        cached blocks only with prompts of the same adapter, *cache_salt* and *extra* keys. With
+        *skip_reading_prefix_cache* all tokens are computed. *max_load_tokens* limits the tokens that each prompt loads
+        from tiers below the device. *progress* shows a progress bar; by default it is shown on a terminal, for at least
+        `MIN_PROMPTS_FOR_PROGRESS` prompts.
 
         Raises:
             ValueError: If a prompt cannot fit the device pool, or the adapter is not loaded.
@@ -128,8 +129,8 @@ class LLM:
     def default_sampling(self) -> SamplingParams:
         """Return the sampling parameters of the model's `generation_config`.
 
-        Parameters that the model does not set default to greedy sampling of 16 tokens. So do all of them if the
-        configuration has `model.generation_config = "none"`.
+        Parameters that the model does not set have the values of greedy sampling of 16 tokens. With
+        `model.generation_config = "none"` in the configuration, all parameters have these values.
         """
         return self.core.sampling_defaults.over(GREEDY)
 
@@ -147,10 +148,12 @@ class LLM:
             return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
     def reset_prefix_cache(self) -> bool:
-        """Evict all blocks from device, host memory and disk. A remote tier keeps its blocks, which stay hits.
+        """Evict all blocks from device, host memory and disk.
+
+        A remote tier keeps its blocks, so later prompts may still hit them.
 
         Returns:
-            False, with nothing evicted, if copies hang.
+            True if the blocks were evicted; False, with nothing evicted, if copies hang.
         """
         with self._calls:
             return self.core.reset()
@@ -199,7 +202,7 @@ def load_model(
     """
     if not isinstance(model, str | Path | PreTrainedModel):
         kind = type(model).__name__
-        raise ValueError(f"model: {kind} is no transformers model; pass one, and configure peft adapters in [lora]")
+        raise ValueError(f"model: {kind} is not a transformers model; pass one, and configure adapters in [lora]")
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or pass the model as a path")
@@ -248,7 +251,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
 
 
 def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
-    """Return *extra* with the adapter and the salt of one call. Raise ValueError if the adapter is not loaded."""
+    """Return *extra* with *cache_salt* and the key of adapter *lora* added, unless these are None.
+
+    Raises:
+        ValueError: If the adapter is not loaded.
+    """
     if cache_salt is not None:
         extra = replace(extra, cache_salt=cache_salt)
     return extra if lora is None else replace(extra, lora=core.lora_key(lora))

@@ -32,7 +32,10 @@ class LoadedEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         progress: Callable[[str], None],
     ) -> Self:
-        """Load a model and build its engine. Arguments and errors are those of `LLM`; *progress* gets each stage."""
+        """Load a model and build its engine. Arguments and errors are those of `LLM`.
+
+        *progress* is called with the name of each stage.
+        """
         progress("loading the weights")
         loaded, its_tokenizer = load_model(model, config.model, tokenizer)
         with ExitStack() as undo:

@@ -7,11 +7,13 @@ from types import TracebackType
 
 
 class OneCaller:
-    """A context manager around each call on an object that threads share. Concurrent calls wait for each other.
+    """A guard for an object that threads share: enter it as a context manager around each call.
 
-    Raises:
-        RuntimeError: After `close`, in a process that was forked after the object was created, and for a call within
-            another call of the same thread, such as from a signal handler.
+    Concurrent calls wait for each other. Entering raises RuntimeError in three cases:
+
+    - The guard is closed.
+    - The process was forked after the guard was created.
+    - The same thread is already within a call, for example because a signal handler makes another call.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,12 +26,12 @@ class OneCaller:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the object was created, so that the parent has its threads."""
+        """Whether this process was forked after the object was created, so that only the parent has its threads."""
         return os.getpid() != self._pid
 
     @property
     def is_over(self) -> bool:
-        """Whether `check` raises."""
+        """Whether calls are no longer possible, so that `check` raises."""
         return self.is_forked or self._is_closed
 
     def check(self) -> None:
@@ -43,9 +45,9 @@ class OneCaller:
             raise RuntimeError(f"{self._name}: has been closed; create a new one")
 
     def close(self, work: Callable[[], None]) -> None:
-        """Wait for the running call, do *work*, and make all later calls raise.
+        """Wait for the running call, make all later calls raise, and call *work*, which closes the object.
 
-        Do nothing if the object was closed before, or in a forked process.
+        Do nothing if the object was closed before, or if this process is forked.
         """
         if self.is_over:
             return

@@ -33,7 +33,7 @@ OWN = frozenset({HEALTH, READY, METRICS, REPLICAS, DRAIN, UNDRAIN})
 
 
 class RouteApp:
-    """The ASGI app behind the port. It refuses new requests if *is_ending* is set. Owned by the event loop."""
+    """The router's ASGI app. It refuses new requests once *is_ending* is set. Owned by the event loop."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class RouteApp:
     ) -> None:
         """Create the app.
 
-        *operators* may drain replicas, which writes a line to *audit*; None disables draining. *browser_rules* refuse
-        requests from pages of other sites.
+        *feeds* has the KV events of each replica by its name. *operators* may drain replicas, and each drain is logged
+        in *audit*; None disables draining. *browser_rules* refuse requests from web pages of other sites; None allows
+        them.
         """
         self.is_ending = False
         self.num_running = 0  # admitted requests that have not ended
@@ -115,7 +116,7 @@ class RouteApp:
         return json_response({"status": "alive"})
 
     async def _ready(self, _: Request) -> Response:
-        """Return 200 if requests are answered, else 503."""
+        """Return 200 if the router can send requests to a replica, else 503."""
         num_open = sum(each.is_open for each in self._router.replicas.values())
         is_ready = num_open > 0 and not self.is_ending
         status = "about to end" if self.is_ending else "ready" if is_ready else "no replica is ready"
@@ -141,13 +142,14 @@ class RouteApp:
         if replica is None:
             known = ", ".join(self._router.replicas)
             self._audit.write(who, verb, {"replica": name[:256]}, {"status": 404})
-            raise ApiError(404, f"no replica {name[:64]!r}; there are {known}", code="no_replica", param="replica")
+            message = f"there is no replica {name[:64]!r}; the replicas are {known}"
+            raise ApiError(404, message, code="no_replica", param="replica")
         replica.is_draining = verb == "drain"
         self._audit.write(who, verb, {"replica": name}, {"status": 200})
         return json_response(self._told(name))
 
     def _operator(self, request: Request, operators: Operators) -> str:
-        """Return the operator's name. Raise ApiError 401 if the request has no operator's token."""
+        """Return the name of the operator whose token the request has. Raise ApiError 401 if it has none."""
         who = operators.name_of(request.headers.get("authorization", ""))
         if who is None:
             self._metrics.operators_refused.inc()

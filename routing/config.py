@@ -28,10 +28,11 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class ReplicaConfig(Table, frozen=True, kw_only=True):
-    """`[[replicas]]`: a server.
+    """`[[replicas]]`: one server that the router sends requests to.
 
-    *url* has the form `http://HOST:PORT`. *events* is the ZMQ endpoint where the server publishes KV events, *replay*
-    the one where it sends missed events again. The router listens to events of *topic*. *name* is by default the URL.
+    *url* has the form `http://HOST:PORT`. *name*, which appears in metrics and logs, is the URL by default. *events* is
+    the ZMQ endpoint where the server publishes KV events, under the topic *topic*. *replay* is the ZMQ endpoint where
+    the server sends missed events again.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -44,7 +45,7 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
         try:
             parts = urlsplit(self.url)
             is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            is_usable = is_usable and not (parts.query or parts.fragment or parts.username)  # the name is the URL
+            is_usable = is_usable and not (parts.query or parts.fragment or parts.username)  # the URL is also the name
         except ValueError:
             is_usable = False
         if not is_usable:
@@ -59,18 +60,19 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
 
     @property
     def publisher(self) -> Publisher | None:
-        """ZMQ endpoints where the server publishes KV events, None if it publishes none."""
+        """ZMQ endpoints where the server publishes KV events; None if the server publishes none."""
         return None if self.events is None else Publisher(self.name, self.events, self.replay, self.topic)
 
 
 class PolicyConfig(Table, frozen=True, kw_only=True):
-    """`[policy]`: the weights of the routing policy, in tokens that must be computed.
+    """`[policy]`: the weights of the routing policy, which sends a request to the replica with the lowest cost.
 
-    Loading a token from host memory or disk costs *host_cost* or *disk_cost* of computing it. A token that waits at a
-    replica counts *queue_weight*, and a request that runs there counts *request_tokens*. A conversation stays with its
-    replica unless another replica is better by more than *session_tokens*. If no replica has any of a prompt, the hash
-    of its first *first_tokens* tokens decides: the prompt goes to the first replica with less than *hash_slack* times
-    its share of requests.
+    The unit of cost is computing one token. Loading a token costs *host_cost* (from host memory) or *disk_cost* (from
+    disk). Each prompt token that waits at a replica costs *queue_weight*, and each request there costs *request_tokens*.
+    A conversation stays with its replica unless the cost of another replica is lower by more than *session_tokens*.
+
+    If no replica has any part of a prompt, consistent hashing of its first *first_tokens* tokens orders the replicas. The
+    prompt goes to the first replica with less than *hash_slack* times the average number of requests.
     """
 
     host_cost: Part = 0.1
@@ -83,7 +85,10 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 
 
 class IndexConfig(Table, frozen=True, kw_only=True):
-    """`[index]`: limits on the known blocks (*max_blocks*, about 250 bytes each) and conversations (*max_sessions*)."""
+    """`[index]`: limits on what the router remembers.
+
+    *max_blocks* limits the blocks of replicas, which take about 250 bytes each. *max_sessions* limits the conversations.
+    """
 
     max_blocks: Count = 2_000_000
     max_sessions: Count = 100_000
@@ -92,9 +97,9 @@ class IndexConfig(Table, frozen=True, kw_only=True):
 class TokensConfig(Table, frozen=True, kw_only=True):
     """`[tokens]`: how the router gets a prompt's tokens, which it needs because KV events refer to tokens.
 
-    With *ask*, the router queries a replica's `/tokenize` for at most *timeout_s* seconds. It caches answers of
-    *max_cached* tokens in all, four bytes each. Without *ask* or without an answer, the router compares the prompt's
-    text with the texts that were sent to each replica.
+    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches answers with
+    up to *max_cached* tokens in all, which take four bytes each. Without *ask* or without an answer, the router compares
+    the prompt's text with the texts that were sent to each replica.
     """
 
     ask: bool = True
@@ -114,16 +119,18 @@ class HealthConfig(Table, frozen=True, kw_only=True):
 
 
 class RouteConfig(Table, frozen=True, kw_only=True):
-    """The whole tree.
+    """The router's whole configuration.
 
     A request's body has at most *max_body* bytes. The router gives up an answer that takes longer than *timeout_s*
     seconds to begin or to continue. On shutdown, running answers may continue for *drain_s* seconds.
 
-    *api_keys* is the replicas' own key file, if they have one, because kvtier names blocks by tenant. With it, the
-    router passes on every request, and the replica checks the key. Without it, the `Host` of a request must be an IP
-    address, a loopback name, one of *allowed_hosts* or, if *host* is not a loopback address, a name that public DNS
-    cannot have. Of the pages in browsers, only those of *cors_origins* may send requests, and the replicas must allow
-    these origins too.
+    *api_keys* is the replicas' own key file, if they have one. The router needs it to know a request's tenant, because
+    kvtier's names of blocks depend on the tenant. The router then passes on every request, and the replica checks the
+    key.
+
+    Without *api_keys*, the router checks where requests come from. The `Host` of a request must be an IP address, a
+    loopback name, one of *allowed_hosts* or, if *host* is not a loopback address, a name that public DNS cannot have. A
+    web page in a browser may send requests only if it is from one of *cors_origins*, which the replicas must allow too.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"

@@ -14,8 +14,8 @@ from kvtier.routing.kv_event import EventBatch, Publisher, decode
 
 log = logging.getLogger(__name__)
 
-REPLAY_S = 10.0  # max wait for the next part of a replay, during which the feed hears nothing else
-AGAIN_S = 1.0  # between an error and the restart of the feed
+REPLAY_S = 10.0  # maximum wait for the next part of a replay, during which the feed receives nothing else
+AGAIN_S = 1.0  # pause between an error and the restart of the feed
 _END = -1
 _SEQ_BYTES = 8  # big-endian, signed: the end of a replay is -1
 _MAX_MESSAGE_BYTES = 16 << 20  # more than the blocks of the largest step; a longer message ends the connection
@@ -34,8 +34,8 @@ class EventFeed:
     """A subscription to one publisher that replays missed batches and reports when earlier batches are unreliable.
 
     Earlier batches are unreliable after a gap that cannot be replayed. They are also unreliable when another publisher
-    answers at the endpoint, because the replica was restarted. *take* then gets the batches that can be replayed since
-    the last gap. Owned by the event loop; `run` runs until it is cancelled.
+    answers at the endpoint, because the replica was restarted. In both cases, *lose* is called, and then *take* with the
+    batches after the last gap that can be replayed. Owned by the event loop; `run` runs until it is cancelled.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class EventFeed:
     ) -> None:
         """Create the feed of *publisher*.
 
-        *take* gets each batch once, in order. *lose* is called when all batches that it got before are in doubt. A
-        replay is abandoned if its next part does not arrive within *replay_s* seconds.
+        *take* is called with each batch once, in order. *lose* is called when all batches so far have become unreliable.
+        A replay is abandoned if its next part does not arrive within *replay_s* seconds.
         """
         self._name = publisher.name
         self._endpoint, self._replay_endpoint = publisher.events, publisher.replay
@@ -64,12 +64,15 @@ class EventFeed:
         return None if self._last is None else self._last.seq + 1
 
     def start_over(self) -> None:
-        """Take all batches that can be replayed again when the next batch arrives, because they were forgotten."""
+        """Start over as if no batch had been received, because the owner has forgotten them all.
+
+        When the next batch arrives, the earlier batches that can be replayed are taken again.
+        """
         self._last = None
         self._is_in_doubt = False
 
     async def run(self) -> None:
-        """Listen until cancelled. After an error, whatever the publisher has sent, start to listen again."""
+        """Listen until cancelled. After any error, such as a malformed message, forget all batches and start again."""
         while True:
             try:
                 await self._listen()
@@ -102,7 +105,7 @@ class EventFeed:
                     await self._hear(_told(seq, payload))
 
     async def _note(self, event: int) -> None:
-        """Handle the loss of the connection, or a connection that is established for the first time or again."""
+        """Handle a connection that was lost, or established for the first time or again."""
         if event == zmq.EVENT_DISCONNECTED:
             self._is_in_doubt = self._last is not None
         elif self._last is None:
@@ -131,7 +134,7 @@ class EventFeed:
                 self._accept(told)
 
     async def _resolve_doubt(self) -> None:
-        """Check whether the publisher is still the same one, which then replays the last batch unchanged."""
+        """Find out whether the publisher is the same as before: if so, it replays the last batch unchanged."""
         self._is_in_doubt = False
         assert self._last is not None
         again = await self._replay(self._last.seq)
@@ -166,7 +169,7 @@ class EventFeed:
         return bool(replayed)
 
     def _take_tail(self, replayed: Sequence[Told]) -> None:
-        """Take the batches after the last gap, because batches within the gap may have revoked earlier ones."""
+        """Take only the batches after the last gap, because the missing batches may have revoked earlier ones."""
         start = len(replayed)
         while start and (start == len(replayed) or replayed[start - 1].seq + 1 == replayed[start].seq):
             start -= 1

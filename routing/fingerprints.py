@@ -26,21 +26,23 @@ class Prefixes:
 
 
 class Fingerprints:
-    """Fingerprints of prefixes: polynomials of all their tokens, modulo 2^64, which are extended block by block.
+    """Fingerprints of prefixes. A fingerprint is a polynomial of all tokens of a prefix, modulo 2^64.
 
-    Replicas name blocks by chains of slow hashes, each in its own way. The parent and the tokens of a block, which they
-    report, are enough for a name that is the same for all replicas. Equal prefixes have equal fingerprints for any
-    block size. Two prefixes may share a fingerprint by chance, or because an attacker knows *key*. This only costs a
-    worse choice, because the replica's own lookup decides which blocks are read.
+    Replicas name blocks by chains of slow hashes, and each may use its own hash. They report the parent and the tokens
+    of each block, so the router can compute names that are the same for all replicas. Fingerprints are extended block by
+    block, but do not depend on the block size: equal prefixes have equal fingerprints.
+
+    Different prefixes may have the same fingerprint by chance, or because an attacker knows *key*. The router may then
+    choose a worse replica, but the answer stays correct, because the replica itself looks up which blocks it reads.
     """
 
     def __init__(self, key: int | None = None) -> None:
-        """Use *key*, 64 bits that no other process needs to know; random by default."""
+        """Use the 64-bit secret *key*, which is random by default. No other process needs to know it."""
         self._key = randbits(64) if key is None else key
         self._powers: dict[int, _Powers] = {}  # by size of blocks
 
     def root(self, *what: str | None) -> Fingerprint:
-        """Return the fingerprint of no tokens, such that prefixes of different adapters or salts share none."""
+        """Return the fingerprint with which prefixes begin. It differs for different *what*: adapter, salt and so on."""
         parts = b"".join(b"-" if each is None else b"%d:%b" % (len(raw := _utf8(each)), raw) for each in what)
         digest = blake2b(parts, digest_size=8, key=self._key.to_bytes(8, "big")).digest()
         return int.from_bytes(digest, "big")

@@ -22,8 +22,9 @@ _FIELDS = {  # in the order of the arrays in which vLLM before 0.32 sent events
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """The event that the replica has these blocks in *medium*.
 
-    If the event has *token_ids*, the blocks follow each other, and the first one follows *parent_block_hash*. The
-    router uses events of the first group only (*group_idx*), whose blocks decide how long a prefix is.
+    If the event has *token_ids*, the blocks follow each other, and the first one follows *parent_block_hash*. A model
+    may have several groups of layers, whose blocks have separate events (*group_idx*). The router uses only events of
+    the first group, whose blocks determine how long a prefix is.
     """
 
     block_hashes: Sequence[Name]
@@ -78,7 +79,7 @@ _AS_ANYTHING = msgspec.msgpack.Decoder(_Anything)
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Return the batch in a message's payload. Raise ValueError if it has none."""
+    """Return the batch in a message's *payload*. Raise ValueError if the payload is not a batch."""
     try:
         return _AS_MAPS.decode(payload)
     except msgspec.ValidationError:  # events as arrays, or an event of an unknown kind
@@ -87,7 +88,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def tier_of(medium: str | None) -> Tier:
-    """Return the tier of a medium; the device if there is none."""
+    """Return the tier of *medium*. None, for an event without a medium, is the device."""
     return Tier.DEVICE if medium is None else _TIERS.get(medium.upper(), Tier.DISK)
 
 
@@ -104,7 +105,8 @@ def _event(raw: object) -> Event | None:
 class Publisher:
     """The ZMQ endpoints of the replica *name*.
 
-    It publishes KV events of *topic* at *events*. It sends missed events again at *replay*, if that is given.
+    The replica publishes KV events at *events*, under the topic *topic*. It sends missed events again at *replay*; None:
+    it cannot.
     """
 
     name: str

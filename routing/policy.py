@@ -38,18 +38,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen replica, the reason, and the cost of its answer in computed tokens."""
+    """The chosen replica, and the reason."""
 
     name: str
     reason: Reason
-    cost: float
 
 
 class RoutingPolicy:
-    """A policy that weighs prefix against load, in tokens that must be computed before an answer can begin.
+    """A policy that weighs the cached prefix of a replica against its load.
 
-    It uses no clock, socket or index, so the same arguments give the same choice. Other kinds of routers can use it as
-    well.
+    The unit of both is a token that must be computed before the answer can begin. The policy uses no clock, socket or
+    index, so the same arguments always give the same choice, and other routers can use it too.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -58,8 +57,8 @@ class RoutingPolicy:
     def choose(self, num_tokens: int, candidates: Sequence[Candidate], session: str | None = None) -> Choice | None:
         """Return the choice among the open *candidates* for a prompt of *num_tokens*, or None if none is open.
 
-        Candidates come in the order of consistent hashing for this prompt, which breaks ties. *session* is the replica
-        that had the conversation before, if there is one.
+        *candidates* are in the order of consistent hashing for this prompt, which breaks ties. *session* is the replica
+        that had the conversation so far; None: not known.
         """
         open_ones = [each for each in candidates if each.is_open]
         if not open_ones:
@@ -71,13 +70,13 @@ class RoutingPolicy:
             and session in costs
             and costs[session] <= costs[best.name] + self._config.session_tokens
         ):
-            return Choice(session, Reason.SESSION, costs[session])
+            return Choice(session, Reason.SESSION)
         if not any(each.matched.total for each in open_ones):
             best = _first_with_room(open_ones, self._config.hash_slack)
-            return Choice(best.name, Reason.HASH, costs[best.name])
+            return Choice(best.name, Reason.HASH)
         limit = max(self._saved(each.matched) for each in open_ones)
         reason = Reason.LOAD if self._saved(best.matched) < limit else Reason.PREFIX
-        return Choice(best.name, reason, costs[best.name])
+        return Choice(best.name, reason)
 
     def _cost(self, num_tokens: int, candidate: Candidate) -> float:
         load, config = candidate.load, self._config
@@ -85,7 +84,7 @@ class RoutingPolicy:
         return max(0.0, num_tokens - self._saved(candidate.matched)) + ahead
 
     def _saved(self, matched: Matched) -> float:
-        """Return the tokens that need not be computed, less the cost of loading those in lower tiers."""
+        """Return the number of tokens that need not be computed, minus the cost of loading them from lower tiers."""
         host, disk = 1 - self._config.host_cost, 1 - self._config.disk_cost
         return matched.device + matched.expected + host * matched.host + disk * matched.disk
 

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: the prefixes that each replica has, and their tiers."""
+"""`PrefixIndex`: the prefixes that each replica has cached, and their tiers."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from kvtier.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored,
 from kvtier.tiers.naming.tier import Tier
 
 MAX_SIZES = 3  # block sizes: an engine's own, and those of one or two caches below it
-_MAX_SIZES = 64  # block sizes that are counted, whatever replicas send
-_MAX_LORAS = 4096  # names that are kept, whatever replicas send
-SWEPT = 1000  # prefixes that are swept with each event after a replica was forgotten: 0.2 ms
-MAX_LOOKED_UP = 512  # blocks of one prompt; of a longer prompt, every second or third block is looked up, and so on
+_MAX_SIZES = 64  # block sizes to count, however many replicas send
+_MAX_LORAS = 4096  # names of adapters to keep, however many replicas send
+SWEPT = 1000  # prefixes to sweep with each event after a replica was forgotten, which takes 0.2 ms
+MAX_LOOKED_UP = 512  # blocks of one prompt to look up: of a longer prompt, only every second or third block and so on
 
 
 class Standing(IntEnum):
-    """The reason why a replica should have a block, best first. The value is one of the replica's four bits."""
+    """The tier in which a replica has a block, or EXPECTED; best first. The value is one of the replica's four bits."""
 
     DEVICE = 1
     HOST = 2
@@ -38,7 +38,7 @@ _BEST = [None, *(next(each for each in Standing if bits & each) for bits in rang
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The number of leading tokens of a prompt that a replica has, each counted in its best place."""
+    """The number of leading tokens of a prompt that a replica has, each counted at its best `Standing`."""
 
     device: int = 0
     host: int = 0
@@ -47,7 +47,7 @@ class Matched:
 
     @property
     def total(self) -> int:
-        """Number of tokens in all places."""
+        """Number of tokens at all standings."""
         return self.device + self.host + self.disk + self.expected
 
 
@@ -56,9 +56,9 @@ NOTHING = Matched()
 
 @dataclass(slots=True)
 class _Run:
-    """Blocks *start* to before *end* of a prompt, with the bits of their holders in *held*.
+    """Consecutive blocks of a prompt, from *start* to before *end*. *held* has the bits of the replicas that hold them.
 
-    *first* is the first block that was looked up. The blocks before it may have further holders.
+    *first* is the first block of the run that was looked up. The blocks before *first* may have further holders.
     """
 
     held: int
@@ -74,14 +74,15 @@ class PrefixIndex:
     there is room. When room runs out, the oldest name is dropped and its prefix is forgotten for all replicas, so that
     no replica is believed to have blocks that it lost long ago. Owned by one thread.
 
-    The index is approximate. In a long prompt, the blocks that are looked up are up to 1/512 of the prompt apart, and
-    all blocks between two of them that a replica has count as held.
+    The index is approximate for long prompts, of which about 512 blocks at equal distances are looked up. A replica that
+    holds a block that was looked up counts as holding the blocks before it too.
     """
 
     def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:
         """Create an empty index.
 
-        *max_blocks* limits the known names, and separately the prefixes that were sent but not reported.
+        *max_blocks* limits the known names of blocks. It also limits the prefixes that were sent to a replica and have
+        not been reported yet.
         """
         self.fingerprints = fingerprints
         self.loras: OrderedDict[str, None] = OrderedDict()  # adapters in the latest events
@@ -103,7 +104,7 @@ class PrefixIndex:
 
     @property
     def num_prefixes(self) -> int:
-        """Number of prefixes that some replica has or should have, with forgotten ones that are not swept yet."""
+        """Number of prefixes that any replica has or should have, including forgotten ones that are not swept yet."""
         return len(self._holders)
 
     def add(self, replica: str) -> None:
@@ -118,8 +119,8 @@ class PrefixIndex:
     def forget(self, replica: str) -> None:
         """Forget the prefixes of a replica, but not the names of its blocks.
 
-        The replica gets new bits. A part of its old bits is swept with each event that arrives, because a new dict of a
-        million prefixes takes half a second, during which no request could be routed.
+        The replica gets new bits. Its old bits are swept, that is cleared, from some prefixes with each event that
+        arrives. Clearing them from a million prefixes at once takes half a second, in which no request could be routed.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)
@@ -140,7 +141,10 @@ class PrefixIndex:
         self._sweep()
 
     def expect(self, replica: str, prefixes: Prefixes) -> None:
-        """Record that the replica was sent a prompt with these prefixes. Those that it has reported do not change."""
+        """Record that a prompt with these *prefixes* was sent to the replica.
+
+        The prefixes that the replica has reported already do not change.
+        """
         self._told_of.add(replica)
         self._sweep()
         shift = self._shifts[replica]
@@ -156,7 +160,7 @@ class PrefixIndex:
             self._drop(oldest, self._every(Standing.EXPECTED))
 
     def expect_no_longer(self, replica: str, prefixes: Prefixes) -> None:
-        """Record that the replica will not compute the prompt that it was sent."""
+        """Record that the replica will not compute the prompt with these *prefixes* that was sent to it."""
         bit = Standing.EXPECTED << self._shifts[replica]
         for prefix in prefixes.fingerprints:
             self._drop(prefix, bit)
@@ -187,7 +191,7 @@ class PrefixIndex:
         return runs
 
     def _counted(self, prefixes: Prefixes, runs: Sequence["_Run"], shift: int) -> Matched:
-        """Return how much of the *runs* the replica with the bits at *shift* has."""
+        """Return how much of the prompt with these *runs* the replica has whose bits are at position *shift*."""
         counts = dict.fromkeys(Standing, 0)
         for run in runs:
             standing = _BEST[run.held >> shift & _ALL]
@@ -232,7 +236,7 @@ class PrefixIndex:
         return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
 
     def _sweep(self) -> None:
-        """Clear the bits that replicas had before they were forgotten from some of the prefixes."""
+        """Clear the old bits of forgotten replicas from the next `SWEPT` prefixes."""
         for prefix in self._unswept[-SWEPT:]:
             self._drop(prefix, self._retired)
         del self._unswept[-SWEPT:]
@@ -244,7 +248,7 @@ class PrefixIndex:
         return sum(standing << shift for shift in self._shifts.values())
 
     def _name(self, event: BlockStored) -> None:
-        """Compute the prefixes of an event's blocks from their tokens."""
+        """Compute the prefix that each block of an event ends, and remember it by the replica's name of the block."""
         size, keys = event.block_size, event.extra_keys or []
         before = self._before(event)
         if before is None or len(event.token_ids) != size * len(event.block_hashes):
@@ -285,12 +289,12 @@ class PrefixIndex:
 def _salt(keys: Sequence[object] | None, lora: str | None) -> str | None:
     """Return the salt among the extra keys of a prompt's first block, or None.
 
-    The keys have no tags: the salt is the first text after the adapter's name.
+    The keys are a list without labels. The salt is the first text in it after the adapter's name.
     """
     texts = [key for key in keys or () if isinstance(key, str)]
     return next(iter(texts[1:] if lora is not None and texts[:1] == [lora] else texts), None)
 
 
 def _others(keys: Sequence[object] | None, lora: str | None) -> list[object]:
-    """Return the keys, such as images and embeddings, besides adapter and salt, which the root covers."""
+    """Return the extra keys other than adapter and salt, such as images. The root fingerprint covers those two."""
     return [key for key in keys or () if not isinstance(key, str)]

@@ -27,18 +27,18 @@ from kvtier.web.request_body import read_body
 
 log = logging.getLogger(__name__)
 
-BODY_S = 60.0  # max time to receive a request's body
-REFUSED = 503  # sent by a replica that loads, drains or is full, before it begins any work
+BODY_S = 60.0  # maximum time to receive a request's body
+REFUSED = 503  # status from a replica that is loading, draining or full, which has not started the request
 
 
 @dataclass(slots=True)
 class _Way:
-    """A request in progress: the replicas that were tried, and whether it may be repeated."""
+    """A request in progress: the replicas that were tried, and whether the request may be repeated."""
 
     asked: Asked
-    prompt: RoutedPrompt | None
-    key: bytes
-    may_repeat: bool
+    prompt: RoutedPrompt | None  # None: the request has no prompt to look up
+    key: bytes  # selects the replica of a request without a prompt
+    may_repeat: bool  # even if a replica may have executed the request
     reading_s: float = 0.0  # time that it took to compute the prompt's prefixes
     tried: set[str] = field(default_factory=set)
     refusal: Answer | None = None  # a complete 503, which is sent if no other replica answers
@@ -55,9 +55,9 @@ class _Stop:
 class Proxy:
     """The ASGI app for all paths that are not the router's own. Owned by the event loop.
 
-    A request is at one replica at a time, and at each replica at most once. It goes on to the next replica if a replica
+    A request is at one replica at a time, and at each replica at most once. It goes to the next replica if a replica
     cannot be reached, answers 503, or ends before the first byte of an answer. A request that may not be repeated goes
-    on only if the replica cannot have begun it.
+    to the next replica only if the previous one cannot have executed any of it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Proxy:
         who = next(iter(credentials.values()), "")
         asked = Asked(scope["method"], _target(scope), _headers_of(scope), body)
         question = read_question(path, body, headers.get(SESSION_HEADER), who)
-        # Requests without a prompt to look up always go to the same replica, which has the client's documents.
+        # A client's requests without a prompt to look up all go to the same replica, which has the client's documents.
         key = who.encode(errors="surrogatepass")
         if question is None:
             return _Way(asked, None, key, may_repeat=may_repeat(asked.method, path))

@@ -10,15 +10,15 @@ import msgspec
 from kvtier.web.api_keys import ApiKeys, effective_salt
 
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
-ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # have a prompt, and may be retried
+ASKING = frozenset({COMPLETIONS, CHAT, MESSAGES, RESPONSES})  # paths of requests with a prompt, which may be repeated
 
 SESSION_HEADER = "x-session-id"
 CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
-# A longer body, or one with more values, is compared unparsed: parsing 64 MiB of token ids blocks all clients for 14 s.
+# A body beyond these limits is not parsed but compared as bytes: parsing 64 MiB of token ids blocks all clients for 14 s.
 MAX_READ_BYTES = 8 << 20
-MAX_VALUES = 1 << 18  # numbers, texts and objects; each but the first has a comma before it
+MAX_VALUES = 1 << 18  # numbers, texts and objects, counted by the commas between them
 _MAX_MESSAGES = 4096  # of an Anthropic request that is tokenized
 _MAX_SESSION = 1024  # characters of a session's name that count
 
@@ -30,8 +30,9 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class Question:
     """The prompt of a request, before it is tokenized.
 
-    *text* covers the whole prompt. A longer prompt's text begins with it, as the next turn of a conversation does.
-    *tokenize* is the body of the request to `/tokenize`, None if the prompt cannot be tokenized there.
+    *text* is the whole prompt in a form in which the next turn of a conversation begins with the text of this turn.
+    *session* is a digest of the conversation's name, or None. *tokenize* is the body of the request to `/tokenize`; None
+    if the prompt cannot be tokenized there.
     """
 
     text: bytes
@@ -43,15 +44,16 @@ class Question:
 
 
 def may_repeat(method: str, path: str) -> bool:
-    """Return whether a request may be repeated although a replica has begun to answer it."""
+    """Return whether a request may be repeated even if a replica may have executed it already."""
     return method in _SAFE or path in ASKING
 
 
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
     """Return the question in the *body* of a request to *path*, or None if it has no prompt that can be looked up.
 
-    A body that takes too long to parse is used as a text as it is. *session* is the conversation's name in the headers.
-    *who* is the header with the credentials, which keeps equal names of different clients apart.
+    A body that takes too long to parse is itself used as the text. *session* is the conversation's name in the headers;
+    None: the headers have none. *who* is the header with the client's credentials, because two clients may use the same
+    name for their conversations.
     """
     if path not in ASKING:
         return None
@@ -63,7 +65,7 @@ def read_question(path: str, body: bytes, session: str | None, who: str) -> Ques
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(content, dict) or b'"document_id"' in body or content.get("kvtier"):
-        return None  # a document that was stored by name is at one replica
+        return None  # only one replica has the document that the request may name
     text, token_ids, tokenize = _PROMPTS[path](content)
     return Question(
         text,
@@ -115,7 +117,7 @@ _PROMPTS = {COMPLETIONS: _completion, CHAT: _chat, MESSAGES: _messages, RESPONSE
 
 
 def _token_ids(prompt: object) -> list[int] | None:
-    """Return the prompt's tokens if it is a list of nothing else."""
+    """Return *prompt* if it is a list of token ids and not empty, else None."""
     try:
         return msgspec.convert(prompt, list[_TokenId]) or None
     except msgspec.ValidationError:
@@ -127,7 +129,10 @@ def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:
 
 
 def _texts(content: Mapping[str, Any], *names: str) -> bytes:
-    """Return the fields *names* without the last list's bracket, so that a longer list begins with the same text."""
+    """Return the fields *names* as JSON, without the bracket that closes the last list.
+
+    So the text of a longer list begins with the text of a shorter one.
+    """
     return b"\n".join(msgspec.json.encode(content.get(name)) for name in names).removesuffix(b"]")
 
 
@@ -160,16 +165,17 @@ def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes 
 
 
 class Salts:
-    """The salts of requests, from the replicas' keys if there are any, because blocks are named by tenant.
+    """The salts with which replicas name the blocks of requests.
 
-    Does not check keys: every request passes.
+    If the replicas have API keys, *keys*, a salt depends on the tenant of the request's key. The keys are not checked
+    here: a request with an unknown key passes.
     """
 
     def __init__(self, keys: ApiKeys | None, is_strict: bool) -> None:
         self._keys, self._is_strict = keys, is_strict
 
     def of(self, who: str, asked: str | None) -> str | None:
-        """Return a request's salt; *who* is the header with its credentials, *asked* its own salt."""
+        """Return a request's salt. *who* is its header with credentials, and *asked* is the cache_salt in its body."""
         if self._keys is None:
             return asked
         scheme, _, token = who.partition(" ")

@@ -20,7 +20,7 @@ class Replica:
     """A server, with its address, its health, and its requests that have not ended. Owned by the event loop."""
 
     def __init__(self, name: str, url: str = "", health: Health = Health.UNKNOWN) -> None:
-        """Create a replica. *url* is its HTTP address; empty for a replica that is reached in another way."""
+        """Create a replica. *url* is its HTTP address, or empty if the replica is not called over HTTP."""
         self.name, self.url = name, url
         self.health = health
         self.is_draining = False  # an operator has stopped new requests to the replica
@@ -40,7 +40,7 @@ class Replica:
 
     @property
     def load(self) -> Load:
-        """Known load of the replica. Lengths of prompts are known only for requests that this router has sent."""
+        """Known load of the replica. Its waiting tokens are only those of requests that this router has sent."""
         return Load(self._num_requests + self.num_elsewhere, self._num_waiting_tokens)
 
     @contextmanager

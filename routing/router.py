@@ -1,4 +1,4 @@
-"""`Router`: the state of all replicas as far as it is known, and the choice among them."""
+"""`Router`: the known state of all replicas, and the choice of a replica for a request."""
 
 from bisect import bisect
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from kvtier.routing.question import Question
 from kvtier.routing.replica import Health, Replica
 from kvtier.routing.token_cache import TokenArray
 
-_POINTS = 64  # per replica, so that their shares differ by about an eighth
+_POINTS = 64  # points on the ring per replica; the replicas' shares of the ring then differ by about an eighth
 TEXT_STEP = 512  # bytes of a text between two prefixes that are compared
 MAX_TEXT = 256 * TEXT_STEP  # bytes that are compared; texts that differ only after them count as equal
 MAX_TOKENS = 1 << 17  # tokens that are compared; prompts that differ only after them count as equal
@@ -51,14 +51,14 @@ class Sessions:
 
 
 class HashRing:
-    """A ring for consistent hashing: replicas have points on it, and a key's replicas are those that follow the key."""
+    """A ring for consistent hashing: each replica has points on the ring, and a key goes to the replica after it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._points = sorted((_place(f"{name} {i}".encode()), name) for name in names for i in range(_POINTS))
         self._num_names = len(names)
 
     def order(self, key: bytes) -> list[str]:
-        """Return all replicas, the key's own first. Without that one, the order of the rest would be the same."""
+        """Return all replicas in the order in which they follow *key*. Removing one keeps the order of the others."""
         start = bisect(self._points, (_place(key), ""))
         found: dict[str, None] = {}
         for i in range(len(self._points)):
@@ -76,8 +76,8 @@ def _place(key: bytes) -> int:
 class RoutedPrompt:
     """A prompt in the form in which the index looks it up.
 
-    *views* has its prefixes in one or several step sizes; the first view is recorded when the prompt is sent.
-    *ring_key* covers its first blocks.
+    *views* has the prompt's prefixes in one or several step sizes. The first view is recorded when the prompt is sent.
+    *ring_key* is the key for consistent hashing, from the prompt's first tokens.
     """
 
     num_tokens: int
@@ -88,7 +88,7 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A choice, and how much of the prompt the chosen replica had."""
+    """The choice of a replica, and how much of the prompt the chosen replica had cached."""
 
     choice: Choice
     matched: Matched
@@ -109,7 +109,7 @@ class Router:
     ) -> None:
         """Create a router without replicas.
 
-        *on_dead* is called with the name of a replica that has died, after its prefixes are forgotten.
+        *on_dead* is called with the name of each replica that has died, after the router has forgotten its prefixes.
         """
         self.index = PrefixIndex(fingerprints or Fingerprints(), index.max_blocks)
         self.sessions = Sessions(index.max_sessions)
@@ -139,10 +139,10 @@ class Router:
         self.sessions.forget(name)
 
     def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
-        """Return the question in the form in which the index looks it up.
+        """Return the question's prompt in the form in which the index looks it up.
 
-        *salt* is the salt with which replicas name its blocks. If the tokens are not known, texts with different *who*
-        share nothing.
+        *salt* is the salt with which replicas name the prompt's blocks. If *tokens* is None, the prompt's text is only
+        compared with earlier texts of the same client *who*.
         """
         if tokens is None or not self.index.block_sizes:
             return self._by_text(question, len(tokens) if tokens is not None else None, who)
@@ -164,7 +164,7 @@ class Router:
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
     def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
-        """Return how much of the prompt each replica has, in the step size in which it has most."""
+        """Return how much of the prompt each replica has, using the step size that finds most for the replica."""
         best: dict[str, Matched] = {}
         for view in prompt.views:
             for name, matched in self.index.matched(view).items():
@@ -173,7 +173,7 @@ class Router:
         return best
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
-        """Return the replica for the prompt, other than those *tried*, or None if no other replica is open."""
+        """Return the choice of a replica that was not *tried* for the prompt, or None if no such replica is open."""
         matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)

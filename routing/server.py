@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 IDLE_S = 4.0  # how long an idle connection to a replica is kept; uvicorn's servers close one after 5 s
-LEAVING_S = 5  # for the last bytes of answers
-LOOK_S = 0.05  # between two checks whether all answers have ended
+LEAVING_S = 5  # how long a shutdown waits until the last bytes of answers are sent
+LOOK_S = 0.05  # pause between two checks whether all answers have ended
 
 
 class RouteServer:
@@ -70,7 +70,7 @@ class RouteServer:
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
-        """Learn the replica's events anew, because it may only have been unreachable."""
+        """Receive all events of the replica again, because it may only have been unreachable."""
         if name in self.feeds:
             self.feeds[name].start_over()
 
@@ -134,12 +134,12 @@ def _server(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> AsgiSe
         max_per_address=config.max_connections_per_address,
     )
     gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
-    # The last address in X-Forwarded-For must be that of the connected client, and Date is the replica's.
+    # The Date header is the replica's. X-Forwarded-For is not evaluated, because its last address must be the client's.
     return AsgiServer(app, gate, LEAVING_S, date_header=False, proxy_headers=False)
 
 
 def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return the rules for requests from pages of other sites, or None if the replicas need a key."""
+    """Return the rules that refuse requests from web pages of other sites, or None if the replicas need a key."""
     if keys is not None:
         return None
     return BrowserRules.of(

@@ -24,7 +24,7 @@ def tokens_in(answer: bytes) -> TokenArray:
 
 
 class TokenCache:
-    """A cache of the newest answers, with at most *limit* tokens in all. Owned by one thread."""
+    """A cache of the newest answers of `/tokenize`, with at most *limit* tokens in all. Owned by one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,9 +32,9 @@ class TokenCache:
         self._num_kept = 0  # tokens of all answers
 
     def get(self, asker: str, body: bytes) -> TokenArray | None:
-        """Return the answer to *body*, a request to `/tokenize`, if it was kept for the same *asker*.
+        """Return the answer to *body*, a request to `/tokenize`, if it was kept for the same *asker*, else None.
 
-        To another asker, an answer without delay would reveal that the text was requested before.
+        Askers share no answers, because an answer without delay would reveal that another client has sent the text.
         """
         key = _key(asker, body)
         if key in self._kept:

@@ -17,7 +17,7 @@ from kvtier.routing.upstream import NoAnswer
 
 log = logging.getLogger(__name__)
 
-BELIEVED_S = 60.0  # how long the router remembers whether a replica has the route
+BELIEVED_S = 60.0  # how long the router remembers whether a replica has the route /tokenize
 MAX_ANSWER_BYTES = 8 << 20  # a million tokens
 _NOT_FOUND = (404, 405)
 
@@ -25,9 +25,9 @@ _NOT_FOUND = (404, 405)
 class Tokens:
     """The tokens of questions, from `/tokenize` of the least busy replica.
 
-    Only replicas have the tokenizer and the chat template that count. The newest answers are cached, for each client
-    separately. A replica without the route is asked again after a minute, because its version may have changed. Owned
-    by the event loop.
+    The router itself has neither the tokenizer nor the chat template. It caches the newest answers, separately for each
+    client. A replica without the route is asked again after a minute, because it may have been upgraded. Owned by the
+    event loop.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from kvtier.web.browser_check import is_same_origin
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-MAX_WHOLE = 64 << 20  # an answer with a known length up to this is read completely before a byte is forwarded
+MAX_WHOLE = 64 << 20  # bytes; an answer with a known length up to this is received completely before it is forwarded
 
 _HOP_BY_HOP = frozenset(
     {
@@ -41,7 +41,10 @@ _OF_THE_ROUTER = frozenset({b"host", b"content-length", b"expect", b"x-request-i
 
 
 class NoAnswer(Exception):
-    """The error that a replica did not answer. Nothing was forwarded; if *was_connected*, it may have begun to work."""
+    """Raised if a replica did not answer, so nothing was sent to the client.
+
+    *why* is "connect", "died" or "timeout". If *was_connected*, the replica may have executed the request.
+    """
 
     def __init__(self, why: str, was_connected: bool) -> None:
         super().__init__(why)
@@ -50,7 +53,7 @@ class NoAnswer(Exception):
 
 
 class Broken(Exception):
-    """The error that an answer ended too early. *why* is "died" for the replica's end, or "timeout"."""
+    """Raised if a replica's answer ended too early. *why* is "died" if the connection broke, or "timeout"."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -69,7 +72,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A replica's answer. *first* has the bytes that came first, or the whole body if *is_whole*."""
+    """A replica's answer. *first* is the first part of the body, or all of it if *is_whole*. *rest* has the rest."""
 
     status: int
     headers: Headers
@@ -123,7 +126,10 @@ async def _response(session: ClientSession, url: str, asked: Asked) -> ClientRes
 
 
 async def no_retry(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
-    """Send a request once, as a middleware, because aiohttp itself repeats GET, PUT and more. Raise `NoAnswer`."""
+    """Send a request only once, because aiohttp would repeat GET, PUT and other methods after a failure.
+
+    This is a middleware for a `ClientSession`. It raises `NoAnswer` after the first failure.
+    """
     try:
         return await handler(request)
     except (ClientConnectorError, ConnectionTimeoutError):
@@ -145,9 +151,10 @@ def _why(error: Exception) -> str:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
-    """Return a request's *headers* to forward, with the address of its *client* after those of earlier proxies.
+    """Return those of a request's *headers* that are forwarded, with x-forwarded-for and x-request-id.
 
-    The origin of the router's own pages is left out. A replica has another name and would take it for a foreign site.
+    The address *client* is appended to the addresses of earlier proxies in x-forwarded-for. The header origin is left
+    out if it is the router's own address, because the replica would take the router for a foreign site.
     """
     headers = [*headers]
     of_router = _OF_THE_ROUTER.union([b"origin"] if is_same_origin(datastructures.Headers(raw=headers)) else [])

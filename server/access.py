@@ -18,7 +18,7 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499  # nginx's number, for the log only: the client disconnected before a status could be sent
+CLIENT_LEFT = 499  # nginx's number, for logs and metrics: the client disconnected before the answer was complete
 
 
 class Access:
@@ -62,7 +62,7 @@ class Access:
                 self._entrance.tracer.end(_ended(span, facts, status, seconds))
 
     def _begin_span(self, scope: Scope, facts: Facts) -> Span | None:
-        """Return the span of a traced request, else None; note the request's trace id for the log in any case."""
+        """Return the span of a request that is traced, else None. Record the trace id for the log in either case."""
         header, path = Headers(scope=scope).get("traceparent"), label_of(scope["path"])
         if (tracer := self._entrance.tracer) is None or path in QUIET:
             facts.trace = TraceContext.of(header)
@@ -91,7 +91,7 @@ class Access:
 
 
 def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
-    """Return the span of a request that was answered."""
+    """Return *span* with its end and with the outcome of its request."""
     known: dict[str, Attribute | None] = {
         **span.attributes,
         "http.response.status_code": status,
@@ -103,9 +103,9 @@ def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
 
 
 class KeyCheck:
-    """A filter that passes on requests with a known API key, and notes the key's tenant.
+    """A filter that passes on requests with a known API key, and records the key's tenant.
 
-    Without a key file, it passes on all requests except those that a page of another site makes a browser send.
+    Without a key file, it passes on all requests except those that browsers send for web pages of other sites.
     """
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
@@ -133,7 +133,7 @@ class KeyCheck:
     def _refusal(self, scope: Scope) -> ApiError | None:
         entrance = self._entrance
         if entrance.keys is None or (entrance.operating is not None and scope["path"].startswith(f"{OPERATE}/")):
-            return None  # operators have tokens of their own
+            return None  # operators send a token of their own, which `Operating` checks
         key = _key_of(Headers(scope=scope))
         tenant = None if key is None else entrance.keys.tenant_of(key)
         if tenant is None:
@@ -147,7 +147,7 @@ class KeyCheck:
         if scope["path"] in OF_ALL and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
             return ApiError(
                 403,
-                "metrics are for the tenants in server.metrics_tenants; ask the operator to add yours",
+                "only the tenants in server.metrics_tenants may read metrics; ask the operator to add yours",
                 code="forbidden",
             )
         return None

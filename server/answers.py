@@ -31,7 +31,7 @@ class UsageObject(msgspec.Struct, frozen=True):
 
 
 class TokenSources(msgspec.Struct, frozen=True):
-    """The number of prompt tokens from each tier, and of computed ones. They add up to the prompts' length."""
+    """The number of prompt tokens loaded from each tier, and of *recomputed* ones. They add up to the prompts' length."""
 
     device: int
     host: int
@@ -41,7 +41,11 @@ class TokenSources(msgspec.Struct, frozen=True):
 
 
 class KvtierObject(msgspec.Struct, frozen=True):
-    """The tiers that the prompts' tokens came from, and the reasons why some tokens were computed."""
+    """The tiers that the prompts' tokens came from, and the reasons why some tokens were computed.
+
+    *pinned* tells whether the prompts that the request asked to pin are pinned. *left_out* lists the keywords of the
+    request's JSON schemas that are not enforced.
+    """
 
     tokens: TokenSources
     reasons: dict[Reason, int]
@@ -59,12 +63,15 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-# For each token of a prompt an object by token id; None for the first token, which has no log probability.
+# One item per prompt token: an object with token ids as keys, or None for the first token, which has no probability.
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of the tokens and of the likeliest tokens in their places, null for an echo's first token."""
+    """The log probabilities of an answer's tokens, and of the likeliest tokens at each position.
+
+    Both are null for the first token of an echoed prompt.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -103,7 +110,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(ChatTokenLogprob, frozen=True):
-    """A token with its log probability, and the likeliest tokens in its place."""
+    """A token with its log probability, and the likeliest tokens at its position."""
 
     top_logprobs: list[ChatTokenLogprob]
 
@@ -162,7 +169,11 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's token counts. *input_tokens* counts prompt tokens neither read from the cache nor newly kept."""
+    """Anthropic's token counts. The three counts of input tokens add up to the prompt.
+
+    *cache_read_input_tokens* were read from the cache. *cache_creation_input_tokens* were computed, and are now kept for
+    a `cache_control` of the request. *input_tokens* are the rest.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -247,7 +258,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class DocumentPin(msgspec.Struct, frozen=True):
-    """The pin that keeps a document in host memory. *is_held* is true once all of the document is there."""
+    """The pin that keeps a document in host memory. *is_held* is true once all of the document is in host memory."""
 
     expires_at: float
     ttl_s: float
@@ -276,7 +287,7 @@ class DocumentObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DocumentList(msgspec.Struct, frozen=True):
-    """The documents of a tenant. *survive_restarts* is false if they are lost when the server stops."""
+    """The documents of a tenant. *survive_restarts* is false if the documents are lost when the server stops."""
 
     object: Literal["list"]
     data: list[DocumentObject]
@@ -292,7 +303,7 @@ class DocumentDeleted(msgspec.Struct, frozen=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """The status of the server. *stage* says what it is doing while it loads the model."""
+    """The status of the server. *stage* is the current step of loading the model; it is absent afterwards."""
 
     status: str
     stage: str | UnsetType = UNSET

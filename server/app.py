@@ -28,14 +28,17 @@ class App(Protocol):
         """Answer one request, as ASGI defines it."""
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide shared resources among *num_tenants* from now on."""
+        """Divide the shared resources, such as places in the queue, among *num_tenants* tenants from now on."""
 
     def end(self) -> None:
         """Refuse requests from now on, because the server is shutting down."""
 
 
 class Switch:
-    """The app behind the port, which passes each request to the *app* set at the time. Owned by the event loop."""
+    """An ASGI app that passes each request to *app*: first the `LoadingApp`, and later the `ServingApp`.
+
+    Owned by the event loop.
+    """
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -45,7 +48,7 @@ class Switch:
 
 
 def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> Starlette:
-    """Return a Starlette app of *routes* and of /health, /version and /metrics, which always answer."""
+    """Return a Starlette app with the given *routes*, and with /health, /version and /metrics."""
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -86,11 +89,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _known(request: Request) -> str:
-    """Return the list of routes, preceded by the route that was probably meant."""
+    """Return a sentence that lists the routes, after a question with the route that was probably meant."""
     routes = {route.path for route in request.app.routes if isinstance(route, Route)}
     paths = sorted(path for path in routes if not path.startswith(ASSETS))
     near = get_close_matches(request.url.path, paths, 1)
-    return (f"did you mean {near[0]}? " if near else "") + f"There are {', '.join(paths)}"
+    return (f"did you mean {near[0]}? " if near else "") + f"The routes are {', '.join(paths)}"
 
 
 async def _left(request: Request, _: ClientDisconnect) -> Response:
@@ -99,5 +102,5 @@ async def _left(request: Request, _: ClientDisconnect) -> Response:
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    message = f"the server failed; look for this request id in its log: {facts_of(request.scope).request_id}"
+    message = f"the server failed; look in the server's log for the request id {facts_of(request.scope).request_id}"
     return error_response(ApiError(500, message), request.scope)

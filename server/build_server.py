@@ -37,10 +37,11 @@ def build_server(
     operating: Operating | None = None,
     shows_bars: bool = False,
 ) -> HttpServer:
-    """Return a server of *model*, which clients call *model_name*. It loads nothing before it runs.
+    """Return a server of *model*, which requests call *model_name*. The model is loaded when the server runs.
 
-    *operating* has the operators' verbs; by default there are none. With *shows_bars* transformers shows the progress
-    of loading the weights on stderr. Raises ValueError if an adapter is called *model_name* too.
+    *operating* carries out operators' requests, such as evicting blocks; None disables them. With *shows_bars*,
+    transformers shows progress bars on stderr while it loads the weights. Raises ValueError if an adapter has the same
+    name as the model.
     """
     if model_name in config.lora:
         raise ValueError(
@@ -51,7 +52,7 @@ def build_server(
     loading = LoadingApp(entrance, models)
 
     async def load() -> "ServingApp":
-        # Takes seconds; clients and signals are answered meanwhile.
+        # The import takes seconds. It runs in a thread, so that the server answers requests and signals meanwhile.
         loading.set_stage("importing torch and transformers")
         executor = ThreadPoolExecutor(1)
         importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)

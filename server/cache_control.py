@@ -10,9 +10,9 @@ TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to keep the prompt up to the end of this part, until it has not been read for *ttl*.
+    """A request to keep the prompt up to the end of this part, until *ttl* (5 minutes or 1 hour) after its last read.
 
-    Anthropic's *scope*, which says who may read it, has no effect here: a tenant's blocks are its own.
+    Anthropic's *scope*, which says who may read the kept prompt, is accepted and ignored.
     """
 
     type: Literal["ephemeral"]
@@ -26,7 +26,7 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_breakpoints(controls: Sequence[CacheControl]) -> None:
-    """Raise ValueError for more breakpoints than a prompt may have, or one of 1h after one of 5m."""
+    """Raise ValueError if a prompt has more than 4 breakpoints, or one with the ttl 1h after one with the ttl 5m."""
     if len(controls) > MAX_BREAKPOINTS:
         raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MAX_BREAKPOINTS} at most")
     if [each.ttl for each in controls] != sorted((each.ttl for each in controls), key=TTL_S.__getitem__, reverse=True):

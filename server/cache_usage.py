@@ -15,13 +15,13 @@ _TTL = {ttl_s: ttl for ttl, ttl_s in TTL_S.items()}
 class CacheUsage:
     """Counts of read, created and other tokens, which add up to the prompt.
 
-    A token counts as *created* if it was computed, is now kept up to one of the request's breakpoints, and was not kept
+    A token counts as *created* if it was computed, if a breakpoint of the request keeps it now, and if it was not kept
     before.
     """
 
     num_read: int  # loaded from any tier, kept or not
     created: Mapping[str, int]  # by the ttl of the first breakpoint after the token
-    num_other: int  # computed, and not kept, or kept before but faster to compute than to load
+    num_other: int  # computed, and either not kept now, or kept before (computing was faster than loading)
 
     @classmethod
     def of(cls, tokens: TokenBalance, kept: Keeping) -> "CacheUsage":

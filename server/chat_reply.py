@@ -73,7 +73,7 @@ class ChatReply:
         logprobs = self._logprobs([piece.logprobs]) if piece.logprobs else None
         for delta in self._read(index, piece):
             yield self._event(index, self._written(index, delta), logprobs)
-            logprobs = None  # they belong to the piece, so they are sent once
+            logprobs = None  # a piece has one set of log probabilities, which is sent once
         if logprobs is not None:
             yield self._event(index, {"content": ""}, logprobs)
         if piece.completion is not None:
@@ -90,8 +90,8 @@ class ChatReply:
         return data_event(error.content())
 
     def _scores(self, done: Completion) -> PromptLogprobs | UnsetType:
-        """Return the log probabilities of the prompt's tokens, which a completion has if asked for."""
-        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # the completion has only as many as were asked for
+        """Return the log probabilities of the prompt's tokens; UNSET if the request does not ask for them."""
+        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # each score has only as many tokens as were asked for
         return prompt_logprobs(scores, limit, self._text) if scores else UNSET
 
     def _whole_choice(self, answer: Answer) -> ChatChoice:

@@ -27,13 +27,14 @@ from kvtier.server.tool_calls.tool import MAX_TOOLS, Function, Tool, ToolChoice,
 from kvtier.web.api_error import ApiError
 
 CHAT_NEUTRAL = NEUTRAL | {
-    "add_special_tokens": (False,),  # the template writes them
+    "add_special_tokens": (False,),  # the chat template writes the special tokens
     "best_of": (1,),
     "documents": ([],),
     "echo": (False,),
 }
-MAX_MESSAGES = 10_000  # a template handles each message in Python
-_HERE = "\ue000kvtier\ue001"  # private-use characters; in a message's text they would only make a prefix shorter
+MAX_MESSAGES = 10_000  # a limit on time, because the template renders each message in Python
+# A mark for a place in a rendered prompt. If a message contained it, a kept prefix would only become shorter.
+_HERE = "\ue000kvtier\ue001"  # with private-use characters
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -55,7 +56,7 @@ class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A part of a message that stands for the text of a document of `/v1/kvtier/documents`."""
+    """A part of a message that is replaced by the text of a document stored with `/v1/kvtier/documents`."""
 
     document_id: str
     cache_control: CacheControl | None = None
@@ -76,14 +77,15 @@ Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message. A client may send back an answer of any server unchanged.
+    """One message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
 
-    Unknown fields are ignored, see `unknown_fields`. The thoughts of a model before its answer go by several names.
+    Unknown fields are ignored, see `unknown_fields`. Servers use *reasoning_content*, *reasoning* or *thinking* for what
+    the model thought before its answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    cache_control: CacheControl | None = None  # overrides that of the message's last part
+    cache_control: CacheControl | None = None  # overrides the one of the message's last part
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -98,13 +100,13 @@ class Message(msgspec.Struct, frozen=True):
     def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
         """Return the message in the format of a template with these *traits*.
 
-        The role developer, which is newer than the templates, becomes system.
+        The role `developer` becomes `system`, because templates are older than it.
         """
         text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
         role = "system" if self.role == "developer" else self.role
         written: dict[str, Any] = {"role": role, "content": traits.content(role, text)}
         if thoughts := self.thoughts:
-            written |= {"reasoning_content": thoughts, "thinking": thoughts}  # templates know one of the names, or none
+            written |= {"reasoning_content": thoughts, "thinking": thoughts}  # a template reads one of them, or neither
         if self.tool_calls:
             written["tool_calls"] = [call.for_template(traits) for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -112,13 +114,13 @@ class Message(msgspec.Struct, frozen=True):
         return written | ({} if self.name is None else {"name": self.name})
 
     def answering(self, names: Mapping[str, str]) -> "Message":
-        """Return a copy of a tool's message with the tool's name, which *names* has by the id of the call."""
+        """Return a tool's message with the name of its tool added; *names* maps ids of calls to names of tools."""
         name = names.get(self.tool_call_id or "")
         return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Parts of the message; a content that is a text is one part, and so is a refusal."""
+        """Parts of the message. If the content is a string, it is one part. A refusal is another part."""
         said = [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
         return [*(part for part in said if part != TextPart("")), TextPart(self.refusal)] if self.refusal else said
 
@@ -134,7 +136,10 @@ class Message(msgspec.Struct, frozen=True):
         return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
 
     def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
-        """Yield the numbers of the parts that end a prefix to keep, with their controls; None: the end of the calls."""
+        """Yield each cache control of the message, after the index of the part at whose end it applies.
+
+        The index is None for a control that applies at the end of the message's tool calls.
+        """
         *others, last = [part.cache_control for part in self.parts] or [None]
         own = None if self.tool_calls else self.cache_control
         for number, control in enumerate([*others, own or last]):
@@ -144,7 +149,7 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """Return a copy of the message with a mark behind its part *number*, which is a text."""
+        """Return a copy of the message with the mark `_HERE` at the end of its part *number*, which must be text."""
         parts = [
             TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])
@@ -152,7 +157,7 @@ class Message(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, content=parts, refusal=None)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
-        """Return a copy of the message with the texts of its documents, which *texts* has by id."""
+        """Return a copy of the message whose documents are replaced by their texts; *texts* maps ids to texts."""
         if not self.document_ids or self.content is None or isinstance(self.content, str):
             return self
         parts = [
@@ -163,13 +168,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[CacheControl]:
-    """Return the cache controls of a whole prompt in their order: tools first, then messages."""
+    """Return all cache controls of a request in the order of its prompt: those of tools, then those of messages."""
     of_tools = [tool.cache_control for tool in tools if tool.cache_control is not None]
     return of_tools + [control for message in messages for _, control in message.cache_controls()]
 
 
 def unknown_fields(messages: object) -> set[str]:
-    """Return the fields of the client's *messages* that are unknown here, and so are missing from the prompt."""
+    """Return the names of fields in a client's *messages* that kvtier does not know and leaves out of the prompt."""
     if not isinstance(messages, list):
         return set()
     found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
@@ -177,12 +182,14 @@ def unknown_fields(messages: object) -> set[str]:
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to continue. Without a limit, the answer may use all tokens that the longest request has left.
+    """A conversation to continue. Without *max_tokens*, the answer may be as long as the context length allows.
 
-    In addition to OpenAI's: *chat_template_kwargs* are variables of the model's template such as `enable_thinking`.
-    With *continue_final_message* the answer continues the last message, which is the assistant's. Without
-    *add_generation_prompt* the prompt ends with the last message. The template gets *reasoning_effort* as a variable of
-    that name. It gets *tools* whatever *tool_choice* is, so that the prompts of one conversation share a prefix.
+    OpenAI's API does not have the following parameters. *chat_template_kwargs* sets variables of the model's chat
+    template, such as `enable_thinking`. With *continue_final_message*, the answer continues the last message, which must
+    be the assistant's. Without *add_generation_prompt*, the prompt ends with the last message.
+
+    The template gets *reasoning_effort* as a variable. It gets the *tools* even if *tool_choice* is none, so that all
+    prompts of one conversation share a prefix.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
@@ -203,19 +210,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if not self.messages:
             raise ValueError("messages: the list is empty; send one message or more")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
+            raise ValueError("continue_final_message: the last message is not the assistant's; leave this parameter out")
         if self.continue_final_message and self.messages[-1].tool_calls:
-            raise ValueError("messages: the last one calls tools; append the results of the tools")
+            raise ValueError("messages: the last message calls tools; append the results of the tools")
         check_tools(self.tools, self.tool_choice)
         check_breakpoints(cache_controls(self.tools, self.messages))
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: set logprobs to true as well")
+            raise ValueError("top_logprobs: logprobs is false; set it to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+            raise ValueError("max_tokens: differs from max_completion_tokens; give only one of them")
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
+        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
@@ -226,9 +233,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """Return the conversation's prompt, as a list of one. *document* must be empty.
+        """Return the conversation's prompt, in a list of length 1. *document* must be empty.
 
-        Raises ApiError 400 if the model has no template, or if it rejects these messages; TooManyTokens beyond *limit*.
+        Raises:
+            ApiError: With status 400, if the model has no chat template, or if the template rejects the messages.
+            TooManyTokens: If the prompt exceeds *limit*.
         """
         assert not document, "documents are parts of the messages"
         if tokenizer.chat_template is None:
@@ -277,7 +286,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         except TEMPLATE_ERRORS:
             if not any(message.thoughts for message in messages):
                 raise
-            # Some templates take thoughts only in some messages.
+            # Some templates reject thoughts in certain messages, so try again without thoughts.
             text = write([_without_thoughts(message) for message in written])
         _check_kept(messages, traits, text)
         return text
@@ -287,8 +296,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     ) -> Iterator[Breakpoint]:
         """Yield the places in the prompt where tools and parts with a `cache_control` end.
 
-        A template may rewrite a conversation, so each place is found by rendering: the template writes the conversation
-        with a mark at the place, or only up to the place, and the text before it is compared with *text*.
+        A template may rewrite a conversation, so each place is found by rendering the conversation again: with a mark at
+        the place, or only up to the place. The text before the place is then compared with *text*, the prompt.
         """
         write = partial(self._text, tokenizer, traits)
         for place, tool in enumerate(self.tools):
@@ -307,21 +316,24 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def document_ids(self) -> list[str]:
-        """Ids of the documents in the messages, in their order."""
+        """Ids of the documents in the messages, in order of appearance."""
         return [document_id for message in self.messages for document_id in message.document_ids]
 
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
-        """Return a copy with the texts of its documents, which *texts* has by id; only the copy has a prompt."""
+        """Return a copy whose documents are replaced by their texts; *texts* maps ids to texts.
+
+        Call this before `prompts`, which leaves documents out.
+        """
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
 
     @property
     def _variables(self) -> dict[str, TemplateValue]:
-        """Variables of the template in addition to the messages."""
+        """Variables that the template gets in addition to the messages and the tools."""
         told = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return told | self.chat_template_kwargs
 
     def max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate; *room* is the longest request less the prompt."""
+        """Return the maximum number of tokens to generate; *room* is the context length minus the prompt's length."""
         return self.max_completion_tokens or self.max_tokens or max(1, room)
 
 
@@ -330,7 +342,7 @@ def _without_thoughts(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) -> None:
-    """Raise LostContent if the template, which may drop users' messages, has dropped the last one."""
+    """Raise LostContent if a template that is known to drop users' text has dropped the last user message."""
     if "user" not in traits.lost_roles:
         return
     said = next((message for message in reversed(messages) if message.role == "user"), None)
@@ -339,7 +351,10 @@ def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) 
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
-    """Yield the breakpoint at the mark; nothing if the template has dropped the marked part."""
+    """Yield the breakpoint of *text* at the place of the mark in *marked*, which is the same prompt with a mark.
+
+    Yield nothing if the template has dropped the marked part.
+    """
     before, mark, _ = marked.partition(_HERE)
     if mark:
         yield Breakpoint(text.num_common_tokens(before), control.ttl_s)

@@ -1,4 +1,4 @@
-"""Choices: the completions of one request, generated together, whose pieces are yielded as they arrive."""
+"""Choices: generates all completions of one request together, and yields their pieces as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -42,9 +42,11 @@ async def generate(
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
 
-    The first choice of a prompt computes it. The prompt's other choices start at its first token, hit its blocks, and
-    get its prompt log probabilities. If there are several choices, each has its own request id, which ends in its
-    index. Closing the iterator ends all choices. An error of one choice ends all choices, and is raised here.
+    The first choice of a prompt computes the prompt. The other choices of the prompt start when the first one has its
+    first token. They hit the blocks that the first one computed, and get its log probabilities of the prompt.
+
+    If there are several choices, each has a request id of its own: the caller's id, a hyphen and the choice's index.
+    Closing the iterator ends all choices. An error of one choice ends all choices, and is raised here.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -69,7 +71,7 @@ async def generate(
                     of_prompt = piece.prompt_logprobs
                     tasks.extend(asyncio.create_task(follow(follower, (), of_prompt)) for follower in followers)
                     followers = ()
-        except BaseException as error:  # top of the task: the consumer of *pieces* raises the error
+        except BaseException as error:  # the loop below raises the error in the caller's task
             pieces.put_nowait(error)
 
     num_choices = num_running = sum(len(group) for group in choices)

@@ -80,7 +80,11 @@ class CompletionReply:
         finish_reason: str | None,
         of_prompt: Sequence[TokenLogprobs | None],
     ) -> CompletionChoice:
-        """Return the choice or its next piece; the first has the echo, whose tokens' scores are *of_prompt*."""
+        """Return a whole choice, or its next piece.
+
+        The first piece begins with the echo of the prompt, if asked for. *of_prompt* has the log probabilities of the
+        prompt's tokens.
+        """
         scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
         if self._asked.echo and index not in self._begun:
             self._begun.add(index)
@@ -104,5 +108,5 @@ class CompletionReply:
         )
 
     def _likeliest(self, item: TokenLogprobs, num_top: int) -> dict[str, float]:
-        pairs = (*item.top[:num_top], (item.token_id, item.logprob))  # the token itself too, likely or not
+        pairs = (*item.top[:num_top], (item.token_id, item.logprob))  # including the token itself, however unlikely
         return {self._text.name_of(token_id): finite(logprob) for token_id, logprob in pairs}

@@ -16,9 +16,9 @@ COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # only chat templates use i
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One or more prompts, each a text or token ids.
+    """One or more prompts to continue, each a text or token ids.
 
-    With *echo* each answer begins with its prompt, and *logprobs* covers the prompt's tokens too. With *max_tokens* 0
+    With *echo*, each answer begins with its prompt, and *logprobs* covers the prompt's tokens too. With *max_tokens* 0,
     nothing is generated.
     """
 
@@ -31,20 +31,20 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.best_of not in (None, self.n):
-            raise ValueError("best_of is not supported; leave it out, and choose among n yourself")
+            raise ValueError("best_of is not supported; leave it out, or set n and choose the best answer yourself")
         if not self.max_tokens and not self.covers_prompt:
-            raise ValueError("max_tokens: nothing would be answered; set echo to true as well, or ask for 1 or more")
+            raise ValueError("max_tokens: with 0 the answer would be empty; ask for 1 or more, or set echo to true")
         if isinstance(self.prompt, list) and len({type(item) for item in self.prompt}) != 1:
             raise ValueError("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
+        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of top tokens to score at each position of the prompt; None: the prompt is not scored."""
+        """Number of likeliest tokens to score at each position of the prompt; None: the prompt is not scored."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
 
@@ -55,15 +55,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts; each of them gets *n* choices."""
+        """Number of prompts. Each prompt gets *n* choices."""
         return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """Return the prompts, each after the tokens of *document*, which begins with the special tokens if any.
+        """Return the prompts. If there is a *document*, each prompt begins with its tokens.
 
-        Raises TooManyTokens and UnknownToken for a prompt beyond *limit*.
+        No special tokens are added after a document, because the document begins with them. Raises TooManyTokens for a
+        prompt that exceeds *limit*, and UnknownToken for a token id that the tokenizer does not have.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         prompts = [(prompt, _encode(tokenizer, prompt, limit, not document)) for prompt in asked]
@@ -72,7 +73,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
 
     def max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate; *room* is the longest request less the prompt."""
+        """Return the maximum number of tokens to generate; *room* is the context length minus the prompt's length."""
         return self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""ContextLimit: the maximum tokens of a prompt and its continuation together, and the setting that decides it."""
+"""ContextLimit: the maximum number of tokens of a prompt and its continuation together, and what determines it."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,14 @@ from kvtier.engine.async_llm import AsyncLLM
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The model's limit, or the device's if that is smaller. Errors for too long prompts begin with its text."""
+    """The context length of the model, or the number of tokens that fit in device memory if that is smaller.
+
+    Its `str` is the beginning of errors about prompts that are too long.
+    """
 
     num_tokens: int
-    model_tokens: int | None  # None: the model has no limit
-    option: str  # the device's setting, which decides if the model does not
+    model_tokens: int | None  # the model's context length; None: the model has no limit
+    option: str  # the setting that determines how many tokens fit in device memory
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> "ContextLimit":

@@ -1,4 +1,4 @@
-"""Conversations: recent requests with the same messages, whatever prompts the chat template made of them."""
+"""Conversations: finds recent chats with the same messages, even if the chat template rendered them differently."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -9,14 +9,14 @@ import msgspec
 from kvtier.server.chat_request import Message
 
 MAX_CONVERSATIONS = 4096
-MAX_ALIKE = 8  # newest requests to report
+MAX_ALIKE = 8  # requests to remember for each digest, the newest ones
 _DIGEST_BYTES = 16
 
 
 class Conversations:
-    """The newest chat requests, by digests of their first message and of all their messages.
+    """The ids of the newest chat requests, by digests of their first message and of all their messages.
 
-    It keeps no text. Owned by the event loop.
+    No text is kept. Owned by the event loop.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Conversations:
         self._alike: dict[bytes, deque[str]] = {}
 
     def add(self, request_id: str, tenant: str | None, messages: Sequence[Message]) -> None:
-        """Add a request that begins; it replaces an earlier one with the same id."""
+        """Add a new request. It replaces an earlier request with the same id."""
         self._drop(request_id)
         digests = _digests(tenant, messages)
         self._requests[request_id] = digests
@@ -34,11 +34,11 @@ class Conversations:
             self._drop(next(iter(self._requests)))
 
     def alike(self, request_id: str) -> list[str]:
-        """Return other requests of its tenant that began with the same message."""
+        """Return the ids of other requests of the same tenant that began with the same message as *request_id*."""
         return self._named(self._requests.get(request_id, ()), request_id)
 
     def requests_like(self, tenant: str | None, messages: Sequence[Message]) -> list[str]:
-        """Return requests of the tenant that began with the same message."""
+        """Return the ids of the tenant's requests that began with the same message as *messages*."""
         return self._named(_digests(tenant, messages), "")
 
     def _named(self, digests: Sequence[bytes], besides: str) -> list[str]:

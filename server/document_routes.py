@@ -55,7 +55,7 @@ def document_object(document: Document, residence: DocumentState, model: str) ->
 
 
 def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> DocumentObject:
-    """Return the object of a document whose file is unreadable; *document_id* or *file* may be unknown."""
+    """Return the object of a document whose file is unreadable; *document_id* or *file* is None if unknown."""
     return DocumentObject(id=document_id, object="document", status="damaged", error=why, file=file)
 
 
@@ -146,7 +146,7 @@ async def _delete(request: Request, document_id: str) -> Response:
 async def _warm(request: Request, document: Document) -> Response:
     tier = request.query_params.get("tier", "host")
     if tier not in ("host", "device"):
-        raise ApiError(400, "tier: is neither host nor device; use one of them", param="tier", code="invalid_value")
+        raise ApiError(400, "tier: must be host or device", param="tier", code="invalid_value")
     await _with_api_errors(_documents(request).warm(document, Tier(tier)), request)
     return await _told(request, document, 202)
 
@@ -208,8 +208,8 @@ def _api_errors(service: Service) -> Iterator[None]:
         raise ApiError(400, message, param="text", code="invalid_value") from None
     except TooManyTokens as error:
         message = (
-            f"document of {error.min_num_tokens} tokens or more; shorten it to {error.limit}, which leaves room for a "
-            "question"
+            f"the document has {error.min_num_tokens} tokens or more; shorten it to {error.limit}, which leaves room for "
+            "a question"
         )
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:

@@ -63,7 +63,10 @@ class EngineSource:
         return self._sampled(statistics, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the tenant's documents, and the slowest requests: only its own if tenants share nothing."""
+        """Return the documents of the tenant *group*, and the slowest requests.
+
+        If tenants are isolated from each other, only the tenant's own requests are returned.
+        """
         service = self._service
         documents = service.documents.of(group)
         shown = documents[-NUM_DOCUMENTS:][::-1]
@@ -105,7 +108,7 @@ class EngineSource:
         return Sample(at, monotonic_s, totals, levels | ttft, self._facts(statistics))
 
     def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
-        """Return how many requests had a first token, and the last minute's quantiles of the time to it."""
+        """Return how many requests had a first token, and quantiles of the time to first token in the last minute."""
         first, *others = statistics.requests.times.ttft.values()
         for each in others:
             first = first.plus(each)
@@ -136,7 +139,7 @@ class EngineSource:
 
 
 def _tenants(statistics: EngineStatistics) -> list[dict[str, object]]:
-    """Return the largest tenants' tokens, and the bytes of tenants with a quota."""
+    """Return the token counts of the largest tenants, and the bytes of tenants with a quota."""
     tokens = statistics.requests.tenants
     names = [*tokens, *(name for name in statistics.tenants if name not in tokens)]
     return [

@@ -1,4 +1,4 @@
-"""Entrance: keys, connection limits and counters for every request, also before the model is loaded."""
+"""Entrance: the keys, connection limits and counters that apply to every request, even before the model is loaded."""
 
 from prometheus_client import CollectorRegistry
 
@@ -12,10 +12,11 @@ from kvtier.web.operating.routes import Operating
 
 
 class Entrance:
-    """The state that both apps share. Owned by the event loop.
+    """The state that `LoadingApp` and `ServingApp` share. Owned by the event loop.
 
-    `HttpServer.replace_keys` sets *keys*; None: no key is needed. *operating* has the operators' verbs; None: there are
-    none. *tracer* sends spans of requests; None: requests are not traced.
+    *keys* are the accepted API keys; None accepts requests without a key. `HttpServer.replace_keys` replaces them.
+    *operating* carries out operators' requests, such as evicting blocks; None disables them. *tracer* sends a span of
+    each request; None disables tracing.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class Entrance:
 
 
 def browser_rules(settings: ServerConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return the rules for pages of other sites in browsers; None if clients need a key, which such pages lack."""
+    """Return the rules that refuse requests from web pages of other sites.
+
+    Return None if clients need a key, because such pages do not have one.
+    """
     if keys is not None:
         return None
     return BrowserRules.of(

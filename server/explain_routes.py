@@ -34,10 +34,10 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST`: a prompt, or the messages of a chat.
+    """The body of `POST /v1/kvtier/explain`: a prompt, or the messages of a chat.
 
-    With *request_id* that request is explained, which must have had this prompt. Without it, the answer explains which
-    part of the prompt would hit the cache now.
+    With *request_id*, the answer explains that past request, which must have had this prompt. Without *request_id*, the
+    answer explains which part of the prompt would hit the cache now.
     """
 
     model: str | None = None
@@ -89,7 +89,10 @@ async def explain_prompt(request: Request) -> Response:
         if not await service.llm.with_tokenizer(
             lambda _: any(explainer.is_prompt_of(past, chain, len(token_ids)) for past in pasts), tenant
         ):
-            message = "that request had another prompt, cache_salt or model; send its own, or leave out request_id"
+            message = (
+                "the request with this id had another prompt, cache_salt or model; send the ones that it had, or leave "
+                "request_id out"
+            )
             raise ApiError(409, message, code="other_prompt", param="prompt")
         found = await _explained(service, pasts, asked.request_id, tenant)
     texts = await service.llm.with_tokenizer(
@@ -103,14 +106,15 @@ async def _pasts(service: Service, request_id: str, tenant: str | None) -> Seque
     found = await service.llm.ask(lambda core: core.explainer.find(request_id, tenant))
     if not found:
         message = (
-            "no request of that id is remembered: it is another tenant's, has not ended, or thousands came after it"
+            "no request of that id is remembered; it may be another tenant's, it may still be running, or thousands of "
+            "requests may have come after it"
         )
         raise ApiError(404, message, code="request_not_found")
     return found
 
 
 async def _explained(service: Service, pasts: Sequence[Past], request_id: str, tenant: str | None) -> list[Explanation]:
-    """Explain the requests one by one, outside of the engine's thread, which takes steps in between."""
+    """Explain the requests one by one. The slow part runs outside of the engine's thread, so the engine steps on."""
     alike, found = service.conversations.alike(request_id), []
     for past in pasts:
         evidence = await service.llm.ask(lambda core, past=past: core.explainer.evidence(past, alike))  # type: ignore[misc]
@@ -121,7 +125,7 @@ async def _explained(service: Service, pasts: Sequence[Past], request_id: str, t
 async def _token_ids(
     service: Service, asked: ExplainRequest, tenant: str | None
 ) -> tuple[Sequence[int], ExplainRequest]:
-    """Return the tokens that a request with the prompt would have, and *asked* with that request's salt."""
+    """Return the token ids of the prompt, and *asked* with the texts and the cache_salt of documents filled in."""
     llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)
     try:

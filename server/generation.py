@@ -52,11 +52,14 @@ ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUs
 
 _T = TypeVar("_T")
 
-MAX_TRUNCATION_FACTOR = 8  # a prompt is tokenized before it is truncated, up to this many times its limit
+MAX_TRUNCATION_FACTOR = 8  # a prompt to truncate may be this many times its limit, because all of it is tokenized
 
 
 class PromptKeeper:
-    """A filter on the pieces of a request that pins prompts and records that in *usage*. Owned by one request."""
+    """A wrapper of the pieces of a request's answer that pins its prompts on the way. Owned by one request.
+
+    It records in *usage* whether the prompts are pinned. *lora* and *cache_salt* determine the names of their blocks.
+    """
 
     def __init__(
         self, documents: Documents, usage: Usage, tenant: str | None, lora: str | None, cache_salt: str | None
@@ -69,7 +72,10 @@ class PromptKeeper:
     async def pinned(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
     ) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; pin each of *prompts* when the choice at its index has ended, before its last piece."""
+        """Yield *pieces*. Before the last piece of each choice in *prompts*, pin its prompt for *ttl_s* seconds.
+
+        *prompts* maps indices of choices to the token ids of their prompts.
+        """
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
                 token_ids = prompts[item.index]
@@ -78,9 +84,9 @@ class PromptKeeper:
             yield item
 
     async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; when the prompt is computed, before the first piece, pin it up to its breakpoints."""
+        """Yield *pieces*. Before the first piece, when the prompt has been computed, pin it up to its breakpoints."""
         marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
-        # Start this query with the request, not after its first token, so that a kept prompt waits for no engine step.
+        # Query what is kept already when the request starts, so that the first token need not wait for an engine step.
         reading = asyncio.create_task(self._documents.read_prefixes(marked))
         try:
             async for item in pieces:
@@ -96,10 +102,10 @@ class PromptKeeper:
 
 
 def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists the keywords that are not enforced, or no header if there are none.
+    """Return the header that lists the keywords of JSON schemas in *left_out*, which are not enforced.
 
-    The keywords are percent-encoded, and the list is cut off after 1,024 characters. The answer's `kvtier` object has
-    all of them.
+    Return no header if there are no such keywords. The keywords are percent-encoded, and the list is cut off after 1,024
+    characters. The answer's `kvtier` object has the whole list.
     """
     named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
     if len(named) > _MAX_CHARACTERS:
@@ -115,12 +121,18 @@ def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage
 
 
 class Generation:
-    """An ASGI answer. If the client disconnects, it aborts its streams and frees its place in the waiting room."""
+    """An ASGI app that answers one request.
+
+    If the client disconnects, the request's completions are aborted, and its place in the waiting room is freed.
+    """
 
     def __init__(
         self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
     ) -> None:
-        """Prepare an answer; *document* has token ids that precede each prompt of a CompletionRequest."""
+        """Prepare the answer to *asked*. *reply_of* creates the writer of the endpoint's format.
+
+        *document* has token ids that precede each prompt of a CompletionRequest.
+        """
         self._service = service
         self._asked = asked
         self._document = document
@@ -135,7 +147,7 @@ class Generation:
             facts_of(scope).client_left = True
 
     async def num_tokens(self, tenant: str | None) -> int:
-        """Return the number of tokens of the prompts; raise ApiError 400 if that is certainly too many."""
+        """Return the number of tokens of all prompts. Raise ApiError 400 if a prompt is certainly too long."""
         with self._api_errors():
             llm = self._service.llm
             prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
@@ -188,7 +200,7 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """Return the options for the engine; with several tenants only the waiting room uses the priority."""
+        """Return the options for the engine. With several tenants, only the waiting room uses the priority."""
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
@@ -211,8 +223,8 @@ class Generation:
                 )
             else:
                 message = (
-                    f"{ContextLimit.of(llm)}, and the prompt may have {max_prompt} of them besides {num_new} in the "
-                    f"completion. It has {min_num_tokens} or more. Please shorten one of them."
+                    f"{ContextLimit.of(llm)}. With {num_new} in the completion, the prompt may have {max_prompt}, but it "
+                    f"has {min_num_tokens} or more. Please shorten the prompt or the completion."
                 )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
@@ -232,7 +244,10 @@ class Generation:
         return groups
 
     def _max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate, which the model's settings may lower."""
+        """Return the maximum number of tokens to generate, which the model's own settings may lower.
+
+        *room* is the context length minus the prompt's length.
+        """
         asked, limit = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
         return asked if limit is None else min(asked, limit)
 
@@ -245,12 +260,12 @@ class Generation:
             message = (
                 f"{longest}. However, you requested "
                 f"{num_prompt + num_new} ({num_prompt} in the {self._field}, {num_new} in the completion). "
-                "Please shorten one of them."
+                f"Please shorten the {self._field} or the completion."
             )
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; record their times, and add up their usage."""
+        """Yield *pieces*. Record when they arrive, and add up their usage."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
         with self._api_errors():
@@ -269,7 +284,7 @@ class Generation:
     def _kept(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Sequence[Prompt], keeper: PromptKeeper
     ) -> AsyncIterator[ChoicePiece]:
-        """Return *pieces*, with *keeper* pinning the prompts or prefixes that the request asks to keep."""
+        """Return *pieces*, wrapped by *keeper* if the request asks to keep its prompts or prefixes of them."""
         asked = self._asked
         if prompts[0].breakpoints:  # of a chat, which has one prompt
             pieces = keeper.kept(pieces, prompts[0])
@@ -301,7 +316,10 @@ class Generation:
     async def _send_stream(
         self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send, tenant: str | None
     ) -> None:
-        """Send *pieces* as events, nothing before the first one, so that an earlier error has its own status."""
+        """Send *pieces* as server-sent events.
+
+        Send nothing before the first piece, so that an error before it is answered with its own HTTP status.
+        """
         begun: set[int] = set()
         try:
             async for item in pieces:
@@ -322,7 +340,7 @@ class Generation:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
-        """Return the result of *write*; call it in a tokenizer's thread if it covers each prompt token."""
+        """Return the result of *write*. Call it in a tokenizer's thread if it writes a part for each prompt token."""
         if not self._asked.covers_prompt:
             return write()
         return await self._service.llm.with_tokenizer(lambda _: write(), tenant)

@@ -77,17 +77,18 @@ TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-MAX_NAMES = 100  # per process, because clients may make up any number of names
-MAX_CHARACTERS = 40
+MAX_NAMES = 100  # unknown fields to log per process, because clients may make up any number of names
+MAX_CHARACTERS = 40  # of a field's name in the log
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `stream_options`. Obfuscation is off by default, unlike at OpenAI: a loopback has no listener.
+    """The object `stream_options`. With *include_usage* and *continuous_usage_stats*, each chunk has the usage so far.
 
-    With *include_usage* and vLLM's *continuous_usage_stats*, each chunk has the usage so far.
+    *include_obfuscation* pads chunks, which hides the lengths of tokens from eavesdroppers. Unlike in OpenAI's API, it
+    is off by default, because a loopback connection has no eavesdroppers.
     """
 
     include_usage: bool = False
@@ -100,22 +101,23 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     skip_reading_prefix_cache: bool = False
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    document: str | None = None  # its tokens precede the prompt; for completions only
+    document: str | None = None  # id of a document whose tokens precede the prompt; for completions only
     pin: bool = False  # keep the prompt in host memory for *ttl_s* after the answer
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.pin:
-            raise ValueError("ttl_s: is the time to pin the prompt; set pin to true as well")
+            raise ValueError("ttl_s: applies only to a pinned prompt; set pin to true as well")
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of completions and chats. Defaults are the model's settings, else OpenAI's, except in `StreamOptions`.
+    """Parameters of completions and chats. The default of a parameter is the model's own, or else OpenAI's.
 
-    In addition to OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (use only the
-    last tokens of a longer prompt; -1: as many as fit), *kvtier*, and vLLM's *top_k*, *min_p*, *repetition_penalty*,
-    *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*, *structured_outputs* and its
-    predecessors *guided_json*, *guided_regex*, *guided_choice* and *guided_grammar*.
+    OpenAI's API does not have the following parameters: *cache_salt*, *priority* (lower is more urgent),
+    *truncate_prompt_tokens* (use only this many of a prompt's last tokens; -1: as many as fit), *kvtier*, and vLLM's
+    *top_k*, *min_p*, *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*,
+    *prompt_logprobs*, *structured_outputs* and its predecessors *guided_json*, *guided_regex*, *guided_choice* and
+    *guided_grammar*.
     """
 
     model: str
@@ -150,45 +152,45 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+            raise ValueError("stream_options: stream is false; set stream to true, or leave stream_options out")
         if self.stream and self.prompt_logprobs is not None:  # as in vLLM
             raise ValueError("prompt_logprobs: not available in a stream; set stream to false, or set echo to true")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
-            raise ValueError("truncate_prompt_tokens: would cut off the document; leave out one of them")
+            raise ValueError("truncate_prompt_tokens: would cut off the document; leave out this or kvtier.document")
 
     @property
     def chunk_options(self) -> StreamOptions:
-        """Options of the chunks of a stream; the defaults if the request has none."""
+        """Options of a stream's chunks: the request's `stream_options`, or the defaults if it has none."""
         return self.stream_options or StreamOptions()
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of top tokens to return log probabilities of at each position; None: no log probabilities."""
+        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
         raise NotImplementedError
 
     def truncated_length(self, limit: int) -> int | None:
-        """Return how many of a prompt's last tokens to use, given its *limit*; None: do not truncate it."""
+        """Return how many of a prompt's last tokens to use, or None for all; *limit* is the maximum, which -1 selects."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of top tokens to score at each position of the prompt; None: the prompt is not scored."""
+        """Number of likeliest tokens to score at each position of the prompt; None: the prompt is not scored."""
         return self.prompt_logprobs
 
     @property
     def covers_prompt(self) -> bool:
-        """Whether the answer covers each token of the prompt, so that it is as long as the prompt."""
+        """Whether the answer has a part for each token of the prompt, so that a long prompt makes it long."""
         return self.prompt_logprobs is not None
 
     @property
     def options(self) -> RequestOptions:
-        """Options of the request for the queue and the cache."""
+        """Options for the engine: the request's priority, and how the request may use the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text; None if any will do. Raises `InvalidParameter` for an invalid format."""
+        """Required format of the text; None: any text. Raises `InvalidParameter` for an invalid format."""
         guided = {
             kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         }
@@ -197,9 +199,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def sampling(
         self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
     ) -> SamplingParams:
-        """Return the sampling parameters of choice number *choice*; each has its own seed, or all would be the same.
+        """Return the sampling parameters of choice number *choice*.
 
-        *defaults* apply where the request sets nothing. *structured* is the property of that name. Raises
+        Choices get different seeds, because they would all be the same with one seed. *defaults* apply to parameters
+        that the request leaves out. *structured* is the required format of the text; None: any text. Raises
         `InvalidParameter` for parameters that cannot be combined.
         """
         return SamplingParams(
@@ -231,7 +234,7 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
 
 
 def log_unknown_fields(names: Iterable[str]) -> None:
-    """Log those *names* that are new to this process."""
+    """Log the *names* of unknown fields, each name once per process, up to `MAX_NAMES` names in all."""
     for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
         _told.add(name)
         log.info("messages: ignoring the unknown field %r", name[:MAX_CHARACTERS])

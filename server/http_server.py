@@ -1,4 +1,4 @@
-"""HttpServer: answers on a port at once, loads the model meanwhile, and serves until `stop`."""
+"""HttpServer: answers requests on a port, already while the model is loading, until `stop` is called."""
 
 import asyncio
 import socket
@@ -19,13 +19,13 @@ from kvtier.web.asgi_server import AsgiServer
 if TYPE_CHECKING:
     from kvtier.server.serving_app import ServingApp  # imported while the server is already answering
 
-_LEAVING_S = 5  # for the last bytes of answers
+_LEAVING_S = 5  # how long a shutdown waits until the last bytes of answers are sent
 
 
 def with_cors(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
     """Return *app* with CORS for pages of `server.cors_origins`; a browser's preflight request needs no key.
 
-    Keys come in headers and never in cookies, so the browser sends no credentials of its own.
+    CORS credentials such as cookies are not allowed, because API keys are only sent in headers.
     """
     if not settings.cors_origins:
         return app
@@ -63,19 +63,22 @@ class HttpServer:
         return self._switch.app
 
     def stop(self) -> None:
-        """Start to drain, flush and end; a server that is still loading ends at once. Called on the event loop."""
+        """Start the shutdown: drain running requests, flush the cache, and end. Call this on the event loop.
+
+        A server whose model is still loading ends at once.
+        """
         self._stop.set()
 
     def replace_keys(self, keys: ApiKeys) -> None:
-        """Accept only requests with these *keys* from now on. Called on the event loop."""
+        """Accept only requests with these *keys* from now on. Call this on the event loop."""
         self.entrance.keys = keys
         self._switch.app.share_among(self.entrance.num_tenants)
 
     async def run(self) -> bool:
-        """Load and serve until `stop`; raise errors of loading, or the error that ended the engine.
+        """Load the model, and serve until `stop`. Raise the error of loading, or the error that ended the engine.
 
         Returns:
-            False if `stop` came before the model was loaded; its thread is then still loading.
+            True after serving. False if `stop` was called before the model was loaded; a thread may still be loading it.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
@@ -99,7 +102,7 @@ class HttpServer:
             await app.close()
 
     async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
-        """Wait for *doing*, and raise its error; return True if `stop` came first, which cancels *doing*."""
+        """Wait for *doing* or `stop`. Raise the error of *doing*; return True, and cancel *doing*, if `stop` is first."""
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Replacement of document names in requests for completions and chats by the documents' content."""
+"""Named documents: inserts the content of the stored documents that a request for a completion or a chat names."""
 
 from typing import TypeVar
 
@@ -14,19 +14,22 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
 def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
-    """Return the chat with the texts of the documents that it names.
+    """Return the chat with each document that it names replaced by the document's text.
 
-    A chat without a cache_salt gets that of its first document, which was computed under it. Raises ApiError 404 for a
-    document that the tenant does not have.
+    A chat without a cache_salt gets the cache_salt of its first document, because the document's cached blocks are named
+    with it. Raises ApiError 404 for a document that the tenant does not have.
     """
     if asked.kvtier.document is not None:
-        message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
+        message = (
+            "kvtier.document is for /v1/completions; in a chat, name the document in a message: "
+            '{"type": "document", "document_id": …}'
+        )
         raise ApiError(400, message, param="kvtier.document", code="invalid_value")
     texts, first = {}, None
     for document_id in asked.document_ids:
         document = _document(service, tenant, document_id, "messages")
         if document.text is None:
-            message = "the document was put as token ids, which a chat cannot contain; put its text"
+            message = "the document was put as token ids, which a chat cannot contain; put the document as text"
             raise ApiError(400, message, param="messages", code="invalid_value")
         texts[document_id] = document.text
         first = first or document
@@ -40,7 +43,8 @@ def with_document(
 ) -> tuple[CompletionRequest, list[int]]:
     """Return the request, and the token ids of the document that it names, which precede each prompt.
 
-    A request without a cache_salt gets the document's. Raises ApiError 404 if the tenant does not have the document.
+    The list is empty if the request names no document. A request without a cache_salt gets the document's cache_salt.
+    Raises ApiError 404 if the tenant does not have the document.
     """
     if asked.kvtier.document is None:
         return asked, []

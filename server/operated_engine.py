@@ -1,4 +1,4 @@
-"""OperatedEngine: the operators' verbs on the engine of a server."""
+"""OperatedEngine: carries out operators' verbs, such as reset, evict and pin, on the engine of a server."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from kvtier.engine.stores.remote_store import remote_stays
 from kvtier.server.service import Service
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin as CachePin
 from kvtier.web.api_error import ApiError
@@ -28,7 +28,10 @@ _T = TypeVar("_T")
 
 
 class OperatedEngine:
-    """An `Operated` engine, whose thread runs each verb in parts between its steps. Owned by the event loop."""
+    """An engine under operators' control (`Operated`). Owned by the event loop.
+
+    The engine's thread carries out each verb in parts, between the engine's steps.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -36,7 +39,7 @@ class OperatedEngine:
         self._pins: dict[str, tuple[CachePin, float]] = {}  # pin and end time by id
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict the selected blocks from all local tiers; note in the answer that a remote tier keeps its own."""
+        """Evict the selected blocks from all local tiers. The answer notes if a remote tier keeps its copies."""
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         tiers = frozenset(Tier)
         if asked.namespace is not None and not (await self._ask(_namespace)).startswith(asked.namespace):
@@ -102,7 +105,7 @@ class OperatedEngine:
         return {"pin": asked.pin_id, **counts}
 
     async def unpin(self, asked: Unpin) -> Answer:
-        """End a pin."""
+        """End the pin with this id."""
 
         def end(core: EngineCore) -> bool:
             self._forget_ended(core)
@@ -122,16 +125,15 @@ class OperatedEngine:
 
         def go_on(core: EngineCore) -> str | None:
             if core.has_work and not asked.now:
-                raise ApiError(
-                    409, "requests are running and would wait; retry later, or set now", code="busy", param="now"
-                )
+                message = "a check would delay the running requests; retry later, or set now to true"
+                raise ApiError(409, message, code="busy", param="now")
             return next(checks, None)
 
         try:
             while (found := await self._ask(go_on)) is not None:
                 verified.append(found)
         except AssertionError as error:
-            raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+            raise ApiError(500, f"the bookkeeping is inconsistent: {error}", code="check") from None
         return {"verified": verified}
 
     async def _purged(self, order: PurgeOrder) -> Answer:
@@ -146,7 +148,7 @@ class OperatedEngine:
         return answer
 
     async def _whole(self, pin: CachePin) -> None:
-        """Wait until the pin's blocks that exist are loaded, for at most `COMING_S`."""
+        """Wait up to `COMING_S` seconds until all of the pin's blocks that any tier has are in host memory."""
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:
@@ -162,7 +164,7 @@ class OperatedEngine:
             answer: Awaitable[_T] = self._service.llm.ask(question)
             return await answer
         except RuntimeError as error:  # the engine ended
-            raise ApiError(503, "the server ended before that was done; retry", code="shutting_down") from error
+            raise ApiError(503, "the server ended before the request was done; retry", code="shutting_down") from error
 
 
 def _namespace(core: EngineCore) -> str:

@@ -1,4 +1,4 @@
-"""Plan: the size of each tier, remarks and refusals for a configuration, without loading the model's weights."""
+"""Plan: the tier sizes and the problems of a configuration, found without loading the model's weights."""
 
 import os
 import shutil
@@ -35,12 +35,12 @@ class TierSize:
     capacity_bytes: int
     num_blocks: int
     num_tokens: int
-    origin: str = ""  # how a size was derived that is not configured, or where the tier is
+    origin: str = ""  # where the tier is, or how its size was derived if the size is not configured
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The effect of a configuration with a model. With *refusals* the server would not start."""
+    """The effect of a configuration on a model. If there are *refusals*, the server would not start."""
 
     model: str
     architecture: str
@@ -51,8 +51,8 @@ class ServerPlan:
     tiers: list[TierSize]
     longest_request: int
     remote: str | None  # the address of a remote tier, without a password
-    sidecar: str | None  # where host memory and disk are, if they are not the engine's own
-    documents: Path | None  # the folder of documents; None: they end with the process
+    sidecar: str | None  # address of the sidecar with the lower tiers; None: the engine has its own lower tiers
+    documents: Path | None  # the folder of documents; None: documents are lost when the process ends
     remarks: list[str]  # one line for each thing that does not fit or does not work
     settings_without_effect: list[str]
     refusals: list[str]
@@ -88,7 +88,7 @@ class ServerPlan:
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
     """Return the plan of *config* for *model*, without loading the model's weights.
 
-    Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if it cannot be paged.
+    Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if its KV cannot be paged.
     """
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()
@@ -133,7 +133,7 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
 
 
 def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):  # some models compute only in bfloat16, and shapes do not depend on it
+    with torch.device("meta"):  # bfloat16, because some models accept nothing else; shapes do not depend on it
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
             described, dtype=torch.bfloat16
         )
@@ -142,7 +142,10 @@ def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> GpuShare | None:
-    """Return the pool's share of a GPU, None if its size is given; raise ValueError if there is no GPU."""
+    """Return the share of GPU memory for the block pool, or None if the configuration gives the pool's size in bytes.
+
+    Raises ValueError if the configuration asks for a share, but there is no GPU.
+    """
     if config.device.gpu_memory_utilization is None:
         return None
     return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
@@ -232,5 +235,5 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _nearest(path: Path) -> Path:
-    """Return *path* if it exists, else its nearest parent that does."""
+    """Return *path* if it exists, else its nearest parent that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

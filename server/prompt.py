@@ -1,4 +1,4 @@
-"""Prompt: the tokens that a request asks to continue, and the breakpoints up to which they are kept."""
+"""Prompt: the tokens that a request asks to continue, and the breakpoints up to which the cache keeps them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Prompt:
     text: str | None = None  # the whole prompt as the client sent it; None: not sent as text
 
     def last(self, num_tokens: int) -> "Prompt":
-        """Return the prompt's last *num_tokens* tokens; breakpoints stay behind the same tokens."""
+        """Return a prompt of the last *num_tokens* tokens, with the breakpoints among them."""
         num_cut = max(0, len(self.token_ids) - num_tokens)
         if not num_cut:
             return self

@@ -28,7 +28,7 @@ class Answer:
 
 
 class Reply(Protocol):
-    """A writer of one answer in the format of its endpoint. Owned by one request, and created with its *usage*."""
+    """A writer of one answer in the format of its endpoint. Owned by one request."""
 
     def whole(self, answers: Sequence[Answer]) -> msgspec.Struct:
         """Return the whole answer, for a request without a stream."""
@@ -70,13 +70,13 @@ class CountedTokens:
         self._num_generated: Counter[int] = Counter()
 
     def begin(self, index: int, piece: StreamChunk) -> None:
-        """Record the prompt length of the choice at *index*, which each *piece* has."""
+        """Record the length of the prompt of the choice at *index*; every *piece* of the choice has it."""
         self._num_prompt[index] = piece.tokens.num_tokens
 
     def add(self, index: int, piece: StreamChunk) -> None:
         """Count the tokens of the choice's next *piece*."""
         self._num_generated[index] += piece.token_id is not None
-        if piece.completion is not None:  # a piece may have the text of several tokens; the completion has them all
+        if piece.completion is not None:  # exact, because a piece may have the text of several tokens
             self._num_generated[index] = len(piece.completion.token_ids)
 
     def usage(self, index: int) -> dict[str, int]:

@@ -11,11 +11,11 @@ MAX_CHOICES_OF_TEXT = 1024
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text."""
+    """The format that allows any text."""
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """The format that allows any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +28,10 @@ class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON that is valid under a schema. Unless it is strict, keywords that cannot be enforced are ignored."""
+    """The format that allows JSON that follows a schema.
+
+    Unless the schema is *strict*, keywords that cannot be enforced are ignored.
+    """
 
     json_schema: NamedSchema
 
@@ -51,10 +54,11 @@ class StructuredOutputsParam(msgspec.Struct, frozen=True, forbid_unknown_fields=
 def as_structured_outputs(
     response_format: ResponseFormat | None, asked: StructuredOutputsParam | None, guided: dict[str, Any]
 ) -> StructuredOutputs | None:
-    """Return the format that a request's three kinds of parameters ask for; None if they ask for nothing.
+    """Return the format that a request requires of its answer's text; None: any text.
 
-    *guided* has vLLM's older parameters by name, such as `guided_json`. Raises `InvalidParameter` if there are several
-    formats, and for an invalid schema or grammar.
+    *response_format* is OpenAI's parameter, and *asked* is vLLM's `structured_outputs`. *guided* maps vLLM's older
+    parameters, such as `guided_json`, to their values. Raises `InvalidParameter` if more than one of them requires a
+    format, and for an invalid schema or grammar.
     """
     found = [*_of_format(response_format), *_of_vllm(asked)]
     for name, value in guided.items():
@@ -64,7 +68,7 @@ def as_structured_outputs(
         return None
     if len(found) > 1:
         names = " and ".join(str(each["parameter_name"]) for each in found)
-        raise InvalidParameter(str(found[1]["parameter_name"]), f"cannot be combined ({names}); give one of them")
+        raise InvalidParameter(str(found[1]["parameter_name"]), f"is one format too many; give only one of {names}")
     return StructuredOutputs(**found[0])
 
 

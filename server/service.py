@@ -14,7 +14,7 @@ from kvtier.server.served_models import ServedModels
 from kvtier.server.tool_calls.tool_use import ToolFormat
 from kvtier.server.waiting_room import WaitingRoom
 
-_TURNS_PER_RUNNING = 2  # as many requests wait in the engine as run there, so that it can prefetch for them
+_TURNS_PER_RUNNING = 2  # the engine gets twice as many completions as it can run, to prefetch for the waiting half
 _DRAIN_POLL_S = 0.05
 
 
@@ -30,7 +30,7 @@ class Service:
         documents: Documents,
         tool_format: ToolFormat,
     ) -> None:
-        """Create the service of a started *llm*, which computes *documents* and writes calls in *tool_format*."""
+        """Create the service of a started *llm*. *tool_format* is how its model writes tool calls."""
         self.settings = config.server
         self.models = models
         self.llm = llm
@@ -44,7 +44,7 @@ class Service:
         self.num_tenants = entrance.num_tenants
         self.conversations = Conversations()
         self.is_draining = False
-        # All completions inside may wait in the scheduler at once: before the first step, or after all were preempted.
+        # At most max_waiting, because all of them may wait in the scheduler at once, such as before the first step.
         capacity = min(config.scheduler.max_running + config.server.max_queued, config.scheduler.max_waiting)
         num_turns = _TURNS_PER_RUNNING * config.scheduler.max_running
         self.room = WaitingRoom(capacity, num_turns=num_turns, num_tenants=self.num_tenants)
@@ -56,7 +56,7 @@ class Service:
             raise shutting_down()
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide shared resources among *num_tenants* from now on.
+        """Divide the shared resources, such as places in the queue, among *num_tenants* tenants from now on.
 
         A tenant that no longer has a key keeps its resources until its requests and pins end.
         """
@@ -66,7 +66,10 @@ class Service:
         self.documents.share_among(num_tenants)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, send away waiting ones; return how many still run after *timeout_s*."""
+        """Refuse new requests, reject waiting ones, and wait up to *timeout_s* seconds for running ones.
+
+        Return the number of completions that still run.
+        """
         self.is_draining = True
         deadline = time.monotonic() + timeout_s
         while self.room.num_inside and time.monotonic() < deadline:

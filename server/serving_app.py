@@ -59,12 +59,12 @@ log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 2.0
 _STAT = Path("/proc/self/stat")
-_STARTED_FIELD = 22  # of proc(5), counted from 1: when the process started, in clock ticks since boot
+_STARTED_FIELD = 22  # number of the field with the start time in clock ticks since boot, counted from 1 as in proc(5)
 _IMPORTED_AT = time.monotonic()
 
 
 class ServingApp:
-    """The routes of a `Service`, and its shutdown. Owned by the event loop."""
+    """The ASGI app that answers requests with a `Service`, and shuts the service down. Owned by the event loop."""
 
     def __init__(self, service: Service, dashboard: Dashboard) -> None:
         self.service = service
@@ -101,7 +101,7 @@ class ServingApp:
         await self._app(scope, receive, send)
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide shared resources among *num_tenants* from now on."""
+        """Divide the shared resources, such as places in the queue, among *num_tenants* tenants from now on."""
         self.service.share_among(num_tenants)
 
     def end(self) -> None:
@@ -109,7 +109,10 @@ class ServingApp:
         self.service.is_draining = True
 
     async def wait_end(self) -> None:
-        """Wait until the engine has ended, and raise its error; meanwhile log how much host memory is prepared."""
+        """Wait until the engine has ended, and raise the error that ended it, if any.
+
+        Meanwhile, log how much of the host tier's memory is prepared.
+        """
         watching = asyncio.create_task(self._watch_memory())
         try:
             await self.service.llm.wait_end()
@@ -117,9 +120,9 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Drain running requests for `server.drain_s`, write cached blocks to disk, and end the engine.
+        """Let running requests continue for up to `server.drain_s` seconds, flush the cache to disk, and end the engine.
 
-        The dashboard keeps its viewers until the requests have been drained.
+        Viewers of the dashboard stay connected until the running requests have ended or are cut off.
         """
         told_at = time.monotonic()
 
@@ -147,9 +150,9 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how much host memory is prepared, because pinning it can take longer than loading the model.
+        """Log how much of the host tier's memory is prepared (allocated and, with CUDA, page-locked), until all of it is.
 
-        Ends when all of it is prepared, and at once with a sidecar, whose memory comes and goes.
+        This can take longer than loading the model. With a sidecar, return at once, because its memory comes and goes.
         """
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
@@ -185,9 +188,10 @@ async def load_app(
     entrance: Entrance,
     set_stage: Callable[[str], None],
 ) -> ServingApp:
-    """Load the model, open its documents, and return the app over both.
+    """Load the model, open the stored documents, and return the app that serves both.
 
-    Raises the errors of `AsyncLLM.start` and `Documents.open`. If it is cancelled, the engine's thread runs to its end.
+    Raises the errors of `AsyncLLM.start` and `Documents.open`. If the caller is cancelled, the engine's thread first
+    finishes loading, and then ends.
     """
     llm = AsyncLLM(model, config, tokenizer, set_stage)
     await llm.start()
@@ -222,7 +226,7 @@ def process_age_s(stat: Path = _STAT) -> float:
     If *stat* cannot be read, returns the seconds since this module was imported.
     """
     try:
-        # From the third field on, because the name before it may have blanks.
+        # Split only the fields from the third on, because the second field, the process's name, may contain spaces.
         fields = stat.read_text().rpartition(")")[2].split()
         started_s = int(fields[_STARTED_FIELD - 3]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
@@ -231,7 +235,7 @@ def process_age_s(stat: Path = _STAT) -> float:
 
 
 def stats_view(statistics: EngineStatistics) -> dict[str, object]:
-    """Return the statistics as JSON, with the tenants' bytes by name but not by salt digest."""
+    """Return the statistics as a JSON object. It has the bytes of tenants by name, but not those by digest of a salt."""
     cache = replace(statistics.cache, host_tenants={})
     if cache.disk is not None:
         cache = replace(cache, disk=replace(cache.disk, tenants={}))

@@ -23,7 +23,7 @@ def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterat
     if config.device.gpu_memory_utilization is not None and config.device.capacity != DeviceConfig().capacity:
         yield "device.capacity: gpu_memory_utilization takes its place"
     if config.device.retention_tokens is not None and not any(group.forgets for group in groups):
-        yield "device.retention_tokens: no layer of this model has a window"
+        yield "device.retention_tokens: no layer of this model has a sliding window or a recurrent state"
     has_tiers = config.host is not None or config.sidecar is not None
     if not has_tiers and scheduler.by_layers != default.by_layers:
         yield "scheduler.by_layers: there is no host tier to load from"
@@ -69,7 +69,7 @@ def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKe
         yield 'server.metrics_tenants: with tenant_isolation "off" every key may read /metrics'
     if keys is not None:
         for tenant in set(server.metrics_tenants) - keys.tenants:
-            yield f"server.metrics_tenants: there is no key of {tenant}"
+            yield f"server.metrics_tenants: the tenant {tenant} has no key"
 
 
 def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
@@ -80,6 +80,6 @@ def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
         if config.disk is None and tenant.disk is not None:
             yield f"tenants.{name}.disk: there is no [disk]"
         if keys is not None and salt not in keys.tenants:
-            yield f"tenants.{name}: this tenant has no key; with api_keys, [tenants] must use the names in that file"
+            yield f"tenants.{name}: this tenant has no key; with api_keys, [tenants] must use the names in the key file"
         elif keys is not None and config.server.tenant_isolation == "off":
             yield f'tenants.{name}: with tenant_isolation "off" it applies only to requests with a cache_salt'

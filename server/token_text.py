@@ -32,7 +32,7 @@ class TokenText:
         return self._known[token_id]
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the token's bytes, even of a part of a character; None if the tokenizer does not know them."""
+        """Return the token's bytes, which may be only a part of a character; None if they cannot be found out."""
         text = self.of(token_id)
         if _PART_OF_A_CHARACTER not in text:
             return text.encode()
@@ -62,9 +62,10 @@ class TokenText:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """Return the bytes that the characters of byte-level tokens stand for.
+    """Return the byte that each character of a byte-level token stands for, as in GPT-2's tokenizer.
 
-    Printable bytes stand for themselves. The characters from U+0100 on stand for the other bytes, in order.
+    A printable byte is written as the character with its number. The other bytes, in order, are written as U+0100,
+    U+0101 and so on.
     """
     own = {value for value in range(256) if chr(value) in ByteLevel.alphabet()}
     others = (value for value in range(256) if value not in own)
@@ -77,7 +78,11 @@ def finite(logprob: float) -> float:
 
 
 def prompt_logprobs(told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText) -> PromptLogprobs:
-    """Return for each token None or an object by token id: the token itself, then the *num_top* likeliest."""
+    """Return the log probabilities of a prompt's tokens in vLLM's format.
+
+    For each token, the list has an object with token ids as keys: the token itself, then the *num_top* likeliest tokens
+    at its position. It has None for a token without log probabilities.
+    """
     return [None if item is None else _of_token(item, num_top, text) for item in told]
 
 

@@ -123,6 +123,6 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_model(service: Service, model: str | None) -> None:
-    """Raise ApiError 404 for a model that is not served; None means the served one."""
+    """Raise ApiError 404 for a model that is not served. None stands for the served model."""
     if model is not None:
         service.models.lora_of(model)

@@ -1,4 +1,4 @@
-"""WaitingRoom: bounds the running and waiting completions, gives them turns, and says when to retry if it is full."""
+"""WaitingRoom: limits the running and waiting completions, and decides which requests go to the engine next."""
 
 import asyncio
 import math
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from kvtier.engine.sharing.turns import FairShare
 
-_NUM_REMEMBERED = 64
+_NUM_REMEMBERED = 64  # a tenant's latest departures, from which its pace is estimated
 _LONGEST_WAIT_S = 600
 
 
 class RoomFull(Exception):
-    """Error raised when the waiting room is full; *retry_after_s* estimates when it has room again."""
+    """Error raised when the waiting room is full. *retry_after_s* estimates in how many seconds it has room again."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"the queue is full; try again in {retry_after_s} s")
@@ -29,11 +29,11 @@ class Visit:
     tenant: str | None
     num_completions: int
     priority: int
-    task: asyncio.Task[object] | None  # cancelled to send the visit away
-    has_turn: bool = False
-    has_begun: bool = False  # the engine has returned its first token
+    task: asyncio.Task[object] | None  # answers the request; `send_away` cancels it
+    has_turn: bool = False  # the request may go to the engine
+    has_begun: bool = False  # the engine has returned the request's first token
     prompts: Sequence[Sequence[int]] = ()  # token ids that go to the engine; set once they are known
-    refusal: Exception | None = None  # why it was sent away
+    refusal: Exception | None = None  # the error of `send_away`
     _turn_given: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_for_turn(self) -> None:
@@ -41,12 +41,12 @@ class Visit:
         await self._turn_given.wait()
 
     def give_turn(self) -> None:
-        """Give the visit its turn."""
+        """Let the request go to the engine."""
         self.has_turn = True
         self._turn_given.set()
 
     def send_away(self, refusal: Exception) -> None:
-        """End the visit by raising *refusal* in the task that entered."""
+        """End the visit by raising *refusal* in the task that answers the request."""
         if self.refusal is None and self.task is not None:
             self.refusal = refusal
             self.task.cancel()
@@ -55,15 +55,17 @@ class Visit:
 class WaitingRoom:
     """A queue with room for *capacity* running and waiting completions. Owned by the event loop.
 
-    One tenant may fill the room. If it is full when a tenant within its share arrives, the newest visits without a turn
-    of the largest tenant are sent away.
+    Each request in the room is a visit. A visit waits for its turn, which lets the request go to the engine.
+
+    One tenant may fill the room. If the room is full when a request arrives whose tenant is within its share, the room
+    rejects visits of the tenant that uses most: the newest ones without a turn.
 
     With several tenants, at most *num_turns* completions are in the engine, which runs them in order of arrival. The
     next turn goes to the tenant with the fewest completions in the engine. Within a tenant, it goes to the most urgent
     visit, then the oldest.
 
-    The retry time estimates when enough of the tenant's own completions will have left, at their recent pace, so it
-    reveals nothing about other tenants. Time without completions of the tenant inside does not count.
+    The retry time of a rejected request estimates when enough completions of its own tenant will have ended, at their
+    recent rate. So it reveals nothing about other tenants. Time in which the tenant has no completions does not count.
     """
 
     def __init__(
@@ -75,7 +77,6 @@ class WaitingRoom:
     ) -> None:
         self.share = FairShare(capacity, num_tenants)
         self._num_turns = capacity if num_turns is None else num_turns
-        self._clock = clock
         self._visits: dict[Visit, None] = {}  # in the order in which they entered
         self._pace: defaultdict[str | None, _Pace] = defaultdict(lambda: _Pace(clock))
 
@@ -95,10 +96,13 @@ class WaitingRoom:
 
     @contextmanager
     def enter(self, num_completions: int, tenant: str | None = None, priority: int = 0) -> Iterator[Visit]:
-        """Enter with *num_completions*; the visit ends with the context.
+        """Enter the room with a request of *num_completions* completions. The visit ends with the context.
 
-        Raises RoomFull if there is no room, or if the visit gives way before its turn; or the error that `send_away`
-        got.
+        Within a tenant, a lower *priority* is more urgent.
+
+        Raises:
+            RoomFull: If there is no room, or if the visit is rejected before its turn to make room for another tenant.
+            Exception: The error that was passed to `Visit.send_away`.
         """
         self._make_room(num_completions, tenant)
         visit = Visit(tenant, num_completions, priority, _current_task())
@@ -115,9 +119,10 @@ class WaitingRoom:
             self._leave(visit)
 
     def reject_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
-        """Send away every visit that computes nothing yet, with the error that *refusal* returns.
+        """Reject every request of which nothing is computed yet, with the error that *refusal* returns.
 
-        Such a visit has no turn, or all its prompts are among *in_engine*, the prompts that wait in the engine.
+        Such a request has no turn yet, or the engine has not started any of its prompts. *in_engine* has all prompts
+        that wait in the engine.
         """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
@@ -135,7 +140,7 @@ class WaitingRoom:
             raise RoomFull(self._wait_s(tenant, num_completions))
 
     def _first_to_give_way(self) -> Visit | None:
-        """Return the newest visit without a turn of the largest tenant that exceeds its share."""
+        """Return the visit to reject next: the newest one without a turn, of the largest tenant beyond its share."""
         for tenant, num_inside in self._inside().most_common():
             if num_inside <= self.share.each:
                 return None
@@ -183,7 +188,7 @@ class _Pace:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._earlier_s = 0.0  # time with completions of the tenant inside, before *_busy_since*
+        self._earlier_s = 0.0  # busy seconds (the tenant had completions inside) before *_busy_since*
         self._busy_since = 0.0
         # For each departure: the busy seconds until then, and the number of completions that left.
         self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
@@ -200,7 +205,7 @@ class _Pace:
         self._num_inside -= num_completions
 
     def wait_s(self, num_completions: int) -> int:
-        """Return the seconds until *num_completions* will have left."""
+        """Return an estimate of the seconds until *num_completions* completions will have left."""
         began_s = self._left[0][0] if len(self._left) > 1 else 0.0
         num_left = sum(num for _, num in self._left) - (self._left[0][1] if len(self._left) > 1 else 0)
         seconds = num_completions * (self._busy_s() - began_s) / max(1, num_left)

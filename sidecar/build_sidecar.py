@@ -22,7 +22,7 @@ from kvtier.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken
 from kvtier.sidecar.sidecar import DriveLife, Sidecar
 from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.transfer.lane import Lane, ThreadLane
 from kvtier.transfer.segment import Segment, discard_handover, handover_error, name_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 4  # concurrent reads from disk
 NUM_WRITERS = 2  # one write in progress, and one that gathers blocks behind it
-NUM_CHECKERS = 2  # threads that verify chunks for engines, and as many that take digests of new chunks
-OPENING_WAIT_S = 5.0  # engines may attach after this long even if the disk is not open; it may join later
+NUM_CHECKERS = 2  # threads that verify chunks for engines; as many others compute the digests of new chunks
+OPENING_WAIT_S = 5.0  # longest wait for the disk before engines may attach; a disk that opens later is used then
 
 MakeEndpoints = Callable[[Layouts, TransferEngine], Sequence[Endpoint]]
 
@@ -46,8 +46,8 @@ def build_sidecar(
     """Return a sidecar as configured, whose endpoints *make_endpoints* creates.
 
     *progress* is called with a line about each slow step. *left* is a descriptor that may be the previous process's
-    segment; it is closed if it cannot be used. Raises OSError or ValueError, with what to do, if a part cannot be
-    created; the parts created before it are closed.
+    segment; a descriptor that cannot be used is closed. Raises OSError or ValueError if a part of the sidecar cannot be
+    created, after the parts that were created before it are closed. The message says what to do.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     with ExitStack() as undo:
@@ -57,7 +57,8 @@ def build_sidecar(
         ledger = LeaseLedger(segment.beside, config.extent, num_extents)
         if ledger.left_out:
             progress(
-                f"host memory: {len(ledger.left_out)} of {num_extents} extents are left out: engines may copy there"
+                f"host memory: {len(ledger.left_out)} of {num_extents} extents are not used, because engines may still "
+                "copy from or to them"
             )
         store = None
         if config.disk is not None:
@@ -119,7 +120,7 @@ def _beside(store: Path) -> Path:
 
 
 def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:
-    """Return a new segment, or the one that was *left* if its size and extents match."""
+    """Return the segment that the previous process *left* if its size and extents match, or else a new one."""
     if left is not None:
         why = handover_error(left) or why_not_taken_over(left, extent_bytes, num_extents)
         if not why:

@@ -47,8 +47,8 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.listen.startswith(_LOOPBACK):
             raise ValueError(
-                f"listen {self.listen}: this protocol has no keys, and its clients need this machine's memory; "
-                "use tcp://127.0.0.1:PORT or ipc:///PATH"
+                f"listen {self.listen}: LMCache's protocol has no authentication, and its clients must map memory of "
+                "this machine; use tcp://127.0.0.1:PORT or ipc:///PATH"
             )
 
 
@@ -80,8 +80,8 @@ def default_socket(environment: Mapping[str, str]) -> str | None:
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
     """`[models."NAME"]`: the weights of an engine that serves NAME, so that a change of weights is noticed.
 
-    Exactly one of two must be given. *path* is the folder or file of the weights, whose digest is taken at the start.
-    *revision* is any text that changes when the weights do.
+    Exactly one of the two keys must be given. *path* is the folder or file of the weights, whose digest is computed
+    when the sidecar starts. *revision* is any text that changes when the weights do.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -89,16 +89,16 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.revision is None):
-            raise ValueError("give path, the folder of the weights, or revision, a text that changes with them")
+            raise ValueError("give either path (of the weights) or revision (a text that changes with the weights)")
 
 
 class HttpConfig(Table, frozen=True, kw_only=True):
     """`[http]`: the HTTP server for people and monitoring.
 
-    *port* "none" means no server, 0 any free port. With a token, in *token* or in the file *token_file*, every request
-    except `/health` needs `Authorization: Bearer TOKEN`. Without a token *host* must be a loopback address, because
-    everyone who reaches it may use `/clear`. Requests must then name a loopback address, `localhost` or one of
-    *allowed_hosts* as `Host`.
+    *port* "none" means no server, 0 any free port. If a token is set, in *token* or in the file *token_file*, every
+    request except `/health` and the dashboard's page needs `Authorization: Bearer TOKEN`. Without a token *host* must
+    be a loopback address, because everyone who reaches the server may use `/clear`. The `Host` header of requests must
+    then be an IP address, `localhost` or one of *allowed_hosts*.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -109,7 +109,7 @@ class HttpConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file: give one of them")
+            raise ValueError("token and token_file are both set; give one of them")
         if not self.has_token and not is_loopback(self.host):
             raise ValueError(f"host {self.host} can be reached from other machines: give token_file, or use 127.0.0.1")
 
@@ -131,7 +131,7 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if "vllm" in self.compat:
             raise ValueError(
-                "compat vllm: the engines on a sidecar tell vLLM's names themselves, and boards would count both; "
+                "compat vllm: the engines export vLLM's metrics themselves, so dashboards would count them twice; "
                 'use "lmcache" here, and "vllm" in the configuration of kvtier serve'
             )
 
@@ -139,8 +139,9 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
 class SidecarConfig(Table, frozen=True, kw_only=True):
     """The sidecar's whole configuration.
 
-    Host memory is cut into extents of *extent* bytes, each with chunks of one layout, so no chunk may be larger. On
-    exit, the sidecar writes chunks that are only in host memory to disk, for at most *drain_s* seconds.
+    Host memory is cut into extents of *extent* bytes. An extent has chunks of only one layout at a time, and no chunk
+    may be larger than an extent. On exit, the sidecar writes chunks that are only in host memory to disk, for at most
+    *drain_s* seconds.
     """
 
     host: HostConfig = HostConfig()
@@ -162,11 +163,11 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.extent < 1 << 20 or self.extent % _PAGE_BYTES:
-            raise ValueError(f'extent {self.extent}: use a multiple of {_PAGE_BYTES} from "1MiB" on')
+            raise ValueError(f'extent {self.extent}: use a multiple of {_PAGE_BYTES} bytes, "1MiB" or more')
         if self.host.capacity < self.extent:
             raise ValueError(f"host.capacity {self.host.capacity}: use {self.extent} (one extent) or more")
         if self.disk is not None and self.disk.codec == "fp8":
-            raise ValueError("disk.codec fp8 is for one dtype, and a sidecar keeps any; use none, zstd or auto")
+            raise ValueError("disk.codec fp8 is for one dtype, but a sidecar stores all dtypes; use none, zstd or auto")
 
 
 def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:

@@ -33,8 +33,8 @@ class Lease:
 class AttachedClient:
     """An attached engine's process, or one of its connections.
 
-    *name* identifies the client at its endpoint, for example by an instance's number and its address. *layout* is None
-    for a client that has not registered one.
+    *name* identifies the client at its endpoint, for example "process 4711, connection 23". *layout* is None for a
+    client that has not registered one.
     """
 
     name: str
@@ -47,7 +47,7 @@ class AttachedClient:
 class ConnectorCounts:
     """Totals of one endpoint since the start, in blocks of one group.
 
-    The keys of *lost*, *operations* and *refused* are fixed by the endpoint; clients cannot add any.
+    The endpoint determines the keys of *lost*, *operations* and *refused*; clients cannot add any.
     """
 
     kind: str  # such as "lmcache"
@@ -55,7 +55,7 @@ class ConnectorCounts:
     num_promised: int = 0  # reported as hits, after they were verified and leased in host memory
     num_loaded: int = 0
     num_stored: int = 0
-    lost: Mapping[str, int] = field(default_factory=dict)  # chunks that were not promised or not stored, by reason
+    lost: Mapping[str, int] = field(default_factory=dict)  # chunks that could not be promised or stored, by reason
     operations: Mapping[str, int] = field(default_factory=dict)  # requests by kind
     refused: Mapping[str, int] = field(default_factory=dict)  # requests and connections, by reason
     tokens: TokenBalance = field(default_factory=TokenBalance)  # of the prompts looked up, if the endpoint has them
@@ -76,13 +76,13 @@ class Endpoint(Protocol):
         """Process some of the frames that have arrived, and return whether there may be more."""
 
     def tick(self) -> None:
-        """Send the answers that have become ready, and end what is past its deadline."""
+        """Send the answers that have become ready, and time out requests and clients that are past their deadline."""
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """Prepare for the eviction of all chunks of these layouts.
 
-        Chunks that engines are storing in them now must never be found. Chunks that were promised stay leased, because
-        a broken promise ends vLLM's engine.
+        No lookup may ever find the chunks that engines are storing in these layouts now. Chunks that were reported to
+        an engine as a hit stay leased, because vLLM's engine may end if it cannot load them.
         """
 
     def clients(self) -> Sequence[AttachedClient]:

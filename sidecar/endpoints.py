@@ -29,8 +29,9 @@ def endpoints_of(
 ) -> MakeEndpoints:
     """Return a function that makes the configured endpoints once there are layouts.
 
-    *weights* has a digest or revision of each model's weights. *listener* returns the listening socket of a name at a
-    URL. The returned function raises OSError if an address is not available.
+    *weights* has a digest or revision of each model's weights. *listener* is called with the name of an endpoint (see
+    `inherited`) and a URL, and returns a socket that listens there. The returned function raises OSError if an address
+    is not available.
     """
 
     def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Endpoint]:

@@ -1,4 +1,4 @@
-"""Extents: the assignment of the segment's extents to layouts, so that memory follows use."""
+"""Extents: the assignment of host memory, in parts of equal size, to the layouts that use it most recently."""
 
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -7,42 +7,44 @@ from kvtier.transfer.segment import Segment
 
 
 class Holder(Protocol):
-    """The owner of some extents, for chunks of one size."""
+    """The owner of some extents, in which it keeps chunks of one size."""
 
     def give(self, extent: int) -> None:
-        """Add the extent, which is empty, to this holder."""
+        """Add an empty extent to this holder."""
 
     def take_back(self, extent: int) -> bool:
-        """Empty the extent and give it up.
+        """Evict the chunks in the extent, and remove it from this holder.
 
-        Returns False and changes nothing if a chunk in it is leased, or has no copy below yet.
+        Returns False and changes nothing if a chunk in the extent is leased, or has no copy on disk yet while the disk
+        accepts writes.
         """
 
     def oldest_extent(self) -> int | None:
-        """Return the extent of the chunk that this holder would evict first; None if it would evict none."""
+        """Return the extent of the chunk that this holder would evict first; None if it can evict no chunk."""
 
 
 class Extents:
-    """The segment, cut into extents of *extent_bytes*, and the holder of each.
+    """The segment (the shared host memory), cut into extents of *extent_bytes*, and the holder of each extent.
 
-    Extents that were never given are given first. Then the least recently used extent is taken from its holder, if the
-    holder that asks has used all of its own extents more recently. Owned by the sidecar's thread.
+    A holder that needs memory gets an extent without a holder first. When there is none left, it gets the least
+    recently used extent of another holder, unless that extent was used more recently than the extent from which it
+    would itself evict next. Owned by the sidecar's thread.
     """
 
     def __init__(
         self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
     ) -> None:
-        """Start without holders. The extents *left_out* are never given to one."""
+        """Start without holders. The extents *left_out* never get a holder."""
         self.extent_bytes = extent_bytes
         self._left_out = left_out
         self._segment = segment
         self._clock = clock
         self._holders: dict[int, Holder] = {}  # by extent
         self._used_at: dict[int, float] = {}  # by extent, for extents with a holder
-        self._num_given = 0  # the first extents, which were given or are left out
+        self._num_given = 0  # length of the run of extents at the beginning that were given or are left out
 
     def acquire(self, holder: Holder) -> bool:
-        """Give the holder one more extent; return False if all others were used more recently than its own."""
+        """Give the holder one more extent. Return False if none is unused and none can be taken from another holder."""
         extent = self._unused()
         if extent is None:
             extent = self._take_oldest(holder)
@@ -75,9 +77,10 @@ class Extents:
         return None
 
     def _take_oldest(self, taker: Holder) -> int | None:
-        """Return the least recently used extent that a holder other than *taker* could empty and give up.
+        """Take the least recently used extent that a holder other than *taker* can give up, and return it.
 
-        Of extents last used at the same time, prefer one that its holder would evict first: that is a document's tail.
+        Among extents that were last used at the same time, prefer those from which their holders would evict next,
+        because they have the tail of a document. Returns None if *taker* should rather evict chunks of its own.
         """
         own = taker.oldest_extent()
         limit = self._clock() if own is None else self._used_at[own]

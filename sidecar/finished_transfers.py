@@ -1,4 +1,4 @@
-"""FinishedTransfers: the lanes' queue of results, with a descriptor so that one wait covers lanes and sockets."""
+"""FinishedTransfers: a queue of finished transfers, with a descriptor so that one wait covers transfers and sockets."""
 
 import os
 import queue
@@ -34,7 +34,7 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
             self._event.write(_ONE)
 
     def reset(self) -> None:
-        """Make *file* unreadable until the next `put`. Look at the queue after this call, not before."""
+        """Make *file* unreadable until the next `put`. Read the queue only after this call, to miss no transfer."""
         self._event.read(8)  # returns None at once if it is not readable
 
     def close(self) -> None:

@@ -9,21 +9,24 @@ from typing import Self
 
 log = logging.getLogger(__name__)
 
-FIRST = 3  # the first descriptor that is passed
-MAX = 64
-# Names of the descriptors that a sidecar receives, and has the service manager keep.
+FIRST = 3  # number of the first descriptor that systemd passes
+MAX = 64  # descriptors that are taken at most
+# Names under which the service manager passes descriptors to a sidecar, and keeps them for the next one.
 LMCACHE, ENGINE, HTTP, SEGMENT = "lmcache", "engine", "http", "segment"
 
 
 class Inherited:
     """The descriptors of `sd_listen_fds_with_names(3)`, by name.
 
-    They come from a socket unit (`FileDescriptorName=`), or from the service's file descriptor store. Each is taken
-    once. `close` closes and logs the rest. Child processes inherit none of them.
+    They come from a socket unit (`FileDescriptorName=`), or from the service's file descriptor store. Each descriptor
+    can be taken once. `close` closes and logs those that were not taken. Child processes inherit none of them.
     """
 
     def __init__(self, environment: MutableMapping[str, str], first: int = FIRST) -> None:
-        """Remove the variables from the environment. Descriptors that are meant for another process are left alone."""
+        """Take the descriptors that the variables `LISTEN_*` name, and remove these variables from *environment*.
+
+        Takes none if the variables are meant for another process. *first* is the number of the first descriptor.
+        """
         self._files: dict[str, list[int]] = {}
         pid, number, names = (environment.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
         if pid != str(os.getpid()) or not number.isdecimal():
@@ -60,7 +63,7 @@ class Inherited:
         """Close and log the descriptors that were not taken."""
         for name, files in self._files.items():
             for file in files:
-                log.warning("systemd: a descriptor %r is of no use here, and was closed", name)
+                log.warning("systemd: the descriptor %r is not used, and was closed", name)
                 os.close(file)
         self._files.clear()
 

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 class KeptFiles:
     """Descriptors that the previous process left or a socket unit provides, and those that this process leaves.
 
-    A socket is used only if the configuration listens at the same address: LMCache's protocol has no keys, and a socket
-    unit may listen anywhere.
+    An inherited socket is used only if it listens at the configured address. A socket unit may listen anywhere, and
+    LMCache's protocol has no authentication.
     """
 
     def __init__(self, systemd: Systemd, inherited: Inherited) -> None:
@@ -29,9 +29,9 @@ class KeptFiles:
         return self._left
 
     def listener(self, name: str, url: str) -> socket.socket:
-        """Return the socket that listens at *url*: the given one, or else a new one, which is then kept.
+        """Return the inherited socket *name* if it listens at *url*, or else a new socket that does.
 
-        Raises OSError if nothing can listen there.
+        The service manager keeps a new socket. Raises OSError if the new socket cannot listen at *url*.
         """
         found = self.given_listener(name, url)
         if found is None:
@@ -40,7 +40,10 @@ class KeptFiles:
         return found
 
     def given_listener(self, name: str, url: str) -> socket.socket | None:
-        """Return the given socket of this name if it listens at *url*; close and log one that listens elsewhere."""
+        """Return the inherited socket *name* if it listens at *url*, or None.
+
+        A socket that listens elsewhere is closed and logged.
+        """
         found = self._inherited.take_listener(name)
         if found is None or is_at(found, url):
             return found
@@ -56,7 +59,7 @@ class KeptFiles:
         self._systemd.keep(name, file)
 
     def keep_segment(self, segment: Segment) -> None:
-        """Have the service manager keep the segment, in place of an earlier one that was not taken over."""
+        """Have the service manager keep the segment, instead of a previous segment that was not taken over."""
         if segment.is_taken_over:  # do not compare descriptors: a new segment may have reused the number
             return
         if self._left is not None:

@@ -16,10 +16,10 @@ class LayoutRefused(ValueError):
 
 
 class SlotMemory(HostMemory, Protocol):
-    """The slots of a segment for blocks of one size.
+    """The slots for blocks of one size in a segment, which is host memory that engines map.
 
-    The segment is cut into extents of equal size. A slot may be used only while its extent belongs to this memory,
-    which `Extents` keeps track of.
+    The segment is cut into extents of equal size. A slot may be used only while its extent belongs to this memory;
+    `Extents` records to which memory each extent belongs.
     """
 
     @property
@@ -30,13 +30,13 @@ class SlotMemory(HostMemory, Protocol):
         """Return the offset of the slot's first byte in the segment."""
 
     def slots_of(self, extent: int) -> Ids:
-        """Return the slots that lie in this extent with all their bytes."""
+        """Return the slots that lie completely in this extent."""
 
     def extent_of_each(self, slots: Ids) -> Ids:
         """Return for each of these slots the extent in which it begins."""
 
     def extents_of(self, slots: Ids) -> list[int]:
-        """Return the extents in which these slots begin, each once."""
+        """Return the extents in which these slots begin, each extent once."""
 
 
 class Layout(Protocol):
@@ -48,15 +48,15 @@ class Layout(Protocol):
 
     @property
     def model(self) -> str:
-        """Name of the model, for people."""
+        """Name of the model, as the engine reports it."""
 
     @property
     def weights(self) -> str:
-        """Identification of the model's weights, for people; empty if they are unknown."""
+        """Text that identifies the model's weights, for display; empty if the weights are unknown."""
 
     @property
     def digest(self) -> bytes:
-        """Namespace of the layout's blocks on disk, 16 bytes."""
+        """Digest of the layout, 16 bytes, which is the namespace of its blocks on disk."""
 
     @property
     def groups(self) -> Sequence[BlockGroup]:
@@ -66,4 +66,4 @@ class Layout(Protocol):
         """Return the slots of each group. Raise `LayoutRefused` if a block does not fit in an extent."""
 
     def details(self) -> Mapping[str, object]:
-        """Return the other fields for people, as JSON values, including *chunk_bytes*."""
+        """Return the layout's fields for display, as JSON values. One of them is *chunk_bytes*."""

@@ -19,10 +19,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason
 
 
 class LeasedSlots:
-    """The slots of one group, see `Holder`.
+    """The slots of one group, as a `Holder` of extents.
 
-    Slots in other holders' extents, or across the end of an extent, are leased from the tiers, so that the tiers give
-    them to no block.
+    The tiers number the slots of the whole segment. This class keeps leases on the slots that do not lie completely in
+    an extent of this holder, so that the tiers put no block into them.
     """
 
     def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
@@ -31,7 +31,7 @@ class LeasedSlots:
         self._memory = memory
         self._pool = tiers.index.host[group_id].pool
         is_empty = tiers.withdraw(group_id, np.arange(memory.num_host_slots))
-        assert is_empty, "tiers that are new have blocks"
+        assert is_empty, "new tiers already have blocks"
 
     @property
     def num_blank(self) -> int:
@@ -50,10 +50,10 @@ class LeasedSlots:
 
 
 class LayoutTiers:
-    """The `LocalTiers` of one layout, in its extents of the segment.
+    """The tiers of one layout (`LocalTiers`), whose host memory is the layout's extents of the segment.
 
-    Calls that take host slots go through this class, which gets the layout more memory. All other calls go to *tiers*.
-    Owned by the sidecar's thread.
+    Calls that need host slots go through this class, which first gets the layout more extents if necessary. All other
+    calls go to *tiers*. Owned by the sidecar's thread.
     """
 
     def __init__(
@@ -86,28 +86,24 @@ class LayoutTiers:
         self._held = [LeasedSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
-        """See `LowerTiers.reserve`."""
+        """Lease up to *num_slots* host slots for the caller to fill; see `LowerTiers.reserve`."""
         self._get_room(group_id, num_slots)
         slots = self.tiers.reserve(group_id, num_slots)
         self.touch(group_id, np.array(slots, np.intp))
         return slots
 
-    def find_run(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """Return how many of the first chunks are in a tier and fit in host memory at the same time.
-
-        Reading them takes the slots of other chunks, including later chunks of the same prompt.
-        """
-        return self.room_for(group_id, self.tiers.find_run(group_id, names))
-
     def room_for(self, group_id: int, places: Places) -> int:
-        """Make room in host memory for blocks just found at *places*; return how many of the first ones fit."""
+        """Make room in host memory for chunks just found at *places*; return how many of the first ones fit.
+
+        The chunks that must be read take the slots of other chunks, including later chunks of the same prompt.
+        """
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))
         pool = self.tiers.index.host[group_id].pool
         return min(len(places), pool.num_free + pool.num_leased(in_host))
 
     def fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
-        """Fetch the first chunks, which `find_run` has just found; see `LowerTiers.fetch`."""
+        """Fetch chunks that `room_for` has just made room for; see `LowerTiers.fetch`."""
         places = self.tiers.find(group_id, blocks.names)
         self.touch(group_id, places[places >= 0].astype(np.intp))
         return self.tiers.fetch(group_id, blocks, on_fetched)
@@ -130,7 +126,7 @@ class LayoutTiers:
         return self.tiers.fetch(group_id, blocks, on_fetched, priority=priority)
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        """See `LowerTiers.refresh`."""
+        """Record that these chunks were used; see `LowerTiers.refresh`."""
         places = self.tiers.index.host[group_id].pool.find_all(names)
         self.touch(group_id, places[places != ABSENT].astype(np.intp))
         self.tiers.refresh(group_id, names, were_read)
@@ -148,7 +144,7 @@ class LayoutTiers:
             self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
-        self._remember_lost()  # copies in engines do not depend on it: engines look up each time
+        self._remember_lost()  # only for explanations: the sidecar does not know which chunks engines have copies of
         self.tiers.hints.spill()
         self.trace_spills()
 
@@ -176,7 +172,7 @@ class LayoutTiers:
         self._remember_lost()
 
     def num_slots(self, group_id: int) -> int:
-        """Return the number of a group's slots in extents that it has now."""
+        """Return how many slots a group has in its current extents."""
         memory = self.memories[group_id]
         return sum(len(memory.slots_of(extent)) for extent in self._extents.extents_of(self._held[group_id]))
 
@@ -211,7 +207,10 @@ class LayoutTiers:
         self._extents.check()
 
     def miss_reason(self, name: BlockName) -> Reason:
-        """Return why a chunk is not here: the tier that dropped its last copy, if that is remembered."""
+        """Return why a chunk is in no tier: the tier that evicted its last copy, or that it was never seen.
+
+        A chunk whose eviction is no longer remembered counts as never seen.
+        """
         ghost = self.ghosts.find(name)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 

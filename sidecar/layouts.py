@@ -33,7 +33,7 @@ from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
 MAX_LAYOUTS = 64  # each costs about ten bytes for each slot that the segment could have
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # of no layout
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # a namespace that no layout has
 EXTENT_BYTES = 64 << 20
 READ_TIMEOUT_S = 10.0
 
@@ -64,11 +64,11 @@ class Layouts:
     ) -> None:
         """Start without any layout.
 
-        *opening* returns the number of the store's current opening, see `DiskTier`. *quotas* has the bytes of host
-        memory by tenant, in each layout. *make_remote* returns the remote tier of the layout with a namespace, if there
-        is one. *ledger* is the segment's; by default it is one that no other process sees. *records* receives the
-        lookups of engines. *seen* is a file through which the next process knows what was looked up. *tracer* receives
-        the engines' loads and the writes to disk.
+        *opening* returns the number of the store's current opening, see `DiskTier`. *quotas* limits the bytes of host
+        memory that a tenant may use in each layout. *make_remote* returns the remote tier for a layout's namespace, or
+        None if there is none. *ledger* records the clients' leases for the next process; by default no other process
+        sees it. *records* receives the lookups of engines. *seen* is a file in which past lookups are saved for the
+        next process. *tracer* receives the engines' loads and the writes to disk.
         """
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
@@ -79,7 +79,7 @@ class Layouts:
         self.tracer = tracer
         self.records = records or RecentRecords()  # recent lookups of engines
         self.what_if = WhatIf(clock)  # fed by endpoints that receive each prompt
-        self.explainer: Explainer | None = None  # of the endpoint that receives prompts
+        self.explainer: Explainer | None = None  # None unless an endpoint receives each prompt
         self._seen = seen
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
@@ -168,10 +168,10 @@ class Layouts:
             layout_tiers.clear()
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """Return an eviction that an operator has asked for; see `TieredCache.purge`.
+        """Return a purge, which is an eviction that an operator has requested; see `TieredCache.purge`.
 
-        With *order.max_bytes* or *max_blocks* of host memory, each layout loses a part in proportion to the host memory
-        that it has. The disk is shared by all layouts.
+        If *order* limits the bytes or blocks to evict from host memory, each layout loses a part in proportion to the
+        host memory that it has. The disk is purged as a whole, because all layouts share it.
         """
         meant = [
             tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)

@@ -17,13 +17,16 @@ _MAGIC = b"kvtier ledger 1\0"
 class LeaseLedger:
     """The number of slots that clients have leased in each extent.
 
-    The ledger outlives its process together with the segment, in whose file it follows the extents. An engine that
-    outlives the sidecar may still copy from and to the slots that it had leased, so the next sidecar leaves these
-    extents out. Owned by the sidecar's thread.
+    The ledger lies behind the extents in the segment's file, and so outlives its process together with the segment. An
+    engine that outlives the sidecar may still copy from and to the slots that it had leased. So the next sidecar does
+    not use the extents of these slots. Owned by the sidecar's thread.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], extent_bytes: int, num_extents: int) -> None:
-        """Take over *memory* of `ledger_bytes`: all zero, or written by a previous process with the same numbers."""
+        """Keep the ledger in *memory*, an array of `ledger_bytes` bytes.
+
+        The array is all zero, or a previous process with extents of the same size and number has written to it.
+        """
         header = _HEADER.pack(_MAGIC, extent_bytes, num_extents)
         memory[: len(header)] = np.frombuffer(header, np.uint8)
         self._counts = memory[_HEADER.size : ledger_bytes(num_extents)].view(np.uint32)
@@ -66,10 +69,10 @@ def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
     """Return why a sidecar of this size cannot use the segment and ledger in this file; empty if it can."""
     num_bytes = extent_bytes * num_extents
     if os.fstat(file).st_size != num_bytes + ledger_bytes(num_extents):
-        return "it has another size than host.capacity and extent say"
+        return "its size differs from what host.capacity and extent specify"
     if os.pread(file, _HEADER.size, num_bytes) != _HEADER.pack(_MAGIC, extent_bytes, num_extents):
-        return "it is of another version, or has other extents"
+        return "another version of kvtier made it, or its extents have another size"
     counts = np.frombuffer(os.pread(file, _COUNT * num_extents, num_bytes + _HEADER.size), np.uint32)
     if 2 * np.count_nonzero(counts) > num_extents:
-        return "engines may still copy in more than half of it"
+        return "engines may still copy from or to more than half of its extents"
     return ""

@@ -26,11 +26,14 @@ class TooManyPins(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayout:
-    """The part of a pin in one layout, by value. Chunks are those of one group of one rank."""
+    """The part of a pin in one layout, by value.
+
+    *num_chunks* and *num_coming* count a chunk once for each group of each rank.
+    """
 
     layout: Layout
     num_chunks: int
-    num_tokens: int  # of the prefix that all ranks have
+    num_tokens: int  # of the prefix that all groups of all ranks have in host memory
     num_coming: int  # chunks still being read from disk
     num_beyond: int  # cached chunks of the prefix that are left out, because the pins' part of host memory is full
 
@@ -45,7 +48,10 @@ class PinStatistics:
 
 
 class PinnedChunks:
-    """Leases on the chunks that one layout's groups need of the longest prefix in the tiers, some still being read."""
+    """Leases on the longest cached prefix in one layout: on the chunks of it that each group needs.
+
+    Some of these chunks may still be being read from disk.
+    """
 
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
         """Lease the longest prefix of *blocks* in *tiers*, whose groups must all be attention groups."""
@@ -103,10 +109,10 @@ class Pin:
 
 
 class Pins:
-    """Leases on chunks until a time that the operator chose. Owned by the sidecar's thread.
+    """All pins, which are leases on chunks until a time that an operator has chosen. Owned by the sidecar's thread.
 
-    A pin keeps the chunks that are cached when it is made; it creates none. It ends at its time, when its layout is
-    cleared, and with the sidecar.
+    A pin keeps only chunks that are cached when the pin is made. A pin ends at the chosen time, when one of its layouts
+    is cleared, and when the sidecar ends.
     """
 
     def __init__(self, shares: Shares, clock: Callable[[], float]) -> None:
@@ -128,7 +134,7 @@ class Pins:
         now = self._clock()
         chunks = [PinnedChunks(tiers, blocks, self._share) for tiers, blocks in wanted if blocks.names]
         made = Pin(pin_id, now, now + seconds, chunks)
-        self.unpin(pin_id)  # only now, so that chunks of both pins stay leased
+        self.unpin(pin_id)  # after the new pin is made, so that chunks in both pins stay leased
         self._pins[pin_id] = made
 
     def unpin(self, pin_id: str) -> bool:
@@ -152,7 +158,7 @@ class Pins:
                 self.unpin(pin.pin_id)
 
     def holders(self) -> list[AttachedClient]:
-        """Return each pin as a client with leases, once for each layout."""
+        """Return each pin in the form of a client that has leases, once for each of the pin's layouts."""
         return [
             AttachedClient(f"pin {pin.pin_id}", pin.since, each.tiers.layout, tuple(each.leases(pin.since)))
             for pin in self

@@ -18,8 +18,8 @@ PIECE_BYTES = 256 << 10  # read from one client per turn
 MAX_MESSAGES = 16  # delivered from one client per turn
 MAX_UNREAD_BYTES = 1 << 20  # backpressure: nothing is read from a client with more unread answers
 MAX_QUEUED_BYTES = 64 << 20  # a client with more unread answers is disconnected
-STUCK_S = 60.0  # a client that reads none of its answers for this long is disconnected
-ACCEPT_PAUSE_S = 1.0  # pause in accepting after the process or the machine ran out of descriptors or memory
+STUCK_S = 60.0  # a client that has unread answers and reads nothing for this long is disconnected
+ACCEPT_PAUSE_S = 1.0  # no connections are accepted for this long after descriptors or memory have run out
 
 _M = TypeVar("_M")
 _M_co = TypeVar("_M_co", covariant=True)
@@ -43,7 +43,7 @@ class Framing(Protocol[_M_co]):
 
 
 class Client(Generic[_M]):
-    """One connection, as the code that answers it sees it: an identity to compare, and a destination to send to."""
+    """One client's connection. Other modules use this object to identify the client, and to send to it."""
 
     def __init__(self, connection: socket.socket, framing: Framing[_M], now: float) -> None:
         self.connection = connection
@@ -76,10 +76,12 @@ class Message(NamedTuple, Generic[_M]):
 class Port(Generic[_M]):
     """Non-blocking sockets that accept clients at *listeners*, and deliver the clients' messages in turns.
 
-    Owned by one thread, which calls `receive` when `fileno` is readable or `has_more` is true. The limits above bound
-    its memory. A client that sends garbage or exceeds a limit loses its connection; nothing else happens.
+    Owned by one thread, which calls `receive` when `fileno` is readable or `has_more` is true. The limits at the top of
+    this module bound the memory of a `Port`. A client that sends invalid data or exceeds a limit loses its connection;
+    other clients are not affected.
 
-    Only processes of *allowed_uids* may connect to a Unix socket: by default those of this process's user.
+    Only processes of the users *allowed_uids* may connect to a Unix socket, by default only those of this process's
+    own user.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class Port(Generic[_M]):
     ) -> None:
         """Register the listeners.
 
-        *refused* is called with the kind of each refusal and its description. *framing* makes the framing of a new
-        connection. *farewell* returns the bytes for a connection that is turned away, given the reason.
+        *refused* is called for each refusal, with its kind and a description. *framing* makes the framing of a new
+        connection. *farewell* is called with the reason if a connection is refused, and returns the bytes to send.
         """
         self._clock = clock
         self._refused = refused
@@ -132,8 +134,8 @@ class Port(Generic[_M]):
     def receive(self) -> Iterator[Message[_M]]:
         """Yield the messages that have been received, a few of each client.
 
-        The caller must answer them one by one. Then a client that does not read its answers is sent at most one answer
-        beyond the limit on unread bytes.
+        The caller must answer each message before it takes the next one. Then, for a client that does not read its
+        answers, at most one answer is queued beyond `MAX_UNREAD_BYTES`.
         """
         for key, events in self._selector.select(0):
             if key.data is None:
@@ -152,8 +154,8 @@ class Port(Generic[_M]):
     def send(self, client: Client[_M], data: bytes, file: int | None = None) -> None:
         """Send these bytes to the client as soon as it reads; do nothing if it has disconnected.
 
-        A descriptor *file* is passed with the first of the bytes. It may be given only while no earlier bytes are
-        unread.
+        The descriptor *file*, if given, is passed with the first of the bytes. It may be given only if all earlier
+        bytes have been sent.
         """
         if not client.is_open:
             return
@@ -166,7 +168,7 @@ class Port(Generic[_M]):
             self._end(client)
 
     def end(self, client: Client[_M]) -> None:
-        """End this connection; `take_disconnected` returns it."""
+        """End this connection. The next `take_disconnected` returns the client."""
         self._end(client)
 
     def take_disconnected(self) -> list[Client[_M]]:
@@ -178,7 +180,7 @@ class Port(Generic[_M]):
         return gone
 
     def tick(self, stays: Callable[[Client[_M]], bool] = lambda client: False) -> None:
-        """Disconnect clients that read no answers, unless *stays* protects them; resume accepting after a pause."""
+        """Disconnect clients that read no answers, except those for which *stays* is true; end a pause in accepting."""
         if self._accepts_again_at is not None and self._clock() >= self._accepts_again_at:
             self._accepts_again_at = None
             for listener in self._listeners:
@@ -259,7 +261,7 @@ class Port(Generic[_M]):
         if not self._take_in(client, data):
             return
         if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MAX_HELD_BYTES:
-            self._refused("held", f"incomplete messages have {MAX_HELD_BYTES} bytes; a connection is closed")
+            self._refused("held", f"incomplete messages exceed {MAX_HELD_BYTES} bytes; a connection is closed")
             self._end(client)
             return
         if client.framing.to_send:
@@ -268,7 +270,7 @@ class Port(Generic[_M]):
             self._queue(client, to_send)
 
     def _take_in(self, client: Client[_M], data: bytes) -> bool:
-        """Cut *data* into messages, and return whether it is valid; if not, the connection has ended."""
+        """Cut *data* into messages. Return False if *data* is invalid; then the connection has been ended."""
         try:
             client.messages += client.framing.receive(data, MAX_MESSAGES)
         except ValueError as error:
@@ -303,7 +305,7 @@ class Port(Generic[_M]):
         return num_sent
 
     def _watch(self, client: Client[_M]) -> None:
-        """Register the events that can happen next at the connection."""
+        """Register the events for which the connection has to be watched next."""
         if not client.is_open:
             return
         is_read = client.is_reading and len(client.messages) < MAX_MESSAGES and not client.framing.has_more
@@ -330,10 +332,10 @@ class Port(Generic[_M]):
 
 
 def listen(url: str) -> socket.socket:
-    """Return a socket that listens at `tcp://HOST:PORT` or `ipc://PATH`, which are URLs of ZeroMQ.
+    """Return a socket that listens at *url*, which is `tcp://HOST:PORT` or `ipc://PATH`, as for ZeroMQ.
 
-    At a path only this user may connect. A socket file that an ended process has left there is replaced. Raises OSError
-    if the socket cannot listen there, and ValueError for another URL.
+    Only this user may connect to a path. A socket file that an ended process has left at the path is replaced. Raises
+    OSError if the socket cannot listen at *url*, and ValueError if *url* has another form.
     """
     kind, _, place = url.partition("://")
     if kind == "ipc" and place:
@@ -345,7 +347,7 @@ def listen(url: str) -> socket.socket:
 
 
 def is_at(listener: socket.socket, url: str) -> bool:
-    """Return whether the socket listens at this URL of `listen`. Port 0 in the URL matches any port."""
+    """Return whether the socket listens at *url*, which has the form as for `listen`. Port 0 matches any port."""
     kind, _, place = url.partition("://")
     name = listener.getsockname()
     if kind == "ipc" or listener.family == socket.AF_UNIX:
@@ -359,9 +361,9 @@ def is_at(listener: socket.socket, url: str) -> bool:
 
 
 def listen_at_path(path: str) -> socket.socket:
-    """Return a socket that listens at *path*, for this user only. Raise OSError if it cannot.
+    """Return a socket that listens at *path*, for this user only. Raise OSError if it cannot listen there.
 
-    A socket file that an ended process has left there is replaced.
+    A socket file that an ended process has left at the path is replaced.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -58,8 +58,8 @@ def run_process(config: SidecarConfig) -> int:
 def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEndpoints]) -> int:
     """Serve the engines that attach at the endpoints until a signal arrives, and return the exit status.
 
-    With a signal of `LEAVING` the service manager announces that another process follows: sockets and host memory are
-    left to that process.
+    A signal in `LEAVING` means that the service manager will start another sidecar process. Then sockets and host
+    memory are left to that process.
     """
     signals: list[int] = []
     with (
@@ -93,7 +93,7 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
         else:
             kept.let_go()
         if config.disk is not None:
-            log.info("writing the chunks that are only in host memory to disk; a second signal ends at once")
+            log.info("writing the chunks that are only in host memory to disk; a second signal stops at once")
             num_left = sidecar.flush(config.drain_s, systemd.alive)
             if num_left:
                 log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
@@ -106,7 +106,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
-    """Return the function that the owner's thread calls twice a second besides serving."""
+    """Return a function for `Sidecar.run` to call twice a second. It logs faults and notifies the service manager."""
     fault_log = FaultLog(time.monotonic)
 
     def look(statistics: SidecarStatistics) -> None:
@@ -141,12 +141,16 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
 def weights_of(
     models: Mapping[str, ModelWeightsConfig], progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, str]:
-    """Return for each model's name a text that identifies its weights. Raise ValueError for a path without weights."""
+    """Return for each model's name a text that identifies its weights.
+
+    *progress* is called with a line before each digest, which may take minutes. Raises ValueError for a path without
+    weights.
+    """
     found = {}
     for name, model in models.items():
         if model.path is None:
             found[name] = f"revision {model.revision}"
         else:
-            progress(f"taking the digest of the weights in {model.path}")
+            progress(f"computing the digest of the weights in {model.path}")
             found[name] = weights_digest(Path(model.path).expanduser())
     return found

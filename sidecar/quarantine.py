@@ -1,4 +1,4 @@
-"""Quarantine: slots of ended sessions from or to which a process may still copy."""
+"""Quarantine: slots that an ended session had leased, and that a process may still copy from or to."""
 
 import contextlib
 import logging
@@ -11,10 +11,10 @@ from kvtier.sidecar.endpoint import AttachedClient, LeaseUse
 
 log = logging.getLogger(__name__)
 
-TELL_AFTER_S = 5.0  # log a client after this long in quarantine; a process that is being killed needs less
+TELL_AFTER_S = 5.0  # log a client after this long in quarantine; a process that is being killed ends sooner
 MAX_CLIENTS = 512  # in quarantine; each keeps a descriptor open
-PIECE_BYTES = 256 << 10
-MAX_PIECES = 16  # dropped in one check
+PIECE_BYTES = 256 << 10  # received from an ended connection at a time, and dropped
+MAX_PIECES = 16  # dropped in one check at most
 
 
 class Lifeline:
@@ -25,7 +25,7 @@ class Lifeline:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over *connection* without notifying the other side."""
+        """Take over *connection* without sending anything to the other side."""
         self._connection = connection
 
     @classmethod
@@ -85,9 +85,9 @@ class _Held:
 class Quarantine:
     """The leases of clients whose session has ended, kept while one of the client's processes may still copy.
 
-    A process that is stopped in the middle of a copy continues it when it is woken up, even after its session has
-    ended. Until no such process is left, its slots are given to no other block, and its messages about them are
-    ignored. Owned by the sidecar's thread.
+    A process that is stopped in the middle of a copy continues the copy when it is woken up, even after its session has
+    ended. So while such a process may exist, no other block is put into the leased slots, and messages about these
+    slots are ignored. Owned by the sidecar's thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -104,10 +104,11 @@ class Quarantine:
         holders: Callable[[], Sequence[str]],
         let_go: Callable[[], None],
     ) -> None:
-        """Keep the leases of *client* while *holders* names any process, then call *let_go*, which ends them.
+        """Keep the leases of *client* until none of its processes can copy any more; then call *let_go* to end them.
 
-        Calls *let_go* at once if the client has no leases, or if no process is left. Calls *holders* repeatedly until
-        it first names no process. *endpoint* is the prefix of the log lines.
+        *holders* returns the names of the processes that may still copy. It is called repeatedly until it returns none.
+        *let_go* is called at once if the client has no leases, or if there is no such process. *endpoint* is the prefix
+        of the log lines.
         """
         if not client.leases or not holders():
             let_go()
@@ -128,7 +129,7 @@ class Quarantine:
                 log.info("%s: %d slots of %s left quarantine", held.endpoint, held.num_chunks, held.client.name)
 
     def clients(self) -> list[AttachedClient]:
-        """Return the clients with slots in quarantine, and since when, by value."""
+        """Return, by value, the clients with slots in quarantine. Their *since* is when the quarantine began."""
         return [held.client for held in self._held]
 
     def statistics(self) -> QuarantineStatistics:
@@ -136,7 +137,7 @@ class Quarantine:
         return QuarantineStatistics(len(self._held), sum(held.num_chunks for held in self._held))
 
     def close(self) -> None:
-        """End all leases. From now on no slot may be given to a block."""
+        """End all leases. After this call, no block may be put into any slot, because processes may still copy."""
         held, self._held = self._held, []
         for each in held:
             each.let_go()
@@ -145,9 +146,9 @@ class Quarantine:
         if not held.is_told and self._clock() - held.client.since > TELL_AFTER_S:
             held.is_told = True
             log.warning(
-                "%s: %d slots of %s are in quarantine since its session ended: %s may still copy from or to them; wake "
-                "it up or kill it: the slots become free once all its processes have ended or, with kvtier's own "
-                "client, once it attaches again",
+                "%s: %d slots of %s are in quarantine: its session has ended, but %s may still copy from or to these "
+                "slots; wake that process up or kill it. The slots become free when all processes of the engine have "
+                "ended or, with kvtier's own client, when the engine attaches again",
                 held.endpoint,
                 held.num_chunks,
                 held.client.name,

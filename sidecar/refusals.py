@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 class Refusals:
     """Counts of refusals by kind, with at most one log line per kind in `QUIET_S`. Owned by the endpoint's thread.
 
-    Refusals in between are counted in the next line of their kind.
+    The next line of a kind says how many refusals there were since the last one.
     """
 
     def __init__(self, clock: Callable[[], float], endpoint: str = "lmcache") -> None:
@@ -24,9 +24,9 @@ class Refusals:
         self._told_at: dict[str, float] = {}
 
     def refused(self, kind: str, what: str) -> None:
-        """Count a refusal, and log it unless a line about its kind is younger than `QUIET_S`.
+        """Count a refusal, and log *what* unless a line of this kind was logged less than `QUIET_S` seconds ago.
 
-        The program defines the kinds; a client cannot add any.
+        The kinds are fixed by the code; a client cannot add any.
         """
         self.counts[kind] += 1
         now = self._clock()

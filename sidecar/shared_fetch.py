@@ -1,4 +1,4 @@
-"""SharedFetch: a fetch of one group's chunks for a client, in whose share they count."""
+"""SharedFetch: a fetch of one group's chunks, which count in the client's share of host memory."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,11 @@ class SharedFetch:
         share: Share,
         on_fetched: Callable[[int, Reason | None], None],
     ) -> None:
-        """Start the fetch. *on_fetched* is called with each chunk's place, like `OnFetched`."""
+        """Start to fetch *blocks*, for which `LayoutTiers` has just made room.
+
+        *on_fetched* is called for each chunk that is not leased at once, as described at `OnFetched`: with its place in
+        *blocks*, and with the reason if it cannot be fetched.
+        """
         self._memory = tiers.memories[group_id]
         self._names = blocks.names
         self._share = share
@@ -52,7 +56,7 @@ class SharedFetch:
         return self._fetch.tier(place)
 
     def release(self, places: Ids) -> None:
-        """End the leases on these chunks, none of which has been released. The tail of the prefix must come first."""
+        """End the leases on these chunks, none of which has been released yet. *places* begin with the tail."""
         self._share.release(self._memory, self._leased(places))
         for place in places[self._is_coming[places]].tolist():
             self._expect_no_more(place)

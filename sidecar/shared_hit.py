@@ -13,14 +13,15 @@ from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
 
 
 def needed(group: AttentionGroup, num_chunks: int) -> range:
-    """Return the chunks of a hit of *num_chunks* chunks that the group needs."""
+    """Return which chunks the group needs for a hit of *num_chunks* chunks."""
     return range(group.first_needed(num_chunks * group.block_size), num_chunks)
 
 
 def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray[np.bool_]], num_chunks: int) -> int:
-    """Return the length of the longest hit, at most *num_chunks*, of which each group has all that it needs.
+    """Return the length in chunks of the longest hit for which each group has all the chunks that it needs.
 
-    *are_there* says for each group whether it has each of the chunks. All groups have blocks of one size.
+    The hit has at most *num_chunks* chunks. *are_there* says for each group which of the chunks it has. All groups have
+    blocks of one size.
     """
 
     def first_hole(number: int, start: int, end: int) -> int:
@@ -32,9 +33,9 @@ def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray
 
 
 class SharedHit:
-    """The longest prefix of some chunks from which a request can continue, cut to what the client may lease.
+    """The longest cached prefix from whose end a request can continue, cut to what the client may lease.
 
-    It leases nothing, so it may be out of date soon. All groups that are looked at have chunks of one size.
+    A `SharedHit` leases nothing, so it may soon be out of date. All groups that are looked up have chunks of one size.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class SharedHit:
         share: Share,
         lost: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Look up the chunks in *groups*, whose keys are their numbers in *tiers*.
+        """Look up the chunks *names* in *groups*, a mapping from each group's number in *tiers* to the group.
 
-        Chunks in *lost*, which are pairs of group and place, count as missing.
+        *share* is the client's share of host memory. *lost* has chunks that count as missing, as pairs of a group's
+        number and a place in *names*.
         """
         self._tiers = tiers
         self._groups = groups
@@ -76,7 +78,7 @@ class SharedHit:
         )
 
     def missing(self) -> Mapping[int, Sequence[BlockName]]:
-        """Return for each group the chunks that are not here and that a longer hit may need."""
+        """Return for each group the names of chunks that were not found and that a longer hit may need."""
         found: dict[int, Sequence[BlockName]] = {}
         for group_id, group in self._groups.items():
             are_there = self._are_there[group_id]

@@ -1,4 +1,4 @@
-"""SharedStore: one store for several layouts, each of which learns which of its chunks were evicted for the others."""
+"""SharedStore: one store for several layouts. Each layout learns which of its chunks other layouts' writes evicted."""
 
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -8,14 +8,18 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store with one view per namespace. Lanes' threads use the views; their owner calls `pop_evicted`."""
+    """A store with one view per namespace, that is, per layout.
+
+    The threads of the lanes read and write through the views. The thread that owns the tiers calls `pop_evicted` and
+    `take_cleared`.
+    """
 
     def __init__(self, store: Records) -> None:
         self.store = store
         self._views: dict[bytes, StoreView] = {}
 
     def view(self, namespace: bytes) -> "StoreView":
-        """Return a view of the store for this namespace, which must have only one."""
+        """Return a new view of the store for this namespace. Call it only once for each namespace."""
         view = self._views[namespace] = StoreView(self, namespace)
         return view
 
@@ -77,7 +81,8 @@ class StoreView:
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """Evict records of all namespaces; see `Records.evict`.
 
-        Returns the keys of this namespace, and reports the others to their views.
+        Returns the evicted keys of this namespace, and the bytes of all evicted records. Reports the other keys to
+        their views.
         """
         evicted = self._store.evict(num_bytes, limit, tenant)
         return Evicted(self._shared.split_evicted(self._namespace, evicted.keys), evicted.num_bytes)
@@ -90,7 +95,7 @@ class StoreView:
 
 
 class WholeStore(StoreView):
-    """The records of all namespaces; see `Records`. Evicted and deleted keys are reported to their views."""
+    """The records of all namespaces; see `Records`. Reports each evicted or deleted key to its namespace's view."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         evicted = self._store.evict(num_bytes, limit, tenant)

@@ -14,15 +14,15 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 
-TIMES_FREE = 7
+TIMES_FREE = 7  # a client may lease this many times as many bytes as are free
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Chunks of one memory that a client wants to lease, in the order of its preference."""
+    """Chunks that a client wants to lease in one memory (the slots of one group), the most wanted chunk first."""
 
     memory: SlotMemory
-    places: Places  # of each chunk; a chunk that is in no slot needs one
+    places: Places  # where each chunk is; a chunk that is in no slot needs a new one
     names: Sequence[BlockName] = ()  # of the chunks; needed only if they may be on disk
 
 
@@ -31,7 +31,7 @@ class LeaseCounts:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        # [num_slots] for each memory. Pages whose slots are never leased are never touched.
+        # [num_slots] for each memory. Pages of an array whose slots are never leased take no physical memory.
         self._counts: dict[SlotMemory, npt.NDArray[np.int32]] = {}
 
     def add(self, memory: SlotMemory, slots: Ids) -> Ids:
@@ -51,7 +51,7 @@ class LeaseCounts:
         return gone
 
     def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
-        """Return for each place whether a lease would be its first; True for a place that is not a slot."""
+        """Return for each place whether a new lease would be its only one; True for a place that is not a slot."""
         are_new: npt.NDArray[np.bool_] = (places < 0) | (self._of(memory)[np.maximum(places, 0)] == 0)
         return are_new
 
@@ -76,7 +76,11 @@ class Share:
     """
 
     def __init__(self, shares: "Shares", ledger: LeaseLedger | None = None, part: float = 1.0) -> None:
-        """Start without leases. The limit is *part* of host memory. *ledger* is given if the client copies."""
+        """Start without leases.
+
+        *ledger* records the leases for the next process; None if the client copies nothing from or to the slots. *part*
+        is the fraction of host memory that the client may lease at most.
+        """
         self._shares = shares
         self._ledger = ledger
         self._part = part
@@ -90,10 +94,11 @@ class Share:
         return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """Return how many of the first chunks the client may lease in addition to its leases, in each of the memories.
+        """Return how many of the first chunks the client may lease in addition to its leases, in every memory alike.
 
-        A memory with fewer chunks than another has the first ones. Chunks that the client has leased already cost
-        nothing. A client that has nothing may lease one chunk, unless *part* limits it.
+        *wanted* has one entry for each memory. For a result of n, the client may lease the first n chunks of each
+        entry, and all chunks of an entry that has fewer. Chunks that the client has leased already cost nothing. A
+        client without leases may lease one chunk in any case, unless *part* limits the client.
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
@@ -163,16 +168,19 @@ class Shares:
     memory, and n clients that want all they can get end with equal parts, about an n-th each. However many clients
     there are, the next one finds room.
 
-    A new client takes nothing away from another one. The other client gets nothing more until some of its leases have
-    ended, and all leases end. Clients without leases cost the other clients nothing: an engine has a connection for its
-    scheduler and one for each worker, which lease in turns.
+    A new client takes no leases away from others. A client above its limit gets nothing more until some of its leases
+    have ended, and every lease ends. Clients without leases cost the others nothing. That matters because an engine has
+    several clients that lease in turns: a connection for its scheduler, and one for each worker.
 
-    The algorithm is that of switches which share a buffer: dynamic thresholds, Choudhury and Hahne, IEEE/ACM
-    Transactions on Networking 6, 1998.
+    The algorithm is the one by which the ports of a network switch share a buffer: dynamic thresholds, Choudhury and
+    Hahne, IEEE/ACM Transactions on Networking 6, 1998.
     """
 
     def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
-        """Start without leases. *total* returns the bytes of host memory now. *ledger* records the clients' leases."""
+        """Start without leases.
+
+        *total* returns the current size of host memory in bytes. *ledger* records the leases for the next process.
+        """
         self.leased = LeaseCounts()
         self.pending_bytes = 0  # a chunk that several clients wait for counts once for each
         self._total = total

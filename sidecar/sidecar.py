@@ -1,4 +1,4 @@
-"""Sidecar: one thread that serves the engines' sockets, host memory and disk."""
+"""Sidecar: the thread that owns host memory and disk, and serves engines from them."""
 
 import selectors
 import time
@@ -26,15 +26,15 @@ from kvtier.transfer.transfer_engine import TransferEngine
 _Answer = TypeVar("_Answer")
 
 TICK_S = 0.05  # longest wait while something is in flight, so that deadlines are noticed
-IDLE_TICK_S = 0.5  # longest wait otherwise, so that the disk's openings and breakers are noticed
-MAX_QUESTIONS = 256  # queued questions of other threads; more would queue only if the owner's thread is stuck
-TAKING_IN_S = 0.001  # time per turn for finished transfers; the rest waits for the next turn
+IDLE_TICK_S = 0.5  # longest wait otherwise, so that a disk that has opened and a breaker that is due are noticed
+MAX_QUESTIONS = 256  # questions that other threads may queue; the queue fills only if the owner's thread is stuck
+TAKING_IN_S = 0.001  # time limit per turn for processing finished transfers; the rest waits for the next turn
 
 
 class DriveLife:
-    """An `SsdLife` of a store that may open later, or again. Owned by the sidecar's thread.
+    """The wear of the SSD below a store, which may open late or be reopened. Owned by the sidecar's thread.
 
-    Uses the store's own total of written bytes, because each layout knows only of its own writes.
+    Uses the store's own total of written bytes, because each layout counts only its own writes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DriveLife:
 
 
 class QueueFull(RuntimeError):
-    """The error of a question that finds the queue of the owner's thread full."""
+    """Raised for a question if `MAX_QUESTIONS` questions are queued for the sidecar's thread already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class Saving:
 
 
 class Sidecar:
-    """The tiers of all layouts, and the loop that serves engines from them.
+    """The tiers of all layouts (see `Layout`), and the loop that serves engines from them.
 
-    No call here waits for a disk, an engine or a copy. `run` waits in one place, for sockets and lanes together.
-    Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
+    No call here waits for a disk, an engine or a copy. `run` waits in one place, for the engines' sockets and for
+    finished transfers together. Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Sidecar:
             self._selector.register(file, selectors.EVENT_READ)
 
     def run(self, look: Callable[[SidecarStatistics], None] = lambda statistics: None) -> None:
-        """Serve until `stop` is called, and pass the statistics to *look* about every `IDLE_TICK_S`."""
+        """Serve until `stop` is called, and pass the statistics to *look* about every `IDLE_TICK_S` seconds."""
         look_at = self._clock()
         while not self._is_stopping:
             may_have_more = self.turn()
@@ -120,7 +120,7 @@ class Sidecar:
             self._wait(may_have_more)
 
     def turn(self) -> bool:
-        """Advance everything that is in flight, and return whether engines may have sent more than was processed."""
+        """Advance everything that is in flight; return whether engines may have sent messages for the next turn."""
         self._finished.reset()
         until = self._clock() + TAKING_IN_S
         self._transfers.poll(should_continue=lambda: self._clock() < until)
@@ -152,7 +152,7 @@ class Sidecar:
 
     @property
     def num_asked(self) -> int:
-        """Number of questions queued for this thread. Any thread may read it."""
+        """Number of questions queued for the sidecar's thread. Any thread may read this property."""
         return self._asked.qsize()
 
     @property
@@ -163,7 +163,7 @@ class Sidecar:
         if not self.endpoints:
             return "no endpoint is open"
         if self._segment.backed_bytes < self.layouts.extents.extent_bytes:
-            return "no host memory is backed yet"
+            return "no host memory has been allocated yet"
         return ""
 
     @property
@@ -176,7 +176,7 @@ class Sidecar:
         return [client for endpoint in self.endpoints for client in endpoint.clients()]
 
     def quarantined(self) -> list[AttachedClient]:
-        """Return the clients whose session has ended while one of their processes may still copy, by value."""
+        """Return, by value, the clients whose session has ended although one of their processes may still copy."""
         return self.layouts.quarantine.clients()
 
     def saving(self) -> Saving:
@@ -203,11 +203,11 @@ class Sidecar:
             endpoint.check()
 
     def now(self) -> float:
-        """Return the time of the clock that dates clients and leases."""
+        """Return the current time of the clock by which clients and leases have their timestamps."""
         return self._clock()
 
     def leave(self) -> None:
-        """Leave the segment to the next process.
+        """Leave the segment, which is the shared host memory, to the next sidecar process.
 
         Engines keep the segment mapped, and may finish the copies that they have in flight.
         """
@@ -243,9 +243,9 @@ class Sidecar:
         )
 
     def close(self) -> None:
-        """Stop the lanes and the store, and unlink the segment's name.
+        """Stop the lanes and the store, and close the segment, whose name is unlinked unless `leave` was called.
 
-        Call `flush` first if the disk should have everything.
+        Chunks that are only in host memory are lost. To write them to disk, call `flush` first.
         """
         for endpoint in self.endpoints:
             endpoint.close()
@@ -276,7 +276,7 @@ class Sidecar:
                     answer.set_exception(error)
 
     def _wait(self, may_have_more: bool) -> None:
-        """Wait until a socket or a lane has something to do, or something may be due."""
+        """Wait until a socket is readable, a transfer has finished, or a deadline may have passed."""
         if may_have_more or not self._finished.empty():
             return
         is_busy = self._transfers.in_flight or any(endpoint.is_waiting for endpoint in self.endpoints)

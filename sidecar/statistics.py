@@ -55,9 +55,9 @@ class SidecarStatistics:
     store: StoreStanding | None
     endpoints: tuple[ConnectorCounts, ...]
     pins: PinStatistics
-    what_if: HitRatios  # if a tier were smaller or larger, for the prompts that endpoints receive
+    what_if: HitRatios  # estimates for smaller and larger tiers, from the prompts that endpoints receive
     quarantine: QuarantineStatistics
-    request_log: LogCounts | None = None  # None without one
+    request_log: LogCounts | None = None  # None without a request log
 
     @property
     def tokens(self) -> TokenBalance:
@@ -122,8 +122,8 @@ def disk_of_all(
 ) -> DiskStatistics:
     """Return the statistics of the disk that several layouts share.
 
-    Its size and wear are the store's and the drive's own figures. The layouts' counters are summed. Of their states the
-    worst one counts.
+    The size is the store's own figure, and *life* is the drive's wear. The layouts' counters are summed. The state is
+    that of the layout for which the disk works worst.
     """
     budgets = [disk.budget_left_bytes for disk in disks if disk.budget_left_bytes is not None]
     sides = disks[0].breakers.keys()
@@ -150,9 +150,10 @@ def _why_failed(disks: Sequence[DiskStatistics], side: str) -> str:
 
 
 def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> TierStatistics:
-    """Return the store's own figures, and the damage that the layouts have found.
+    """Return the disk tier's statistics: the size and evictions of the store, and the damage that the layouts found.
 
-    All layouts share the store, and each layout's figures date from its last write.
+    The size is not taken from the layouts, because all of them share the store, and each one's figures are as old as
+    its last write.
     """
     return TierStatistics(
         num_blocks=store.num_records,
@@ -165,7 +166,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
 
 
 def _own(host: TierStatistics, tiers: LayoutTiers) -> TierStatistics:
-    """Return *host* with the capacity that the layout has now, and without the slots lent to other layouts."""
+    """Return *host* with the capacity of the layout's current extents, and with leases in these extents only."""
     return replace(host, capacity_bytes=tiers.held_bytes, num_leased=tiers.num_leased)
 
 

@@ -14,13 +14,18 @@ MIN_WATCHDOG_S = 2.0  # the owner's thread can notify only about twice a second
 
 
 class Systemd:
-    """The protocol of `sd_notify(3)`: datagrams to the socket that `NOTIFY_SOCKET` names. Without one nothing is sent.
+    """A client of `sd_notify(3)`, which sends datagrams to the socket that `NOTIFY_SOCKET` names.
 
-    No call blocks. Owned by the thread that owns the tiers, so that `alive` is not sent while that thread is stuck.
+    Without that variable nothing is sent. No call blocks. Owned by the thread that owns the tiers, so that `alive` is
+    not sent while that thread is stuck.
     """
 
     def __init__(self, environment: Mapping[str, str], clock: Callable[[], float]) -> None:
-        """Open the socket. Raise ValueError, with what to do, if the watchdog would end a sidecar that is alive."""
+        """Open the socket.
+
+        Raises ValueError if `NOTIFY_SOCKET` is invalid, or if the watchdog's timeout is so short that systemd would end
+        a healthy sidecar.
+        """
         self._clock = clock
         self._socket: socket.socket | None = None
         self._is_ready = False
@@ -95,5 +100,5 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
         return 0.0
     seconds = int(text) / 1e6 if text.isdecimal() else 0.0
     if seconds < MIN_WATCHDOG_S:
-        raise ValueError(f"WATCHDOG_USEC {text}: use WatchdogSec={MIN_WATCHDOG_S:g} or more")
+        raise ValueError(f"WATCHDOG_USEC {text}: set WatchdogSec={MIN_WATCHDOG_S:g} or more in the systemd unit")
     return seconds

@@ -71,7 +71,6 @@ class StoreStatistics:
     file_bytes: int  # disk space in use now (`st_blocks`); 0 for a store in memory
     written_bytes_total: int  # * payload bytes, as stored
     recent_written_bytes: int  # * about the last day's bytes; older bytes decay
-    read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
     quota_evicted_total: int  # * part of `evicted_total`: records of tenants over their quota
     tenants: Mapping[bytes, int]  # * charged bytes of each tenant that has a quota

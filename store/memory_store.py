@@ -48,7 +48,6 @@ class MemoryStore:
         self._stored_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
-        self._read_bytes_total = 0
         self._evicted_total = self._quota_evicted_total = 0
         self._faults: Counter[Fault] = Counter()
         self._closed = False
@@ -116,7 +115,6 @@ class MemoryStore:
                 file_bytes=0,
                 written_bytes_total=self._written_bytes_total,
                 recent_written_bytes=self._written_bytes_total,
-                read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
                 quota_evicted_total=self._quota_evicted_total,
                 tenants={tenant: self._tenants[tenant] for tenant in self._quotas if self._tenants[tenant]},
@@ -217,11 +215,9 @@ class MemoryStore:
             return Fault.MISSING
         result = unseal(key, row.header, memoryview(row.payload), out, self._cipher)
 
-        with self._lock:
-            if isinstance(result, Fault):
+        if isinstance(result, Fault):
+            with self._lock:
                 self._faults[result] += 1
                 if result.is_bad_record and self.rows.get(key) is row:  # otherwise a good record has replaced it
                     self._forget(key)
-            else:
-                self._read_bytes_total += out.nbytes
         return result

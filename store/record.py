@@ -96,7 +96,7 @@ class Record(NamedTuple):
             self.stored_length,
             self.digest,
         )
-        return fields + _checksum(fields, key)
+        return fields + xxhash.xxh3_64_digest(fields + key)
 
     @classmethod
     def unpack(cls, key: bytes, header: bytes) -> "Record | Fault":
@@ -106,7 +106,7 @@ class Record(NamedTuple):
         _, _, codec_id, cipher_id, key_id, namespace, raw_length, stored_length, known = _FIELDS.unpack_from(header)
         if namespace != key[:NAMESPACE_BYTES]:
             return Fault.FOREIGN
-        if header[_FIELDS.size :] != _checksum(header[: _FIELDS.size], key):
+        if header[_FIELDS.size :] != xxhash.xxh3_64_digest(header[: _FIELDS.size] + key):
             return Fault.CORRUPT
         return cls(namespace, codec_id, raw_length, stored_length, known, cipher_id, key_id)
 
@@ -118,10 +118,6 @@ def _fault_of_start(header: bytes) -> Fault:
     if not header.startswith(_MAGIC):
         return Fault.CORRUPT
     return Fault.TORN if header.startswith(_START) else Fault.VERSION
-
-
-def _checksum(fields: bytes, key: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(fields + key)
 
 
 def is_plain(header: bytes, num_bytes: int) -> bool:

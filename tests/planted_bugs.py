@@ -751,8 +751,8 @@ BUGS = [
     Bug(
         "the tail of a prefix is evicted last",
         "tiers/cache.py",
-        "slots = _ids(table)[::-1]",
-        "slots = _ids(table)",
+        "slots = np.array(table, np.intp)[::-1]",
+        "slots = np.array(table, np.intp)",
         "tests/tiers/lower/remote/test_remote_tier.py",
     ),
     Bug(
@@ -786,7 +786,7 @@ BUGS = [
     Bug(
         "slots of the last checkpoint may be overwritten",
         "store/lmdb/files.py",
-        "Change(self.tables, txn, self._synced_change)",
+        "Change(self.tables, txn, synced_change)",
         "Change(self.tables, txn, None)",
         "tests/store/lmdb/test_durability.py",
     ),
@@ -884,9 +884,9 @@ BUGS = [
     Bug(
         "a request waits for the probe of a disk that hung",
         "tiers/lower/disk_tier.py",
-        "return self.reading.is_closed",
-        "return self.reading.allows()",
-        "tests/engine/scheduling/test_liveness.py",
+        "self.index.num_held(group_id, names) if self.reading.is_closed else 0",
+        "self.index.num_held(group_id, names) if self.reading.allows() else 0",
+        "tests/tiers/lower/test_disk_tier.py",
     ),
     Bug(
         "a block whose read hangs is waited for again",
@@ -1094,7 +1094,7 @@ BUGS = [
     ),
     Bug(
         "a probe that its lane refused is never tried again",
-        "tiers/lower/read_probe.py",
+        "tiers/lower/reads.py",
         "            del self._under_way[block]\n            source.reading.withdraw(attempt)",
         "            pass",
         "tests/tiers/test_mishaps.py",
@@ -1130,7 +1130,7 @@ BUGS = [
     Bug(
         "a device block whose host copy was evicted is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lose(group_id, gone, Tier.HOST, cause)\n",
+        "self._lost.append(Lost(group_id, gone, Tier.HOST, cause))\n",
         "pass\n",
         "tests/tiers/test_mishaps.py",
     ),
@@ -1172,7 +1172,7 @@ BUGS = [
     Bug(
         "the eviction end of the device is not looked at again after a copy below was lost",
         "tiers/down/host_spill.py",
-        " and known.num_lost == group.slots.num_lost",
+        " and known.num_lost == num_lost",
         "",
         "tests/tiers/test_cache.py",
     ),
@@ -1396,7 +1396,7 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lose(group_id, [name], Tier.DISK, cause)\n\n    def remove_from_disk_index(",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK, cause))\n\n    def remove_from_disk_index(",
         "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
@@ -1986,8 +1986,8 @@ BUGS = [
     Bug(
         "the connector says that it survives vLLM's sleep",
         "connectors/vllm_connector/connector.py",
-        'when vLLM sleeps (vLLM 0.33 asks)."""\n        return False\n',
-        'when vLLM sleeps (vLLM 0.33 asks)."""\n        return True\n',
+        'from 0.33 on.\n        """\n        return False\n',
+        'from 0.33 on.\n        """\n        return True\n',
         "tests/connectors/test_vllm_newer_hooks.py",
     ),
     Bug(
@@ -3980,9 +3980,9 @@ BUGS = [
     ),
     Bug(
         "writes that overdraw the budget are forgiven",
-        "tiers/lower/write_budget.py",
-        "self._left_bytes = self._left_now(self._bytes_per_day) - num_bytes",
-        "self._left_bytes = max(0.0, self._left_now(self._bytes_per_day) - num_bytes)",
+        "tiers/lower/admission.py",
+        "self._left_bytes = self._left_now(self.bytes_per_day) - num_bytes",
+        "self._left_bytes = max(0.0, self._left_now(self.bytes_per_day) - num_bytes)",
         "tests/tiers/lower/test_write_budget.py",
     ),
     Bug(
@@ -4008,7 +4008,7 @@ BUGS = [
     ),
     Bug(
         "each salt of a tenant is a tenant",
-        "tiers/naming/tenant.py",
+        "tiers/naming/named_blocks.py",
         'cache_salt.partition("\\0")[0].encode()',
         "cache_salt.encode()",
         "tests/tiers/lower/test_tenants.py",
@@ -4085,7 +4085,7 @@ BUGS = [
     ),
     Bug(
         "a failed copy counts in the speed of its lane",
-        "transfer/lane_speed.py",
+        "transfer/lane.py",
         "if transfer.error is not None or not transfer.num_bytes:",
         "if not transfer.num_bytes:",
         "tests/transfer/test_lane_speed.py",

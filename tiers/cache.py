@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.down.drain import Drain
 from kvtier.tiers.down.host_spill import HostSpill
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lookups import Lookups
-from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.copies import CleanAhead
 from kvtier.tiers.lower.local_purge import limit_per_group
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.lower.purge import PurgeOrder
@@ -23,22 +22,20 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup, alignment, name_block_size
+from kvtier.tiers.naming.groups import AttentionGroup, name_block_size
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pins
 from kvtier.tiers.purge import CachePurge
-from kvtier.tiers.residency import Located, Residency
+from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.tiers.up.hit_plans import HitPlans
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promoter import Promoter
-from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Table, Tables
+from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Tables
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import TransferEngine
 
 TAKING_IN_S = 0.0003  # time limit for processing finished copies in a poll, after the first batch
-NOTHING = np.empty(0, np.int32)
-NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,6 @@ class TieredCache:
         """
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
-        self.alignment = alignment(groups)
         self.lower = lower
         self.residency = Residency(groups, memories, lower, options.partial_blocks, events, clock, spills)
         self._group_tiers = self.residency.groups
@@ -115,7 +111,7 @@ class TieredCache:
         limit = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(options.min_clean_ahead, limit, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
-        self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
+        self._promoter = Promoter(self.residency, transfers, clock, options.by_layers)
         self._hits = self._promoter.hits
         self.lookups = Lookups(groups, self.residency, self._retention, planner)
         self.plans = HitPlans(self._group_tiers, self._hits, lower, transfers, planner)
@@ -234,10 +230,10 @@ class TieredCache:
             first, last = start // group.block_size, end // group.block_size
             if not group.attention.forgets:
                 if first < last:
-                    self.residency.commit_run(group, table, chain, first, _ids(table[first:last]))
+                    self.residency.commit_run(group, table, chain, first, np.array(table[first:last], np.intp))
                 continue
             for blocks in self._retention.kept(group.attention, first, last, boundaries):
-                slots = _ids(table[blocks.start : blocks.stop])
+                slots = np.array(table[blocks.start : blocks.stop], np.intp)
                 if (slots != NO_SLOT).all():
                     self.residency.commit_run(group, table, chain, blocks.start, slots)
                     continue
@@ -279,7 +275,7 @@ class TieredCache:
     def release(self, tables: Tables) -> None:
         """Release a request's leases, the prefix's tail first, so that the tail is evicted first."""
         for group, table in zip(self._group_tiers, tables, strict=True):
-            slots = _ids(table)[::-1]
+            slots = np.array(table, np.intp)[::-1]
             leased = slots[slots != NO_SLOT]
             group.num_held -= len(leased)
             group.pool.release(leased)
@@ -375,7 +371,6 @@ class TieredCache:
         return CacheStatistics(
             {Tier.DEVICE: device, **lower.tiers},
             self._transfers.statistics(),
-            self._promoter.num_waiting,
             self._window.num_blocks,
             lower.disk,
             lower.remote,
@@ -407,12 +402,3 @@ class TieredCache:
         num_slots += group.pool.num_reserved  # promotions take their reserved slots first
         horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks
         return max(0, num_slots - group.slots.num_clean(horizon, besides))
-
-    def _hand_over(self, promotion: Promotion) -> None:
-        """Count the leases of a completed promotion as leases of the caller."""
-        for group, table in zip(self._group_tiers, promotion.tables, strict=True):
-            group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
-
-
-def _ids(slots: Table) -> Ids:
-    return np.array(slots, np.intp)

@@ -9,7 +9,7 @@ from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.residency import Located, Residency
+from kvtier.tiers.residency import GroupTiers, Located, Residency
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import Hit, Misses, PartialHit
 
@@ -50,7 +50,7 @@ class Lookups:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
-            found = self._residency.locate(group, group.names_in(chain, range(start, end)))
+            found = self._residency.locate(group, chain.names_of(group.block_size, range(start, end)))
             located[group_id] = start, found
             return start + found.num_found
 
@@ -60,7 +60,7 @@ class Lookups:
             needed = group.needed(num_found)
             start, found = located.get(group.id, (0, NOT_LOOKED_FOR))
             if needed.start < start or start + len(found.device_slots) < needed.stop:
-                start, found = needed.start, self._residency.locate(group, group.names_in(chain, needed))
+                start, found = needed.start, self._residency.locate(group, chain.names_of(group.block_size, needed))
             device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
             below.append(found.below[needed.start - start : needed.stop - start])
         misses = Misses(())
@@ -68,7 +68,8 @@ class Lookups:
             ends = {num_found // group.block_size * group.block_size + group.block_size for group in self._attentions}
             why = self._residency.miss_reason(chain.names[end // self._block_size - 1] for end in sorted(ends))
             misses = Misses(((limit, why),))
-        partial = self._partial_hit(chain, num_found, num_tokens)
+        in_part = self._residency.partial_group
+        partial = None if in_part is None else self._partial_hit(in_part, chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self._residency.num_changes)
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
@@ -86,7 +87,7 @@ class Lookups:
             return NOTHING_TO_ASK
         limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
         for group in self._groups:
-            names = group.names_in(chain, range(limit // group.block_size))
+            names = chain.names_of(group.block_size, range(limit // group.block_size))
             start = 0 if group.attention.forgets else self._residency.locate(group, names).num_found
             if start < len(names) and self._is_worth_asking(start * group.block_size, num_tokens):
                 inquiries.append(self._residency.lower.hints.inquire(group.id, names[start:]))
@@ -100,7 +101,9 @@ class Lookups:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
-            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
+            return (
+                start + self._residency.locate(group, hit.chain.names_of(group.block_size, range(start, end))).num_found
+            )
 
         if self._retention.interval_tokens is None or len(self._attentions) == 1:
             return None  # all blocks are kept anyway
@@ -114,7 +117,7 @@ class Lookups:
             found = []
             for group in self._groups:
                 block_id = place * self._block_size // group.block_size
-                names = group.names_in(chain, range(block_id, block_id + 1))
+                names = chain.names_of(group.block_size, range(block_id, block_id + 1))
                 found.append(self._residency.tier_of(group, names[0]) if names else None)
             tiers = [tier for tier in found if tier is not None]
             result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
@@ -131,11 +134,10 @@ class Lookups:
         limit = min(max(0, num_tokens - 1), len(chain.names) * self._block_size)
         return limit // self._alignment * self._alignment
 
-    def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
+    def _partial_hit(self, group: GroupTiers, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
         """Return the device block that shares the most tokens with the prompt after the hit, if all groups have it."""
-        group = self._residency.partial_group
         wanted = chain.token_ids[num_found : min(num_found + self._block_size, num_tokens - 1)]
-        if group is None or group.partial_matches is None or not len(wanted):
+        if group.partial_matches is None or not len(wanted):
             return None
         key = chain.continued_key(num_found // self._block_size)
         for slot, num_shared in group.partial_matches.sharing(key, wanted, group.pool):

@@ -9,13 +9,12 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.down.host_spill import HostSpill
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, ReadPriority
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import alignment
-from kvtier.tiers.naming.named_blocks import BlockIds
+from kvtier.tiers.naming.named_blocks import BlockIds, blocks_of, names_of
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.residency import Residency
+from kvtier.tiers.residency import GroupTiers, Residency
 
 RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
 PART = 48  # blocks looked up per call
@@ -180,7 +179,9 @@ class Pins:
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
-            found = self._lower.find(leases.group.id, leases.group.names_of(pin.chain, leases.blocks.start + here))
+            found = self._lower.find(
+                leases.group.id, names_of(pin.chain, leases.group.attention, leases.blocks.start + here)
+            )
             leased = np.array([fetch.slots[number] for fetch, number in map(leases.fetched.__getitem__, here.tolist())])
             lost = here[found != leased]
             leases.let_go(lost)
@@ -207,7 +208,7 @@ class Pins:
         """Fetch the blocks that the lower tiers hold, and start spilling those that are only on the device."""
         group = leases.group
         places = places[~leases.is_coming[places]]
-        names = group.names_of(pin.chain, leases.blocks.start + places)
+        names = names_of(pin.chain, group.attention, leases.blocks.start + places)
         found = self._lower.find(group.id, names)
         is_read = found != NOWHERE
         is_read &= (found >= 0) | (np.cumsum(found < 0) <= MAX_IN_FLIGHT - leases.num_coming)
@@ -219,7 +220,7 @@ class Pins:
             self._host_spill.copy_down(group, on_device[on_device != ABSENT].tolist())
 
     def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
-        wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
+        wanted = blocks_of(pin.chain, leases.group.attention, leases.blocks.start + places)
         fetch = self._lower.fetch(
             leases.group.id, wanted, partial(self._on_fetched, pin, leases, places), priority=ReadPriority.LATER
         )

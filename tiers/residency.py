@@ -1,7 +1,11 @@
-"""Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier."""
+"""Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier.
+
+`GroupTiers` is the part of one attention group.
+"""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
@@ -9,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
+from kvtier.tiers.device.group_slots import GroupSlots, SlotOwners
+from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, LowerTiers, Places, are_kept
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, LowerTiers, Places, are_kept, names_at
 from kvtier.tiers.lower.spill_log import SpillLog
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, name_block_size
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import number_of, tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route
@@ -24,6 +29,72 @@ from kvtier.transfer.transfer_engine import Route
 # Tier of each place in the lower tiers; a place that is not listed is a host slot.
 TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}
 SLOTS_AT_ONCE = 256  # device slots checked per call, which takes 0.1 ms of the owner's thread
+OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
+"""Callback for blocks of a group that have left the device; see `OnForgotten`."""
+
+
+class GroupTiers:
+    """Device state of one attention group, whose blocks have one size. A request has one block table per group.
+
+    Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        attention: AttentionGroup,
+        memory: BlockMemory,
+        on_left_device: OnLeftDevice,
+        is_spilled: bool,
+        is_matched_in_part: bool,
+    ) -> None:
+        """Create the state of a group without blocks.
+
+        *memory* holds the group's slots. *is_spilled* says whether there are tiers below the device, and
+        *is_matched_in_part* whether device blocks can be found by their first tokens.
+        """
+        self.id = group_id  # index of the group in all lists by group, such as tables, demands and hits
+        self.attention = attention
+        self.block_size = attention.block_size
+        self.memory = memory
+        self.slots = GroupSlots(memory.num_device_slots, is_spilled, partial(on_left_device, self))
+        self.pool = self.slots.pool
+        self.owners = SlotOwners(memory.num_device_slots)
+        self.partial_matches = PartialMatches(memory.num_device_slots, self.block_size) if is_matched_in_part else None
+        self.tails: set[BlockName] = set()  # device blocks that are not full; they are not spilled and cause no events
+        self.num_held = 0  # leases on device slots held by callers of the cache
+
+    def needed(self, num_tokens: int, start: int = 0) -> range:
+        """Return the ids of the blocks from token *start* on that a request reads to resume after *num_tokens*."""
+        end = num_tokens // self.block_size
+        return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
+
+    def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
+        """Record that *slots* hold blocks of *tenant*, namely those of *chain* from block *start* on if it is given."""
+        self.owners.record(slots, tenant)
+        if self.partial_matches is not None:
+            if chain is not None:
+                self.partial_matches.record(slots, chain, start)
+            else:
+                self.partial_matches.forget(slots)
+
+    def commit_tail(self, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
+        """Name a block that is not full, of which *token_ids* are computed, unless another slot holds it already."""
+        if self.pool.commit([slot], [name]):
+            return
+        if self.partial_matches is not None:
+            self.partial_matches.record_tail(slot, key, token_ids)
+        self.tails.add(name)
+
+    def are_of(self, tenant: bytes, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Return for each device slot whether its block belongs to *tenant*."""
+        own: npt.NDArray[np.bool_] = self.owners.of(slots) == np.uint64(number_of(tenant))
+        return own
+
+    def clear(self) -> Sequence[BlockName]:
+        """Evict all device blocks without callbacks, and return their names. No slot may be leased."""
+        self.tails.clear()
+        return self.slots.clear()
 
 
 class Located(NamedTuple):
@@ -85,13 +156,14 @@ class Residency:
         """Return the locations of the group's blocks with these names."""
         nowhere = np.full(len(names), NOWHERE, np.int32)
         # A prompt that was never seen costs one lookup.
-        if names and group.pool.find(names[0]) is None and not len(self._find_run(group, names[:1])):
+        is_first_here = not names or group.pool.find(names[0]) is not None
+        if not is_first_here and (self.is_cut_off or not len(self.lower.find_run(group.id, names[:1]))):
             return Located(nowhere, nowhere, 0)
         slots = group.pool.find_all(names)
         absent = np.flatnonzero(slots == ABSENT)
         if not len(absent):
             return Located(slots, nowhere, len(names))
-        found = self._find_run(group, _picked(names, absent))
+        found = nowhere[:0] if self.is_cut_off else self.lower.find_run(group.id, names_at(names, absent))
         if len(found) == len(names):
             return Located(slots, found, len(names))
         nowhere[absent[: len(found)]] = found
@@ -116,7 +188,7 @@ class Residency:
         # With the chain's own list, a request forms one run. Not in groups that forget, where two blocks of a window
         # would keep all the names of a long prompt alive.
         is_own = group.block_size == chain.block_size and not group.attention.forgets
-        names = chain.names if is_own else group.names_in(chain, range(start, start + len(slots)))
+        names = chain.names if is_own else chain.names_of(group.block_size, range(start, start + len(slots)))
         offset = start if is_own else 0
         taken = pool.commit(slots, names, offset)
         for place in taken:
@@ -125,20 +197,16 @@ class Residency:
             pool.lease([holder])
             pool.release([table[start + place]])
             table[start + place] = holder
-        first = 0
+        tenant, step, first = tenant_of(chain.extra.cache_salt), group.block_size // chain.block_size, 0
         for end in [*taken, len(slots)]:
             if first < end:
-                self.on_committed(group, slots[first:end], chain, start + first)
+                if group.slots.is_spilled:
+                    group.slots.dirty.add(slots[first:end])
+                group.record_origin(slots[first:end], tenant, chain, start + first)
+                if self._events is not None:
+                    new = chain.names[(start + first + 1) * step - 1 : (start + end) * step : step]
+                    _tell_stored(self._events, group, new, chain, start + first)
             first = end + 1
-
-    def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
-        """Record that the group's blocks of *chain* from block *start* on were computed and named in *slots*."""
-        group.slots.mark_dirty(slots)
-        group.record_origin(slots, tenant_of(chain.extra.cache_salt), chain, start)
-        if self._events is not None:
-            step = group.block_size // chain.block_size
-            names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
-            self._tell_stored(group, names, chain, start)
 
     def publish(
         self,
@@ -164,12 +232,11 @@ class Residency:
             assert holder is not None, "a name is taken, but no slot has it"
             used[place] = holder
         places = [place for place in range(len(ids)) if place not in taken] if taken else range(len(ids))
-        if not taken and tenants.count(tenants[0]) == len(tenants):
-            self._record_arrival(group, ids, names, tenants[0], chain, start)
-        else:
-            for place in places:
-                one = slice(place, place + 1)
-                self._record_arrival(group, ids[one], names[one], tenants[place], chain, start + place)
+        is_one_piece = not taken and tenants.count(tenants[0]) == len(tenants)
+        for piece in [slice(0, len(ids))] if is_one_piece else [slice(place, place + 1) for place in places]:
+            group.record_origin(ids[piece], tenants[piece.start], chain, start + piece.start)
+            if self._events is not None:
+                _tell_stored(self._events, group, names[piece], chain, start + piece.start)
         # A block that has left the lower tiers in the meantime has its last copy on the device.
         is_below = are_kept(self.lower.find(group.id, names))
         if not is_below.all():
@@ -223,21 +290,6 @@ class Residency:
                 if place is not None and parents_place is not None:
                     assert place < parents_place, "a parent is evicted before its child"
 
-    def _find_run(self, group: GroupTiers, names: Sequence[BlockName]) -> Places:
-        return np.empty(0, np.int32) if self.is_cut_off else self.lower.find_run(group.id, names)
-
-    def _record_arrival(
-        self,
-        group: GroupTiers,
-        slots: Ids,
-        names: Sequence[BlockName],
-        tenant: bytes,
-        chain: BlockChain | None,
-        start: int,
-    ) -> None:
-        group.record_origin(slots, tenant, chain, start)
-        self._tell_stored(group, names, chain, start)
-
     def _on_left_device(
         self,
         group: GroupTiers,
@@ -277,17 +329,19 @@ class Residency:
                 group.slots.on_copies_lost([slot for slot, name in uncopied if name not in group.tails])
                 yield
 
-    def _tell_stored(self, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int) -> None:
-        if self._events is None:
-            return
-        size = group.block_size
-        if chain is None:
-            self._events.append(BlockStored(Tier.DEVICE, group.id, names, size))
-            return
-        first = start * size
-        parent = chain.parent(first // chain.block_size) if start else None
-        token_ids = chain.token_ids[first : first + len(names) * size]
-        self._events.append(BlockStored(Tier.DEVICE, group.id, names, size, parent, token_ids, first, chain.extra))
+
+def _tell_stored(
+    events: EventLog, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int
+) -> None:
+    """Log that device slots hold these blocks, which are those of *chain* from block *start* on if it is given."""
+    size = group.block_size
+    if chain is None:
+        events.append(BlockStored(Tier.DEVICE, group.id, names, size))
+        return
+    first = start * size
+    parent = chain.parent(first // chain.block_size) if start else None
+    token_ids = chain.token_ids[first : first + len(names) * size]
+    events.append(BlockStored(Tier.DEVICE, group.id, names, size, parent, token_ids, first, chain.extra))
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
@@ -295,8 +349,3 @@ def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)
-
-
-def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Return the names at *places*, which are distinct indices."""
-    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

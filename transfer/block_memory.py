@@ -6,8 +6,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.transfer.block_runs import slot_pairs
 from kvtier.transfer.host_slab import HostSlab
+
+Slots = npt.NDArray[np.int64]  # [num_blocks]
 
 
 class HostMemory(Protocol):
@@ -56,6 +57,28 @@ class BlockMemory(HostMemory, Protocol):
 
     def close(self) -> None:
         """Release the host slots."""
+
+
+def slot_pairs(
+    device_slots: Sequence[int], host_slots: Sequence[int], num_device_slots: int, num_host_slots: int
+) -> tuple[Slots, Slots]:
+    """Return the slots of a copy as two arrays, in the order given, after checking them.
+
+    Slots become addresses, so a wrong slot would corrupt memory, and the damage would show much later.
+
+    Raises:
+        ValueError: The numbers of device and host slots differ.
+        IndexError: A slot does not exist.
+    """
+    device, host = np.asarray(device_slots, np.int64), np.asarray(host_slots, np.int64)
+    if len(device) != len(host):
+        raise ValueError(f"copy: got {len(device)} device slots and {len(host)} host slots; give pairs")
+    for side, slots, num_slots in (("device", device, num_device_slots), ("host", host, num_host_slots)):
+        if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
+            raise IndexError(
+                f"copy: got {side} slots {slots.min()} to {slots.max()}; give slots from 0 to {num_slots - 1}"
+            )
+    return device, host
 
 
 def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:

@@ -53,7 +53,6 @@ class HostSlab:
         Raises:
             OSError: The memory cannot be allocated, or *file* is too short.
         """
-        self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.num_bytes = num_slots * block_bytes
         self.slots_per_piece = slots_per_piece(block_bytes, PIECE_BYTES)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from kvtier.transfer.lane import Finished, Lane, Transfer
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import Finished, Lane, LaneSpeed, Transfer
 
 
 class Route(StrEnum):
@@ -89,7 +88,7 @@ class TransferEngine:
         self._statistics = {route: RouteStatistics() for route in self._lanes}
         self._speeds = {route: LaneSpeed() for route in Route}
         self._pending_bytes = dict.fromkeys(Route, 0)
-        self._in_flight = 0
+        self.in_flight = 0  # transfers submitted but not delivered, on all routes
 
     def submit(
         self,
@@ -116,7 +115,7 @@ class TransferEngine:
         totals = self._statistics[route]
         self._statistics[route] = replace(totals, copies=totals.copies.submitted(num_blocks))
         self._pending_bytes[route] += num_bytes
-        self._in_flight += 1
+        self.in_flight += 1
         return True
 
     def watch(self, lane: Lane, work: Callable[[], Any], deliver: Callable[[Transfer], None]) -> bool:
@@ -126,7 +125,7 @@ class TransferEngine:
         """
         if not lane.submit(Transfer(work, 0, deliver)):
             return False
-        self._in_flight += 1
+        self.in_flight += 1
         return True
 
     def poll(self, timeout_s: float = 0.0, should_continue: Callable[[], bool] = lambda: True) -> int:
@@ -135,13 +134,13 @@ class TransferEngine:
         *should_continue* is called after each delivery. If it returns False, the rest waits for the next `poll`.
         """
         num_delivered = 0
-        while self._in_flight:
+        while self.in_flight:
             try:
                 transfer = self._finished.get(timeout=timeout_s) if timeout_s > 0 else self._finished.get_nowait()
             except queue.Empty:
                 break
             timeout_s = 0.0
-            self._in_flight -= 1
+            self.in_flight -= 1
             num_delivered += 1
             transfer.deliver(transfer)
             if not should_continue():
@@ -164,11 +163,6 @@ class TransferEngine:
     def speed(self, route: Route) -> LaneSpeed:
         """Return the recent speed of the route's lane."""
         return self._speeds[route]
-
-    @property
-    def in_flight(self) -> int:
-        """Number of transfers submitted but not delivered, on all routes."""
-        return self._in_flight
 
     def statistics(self) -> dict[Route, RouteStatistics]:
         """Return a copy of the totals of each route that has a lane."""

@@ -15,7 +15,7 @@ from kvtier.store.private_file import read_private
 
 log = logging.getLogger(__name__)
 
-_DIGEST = "sha256:"  # prefix of a key's digest, in a file that does not have the key itself
+_DIGEST = "sha256:"  # prefix of a key's digest, which a file may have instead of the key itself
 _MIN_LENGTH = 8
 
 
@@ -23,7 +23,10 @@ class ApiKeys:
     """The digests of the valid keys and the tenant of each. The keys themselves are not kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Create from tenants' names by key, or by "sha256:" and a key's hex digest. Raise ValueError if malformed."""
+        """Create from a mapping of keys to the names of their tenants. Raise ValueError for a malformed key or name.
+
+        A key may be given as "sha256:" and its hexadecimal digest.
+        """
         self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
         for tenant in tenants.values():
             if not tenant or "\0" in tenant:
@@ -36,10 +39,10 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: Path, what: str = "api keys") -> "ApiKeys":
-        """Read the keys of a TOML or JSON file, which has a table `keys` with a tenant for each.
+        """Read the keys of a TOML or JSON file, whose table `keys` has the tenant of each key.
 
         Raises ValueError if the file cannot be read or has no valid keys. Logs a warning if other users may read it.
-        All messages begin with *what*, the content of the file.
+        All messages begin with *what*, which names the content of the file.
         """
         try:
             file = read_private(path)
@@ -97,7 +100,10 @@ def _digest_of(key: str) -> bytes:
 
 
 def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
-    """Name the quotas of tenants that have keys after these tenants in metrics. Other salts may be secrets."""
+    """Return *config* with names for the quotas of tenants that have API keys, as labels of metrics.
+
+    Quotas of other salts keep no name, because these salts may be secrets.
+    """
     if keys is None:
         return config
     tenants = {
@@ -108,11 +114,11 @@ def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
 
 
 def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
-    """Return the salt that names a request's blocks. It is the *asked* `cache_salt` if there are no API keys.
+    """Return the salt of a request's cached blocks. Without API keys it is *asked*, the request's `cache_salt`.
 
-    With API keys (*tenant* is not None) the salt begins with the tenant, so no *asked* salt gives access to another
-    tenant's blocks. Tenants share only the blocks of requests without a salt, and not even these if isolation
-    *is_strict*. All salts of a tenant count towards its quota (`tiers.naming.tenant.tenant_of`).
+    With API keys (*tenant* is not None) the salt begins with the tenant, so no `cache_salt` gives access to another
+    tenant's blocks. Tenants share only the blocks of requests without a `cache_salt`, and not even these if isolation
+    *is_strict*. All salts of a tenant count towards its quota (`tiers.naming.named_blocks.tenant_of`).
     """
     if tenant is None or (asked is None and not is_strict):
         return asked

@@ -14,7 +14,7 @@ from kvtier.web.http_connection import HttpConnection
 
 
 class AsgiServer(uvicorn.Server):
-    """Serves an app over connections that a gate limits. Signals are left to the process that runs it."""
+    """Serves an app over connections that a gate limits. Leaves signals to the code that runs the server."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class AsgiServer(uvicorn.Server):
         """Create a server that is not running yet.
 
         Args:
-            app: App that answers.
+            app: ASGI application that answers the requests.
             gate: Limits on connections and headers.
-            leaving_s: Time for the last bytes of answers at the end.
-            on_shutdown: Called at the end, before running answers are waited for.
+            leaving_s: Number of seconds to wait, at shutdown, for responses that are still being sent.
+            on_shutdown: Called at shutdown, before that wait.
             settings: Further arguments of `uvicorn.Config`.
         """
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
+                http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # callable like the class
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -54,6 +54,6 @@ class AsgiServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers, and wait for them."""
+        """Call *on_shutdown*, and wait for responses that are still being sent."""
         self._on_shutdown()
         await super().shutdown(sockets)

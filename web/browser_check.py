@@ -65,15 +65,15 @@ class BrowserRules:
         if name and not self._knows(name):
             message = (
                 f"this server needs no key, so it refuses requests for the unknown host name {name[:_MAX_SHOWN]!r}; "
-                f"{self.host_advice}, or use its IP address"
+                f"{self.host_advice}, or use the server's IP address"
             )
             return ApiError(403, message, code="unknown_host")
         origin = headers.get("origin")
         if "*" in self.origins or origin in self.origins or not _is_foreign(method, headers):
             return None
         message = (
-            f"this server needs no key, so it refuses requests by pages of {(origin or 'another site')[:_MAX_SHOWN]}; "
-            f"{self.origin_advice}"
+            f"this server needs no key, so it refuses requests from pages of {(origin or 'another site')[:_MAX_SHOWN]}"
+            f"; {self.origin_advice}"
         )
         return ApiError(403, message, code="unknown_origin")
 

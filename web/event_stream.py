@@ -19,10 +19,10 @@ def named_event(name: str, content: object) -> bytes:
 
 
 def replica_failed(what: str, status: int = 502) -> ApiError:
-    """Return the error for a request whose replica failed as *what* says."""
+    """Return the error for a request whose replica failed. *what* completes the message "the replica …"."""
     return ApiError(status, f"the replica {what}", code="replica_failed")
 
 
 BROKEN_EVENT = b"\n\nevent: error\n" + data_event(
-    {"type": "error", "error": replica_failed("ended before its answer did").content().error}
+    {"type": "error", "error": replica_failed("ended in the middle of its response").content().error}
 )

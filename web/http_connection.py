@@ -10,8 +10,8 @@ from uvicorn.server import ServerState
 
 from kvtier.web.gate import Gate
 
-# After an early response, a client may go on sending this long and this much. Otherwise its connection would be reset
-# before it has read the response.
+# If a response is complete before the request's body has arrived, more of the body is received and dropped, up to these
+# limits. Otherwise the connection would be reset before the client has read the response.
 LINGER_S = 1.0
 LINGER_BYTES = 1 << 18
 UNREAD_S = 60.0  # abort the connection of a client that has not read the rest of its response after this time
@@ -20,7 +20,7 @@ UNREAD_S = 60.0  # abort the connection of a client that has not read the rest o
 class HttpConnection(HttpToolsProtocol):
     """An extension of uvicorn's protocol with limits on headers and time. Owned by the event loop.
 
-    If the response to a request is complete before its body has arrived, the connection ends without waiting for it.
+    If a response is complete before the request's body has arrived, the connection ends without waiting for the body.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_silent_bytes += len(data)
         super().data_received(data)
         if self._num_silent_bytes > self._gate.limits.max_header_bytes and not self._is_over:
-            self._refuse(431, "header_bytes")  # these are headers, a trailer or a chunk extension
+            self._refuse(431, "header_bytes")  # the bytes belong to headers, a trailer or a chunk extension
 
     def on_message_begin(self) -> None:
         """Start the timer for the headers at a request's first byte."""
@@ -114,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue with the next request, or end the connection if this request's body is incomplete."""
-        is_last = not self.pipeline  # otherwise this request's body is complete, and `cycle` belongs to a later one
+        is_last = not self.pipeline  # otherwise the body is complete, and `cycle` belongs to a later request
         super().on_response_complete()
         if is_last and self.cycle.more_body and not self.transport.is_closing() and not self._is_over:
             self._linger()

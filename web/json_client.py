@@ -31,7 +31,7 @@ class JsonClient:
     def __init__(self, url: str, key: str | None, key_options: str, server: str, timeout_s: float) -> None:
         """Create a client. Raise ValueError if *url* or *key*, an API key or token, is malformed.
 
-        *key_options* (the options that give the key) and *server* (the command that starts a server) are for messages.
+        Error messages name *key_options*, the options for the key, and *server*, the command that starts a server.
         """
         what = f"--url {url}: is not a server URL; write it as http://127.0.0.1:8000"
         try:
@@ -42,9 +42,9 @@ class JsonClient:
         if not is_address:
             raise ValueError(what)
         if parts.username is not None:  # credentials in the URL are not sent, and messages must not repeat them
-            raise ValueError(f"--url: has a name or a password in it; give the address alone, and {key_options}")
+            raise ValueError(f"--url contains a user name or password; give only the address, and use {key_options}")
         if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
-            raise ValueError(f"{key_options}: has a character that no key has; give the key alone")
+            raise ValueError(f"{key_options}: the key has a space or another invalid character; give only the key")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._key_options = key_options
@@ -70,7 +70,7 @@ class JsonClient:
         except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
             why = getattr(error, "reason", error)
             why = getattr(why, "strerror", None) or why
-            raise OSError(f"{self._url}: {why}; start one with '{self._server}', or give --url") from error
+            raise OSError(f"{self._url}: {why}; start a server with '{self._server}', or give --url") from error
 
     def _object(self, body: bytes) -> dict[str, Any]:
         try:
@@ -87,7 +87,7 @@ class JsonClient:
         except (ValueError, KeyError, TypeError, OSError):
             what = f"the response {error.code} {error.reason} does not come from a kvtier server"
             return f"{what}; give the --url of a {self._command}"
-        hint = f"; give one with {self._key_options}" if error.code == 401 else ""
+        hint = f"; for this command, give it with {self._key_options}" if error.code == 401 else ""
         return f"{message}{hint}"
 
     @property

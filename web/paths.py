@@ -17,10 +17,10 @@ HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # same as in vLLM
 
-PROBES = frozenset({HEALTH, READY, VERSION})  # requested by machines under any host name of this one
+PROBES = frozenset({HEALTH, READY, VERSION})  # allowed under any host name, because monitoring may use any
 OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # responses with data of all tenants
-QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled by machines and pages
+QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled, so logged only at level debug and not traced
 _NAMED = frozenset(
     {
         COMPLETIONS,

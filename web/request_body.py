@@ -1,4 +1,4 @@
-"""Reading of request bodies within limits, and parsing into a type. Each fault of a body becomes an `ApiError`."""
+"""Reading of request bodies within limits, and parsing into a type. Every error in a body raises an `ApiError`."""
 
 import asyncio
 import re
@@ -62,7 +62,7 @@ def _pruned_object(value: Mapping[str, Any], kind: inspect.StructType) -> dict[s
 
 
 def _member(value: object, types: Sequence[inspect.Type]) -> inspect.Type:
-    """Return the member of a union that describes nulls within *value*."""
+    """Return the member of a union that describes the items or fields of *value*, or `AnyType` if no member does."""
     if isinstance(value, list):
         return next((each for each in types if isinstance(each, inspect.ListType)), inspect.AnyType())
     structs = [each for each in types if isinstance(each, inspect.StructType)] if isinstance(value, Mapping) else []
@@ -76,7 +76,7 @@ def _is_tagged(value: object, kind: inspect.StructType) -> bool:
 
 
 async def read_body(request: Request, settings: ServerConfig) -> bytes:
-    """Read the body. Raise ApiError 413 if it is too large, 408 if it is late; both end the connection."""
+    """Read the body. Raise ApiError 413 if it is too large, or 408 if it takes too long. Both end the connection."""
     limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
     too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
@@ -113,7 +113,7 @@ def json_object(body: bytes) -> dict[str, Any]:
         what = _half_a_pair(body) or f"the body is not JSON: {error}"
         raise ApiError(400, what, code="invalid_json") from None
     if not isinstance(content, dict):
-        raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+        raise ApiError(400, "the body is not a JSON object; send a JSON object", code="invalid_json")
     return content
 
 
@@ -133,8 +133,8 @@ def fit(
 ) -> _T:
     """Convert a JSON object to a *kind*. Raise ApiError 400, with the name of the field, if the object does not fit.
 
-    A null counts as an absent field, also in nested structs. Unknown fields may have any value if they are in
-    *ignored*, and only the values listed there if they are in *neutral*.
+    A null counts as an absent field, also in nested structs. Unknown fields are errors, with two exceptions: a field in
+    *ignored* may have any value, and a field in *neutral* may have the values that *neutral* lists for it.
     """
     known: Collection[str] = getattr(kind, "__struct_fields__", ())
     content = {

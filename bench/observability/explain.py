@@ -35,7 +35,7 @@ from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import ExtraKeys
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 MIN_REQUESTS = 200

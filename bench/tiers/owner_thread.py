@@ -40,7 +40,7 @@ from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.up.promotion import Promotion, Tables
 from kvtier.transfer.block_memory import CpuMemory
@@ -114,7 +114,7 @@ class ZeroStore:
         return 0
 
     def statistics(self) -> StoreStatistics:
-        return StoreStatistics(self._num_records, 0, 1 << 30, 0, 0, 0, 0, 0, 0, {}, {})
+        return StoreStatistics(self._num_records, 0, 1 << 30, 0, 0, 0, 0, 0, {}, {})
 
 
 class Calls:

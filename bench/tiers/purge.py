@@ -28,7 +28,7 @@ from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, ThreadLane

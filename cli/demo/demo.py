@@ -51,7 +51,10 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One row of the demo's table. *ttft_s* is the TTFT of the first question, or in "device" the median of all."""
+    """One row of the demo's table.
+
+    *ttft_s* is the TTFT of the step's first question, or, in the step "device", the median TTFT of all its questions.
+    """
 
     name: str
     ttft_s: float
@@ -75,7 +78,7 @@ class DemoSettings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The model, tokenizer, document, and a configuration whose device and host tiers hold few such documents."""
+    """The model, the tokenizer, the document, and a configuration whose tiers hold only a few documents of its size."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -92,11 +95,12 @@ class Stage:
         limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if plan.document is None and limit is not None and plan.num_tokens > limit - QUESTION_TOKENS:
             advice = f"give {limit - QUESTION_TOKENS} or fewer, or another --model"
-            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {limit:,}, question included; {advice}")
+            limits = f"the model takes at most {limit:,} tokens, question included"
+            raise ValueError(f"--tokens {plan.num_tokens}: {limits}; {advice}")
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
-            document = with_facts(_text_of(Path(plan.document)), 0)
+            document = with_facts(_text_of(Path(plan.document)))
         num_tokens = len(encode(tokenizer, document.text))
         if num_tokens < MIN_TOKENS:
             raise ValueError(f"document: {num_tokens} tokens are too few for the demo; use {MIN_TOKENS} or more")
@@ -106,11 +110,11 @@ class Stage:
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": max_bytes(int(DISK_DOCUMENTS * blocks))},
-                # A step allocates far fewer blocks than the cache keeps clean in so small a pool, so none is lost.
+                # The chunk is small, because a step that allocates more blocks than have a lower copy would lose some.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }
         )
-        # Ask from the middle outwards. The last step damages the block that holds the first question's answer.
+        # Ask first for the facts in the middle, because the last step damages the block with the first of them.
         middle = len(document.facts) // 2
         asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
         num_words = num_tokens * plan.num_tokens // len(encode(tokenizer, make_document(1, plan.num_tokens).text))
@@ -137,7 +141,7 @@ def _model(plan: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Questioner:
-    """A source of questions about a stage's document to one engine. *answers* maps names to earlier answers."""
+    """Asks one engine questions about a stage's document. *answers* maps the names of facts to earlier answers."""
 
     def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
         self._stage = stage
@@ -170,7 +174,8 @@ class Questioner:
         """Prefill other documents, each a quarter as long, until no block of the first one is left in *tiers*.
 
         The documents are prefilled one at a time, so that copies to lower tiers keep up even on a busy machine. An
-        allocation does not wait for copies, and a block that it drops would be missing in the demo's next step.
+        allocation drops a block without a lower copy, instead of waiting for the copy. That block would be missing in
+        the demo's next step.
         """
         for _ in range(MAX_OTHERS):
             where = self._llm.where(self._stage.document.text)
@@ -223,7 +228,7 @@ def run_demo(plan: DemoSettings, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Flip a byte, in the store's file, of the block that holds the first question's answer."""
+    """Flip one byte of the block with the answer to the first question, in the store's file."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
@@ -262,7 +267,10 @@ def _main() -> None:
 
 
 def usual_length(model: str | None, device: str) -> int:
-    """Return a document length that prefills in seconds: a real model on a CPU does some hundred tokens per second."""
+    """Return the length, in tokens, of a document that prefills in seconds.
+
+    A real model on a CPU prefills only some hundred tokens per second.
+    """
     return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 
 

@@ -9,7 +9,8 @@ import random
 import re
 from dataclasses import dataclass
 
-# Names occur only in fact sentences and questions. WORDS are the values of the facts. No name is a word, in any case.
+# Names occur only in fact sentences and questions. WORDS are the values of the facts. No name equals a word, even if
+# case is ignored.
 NAMES = str.split("""
 Abernathy Ackroyd Adelaide Agnes Alastair Aldous Alistair Amelia Anselm Antwerp Arabella Arbroath Archibald
 Aubrey Augusta Balthasar Barnaby Bartholomew Beatrice Belinda Bergen Bertram Blyth Bridlington Bridport Brixham
@@ -131,6 +132,8 @@ yet you your
 
 QUESTION = "\n\nQuestion: what does the book say? Answer: the code of {name} is"
 
+NUM_FACTS = 40  # in a document, unless more or fewer are asked for
+
 # A word-level token is a word or a digit with the space before it, or any other single character.
 TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
 
@@ -145,14 +148,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that begins with its title, and its facts in order of appearance."""
+    """A text, and its facts in order of appearance."""
 
-    title: str
     text: str
     facts: tuple[Fact, ...]
 
 
-def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
+def make_document(seed: int, num_tokens: int, num_facts: int = NUM_FACTS) -> Document:
     """Generate the document of *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
 
     The documents of two seeds differ from the title on. They give a name different words unless the seeds are equal
@@ -178,26 +180,26 @@ def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
         gap = "\n\n" if len(parts) == 1 or rng.random() < 1 / 6 else " "
         parts.append(gap + sentence)
         length += count_tokens(parts[-1])
-    return Document(title, "".join(parts), tuple(facts))
+    return Document("".join(parts), tuple(facts))
 
 
-def with_facts(text: str, seed: int, num_facts: int = 40) -> Document:
+def with_facts(text: str) -> Document:
     """Insert facts between the sentences of a user's *text*, evenly from first to last.
 
-    The document has fewer than *num_facts* facts if the text has fewer sentences. Raises ValueError if it has none.
+    The document has fewer than `NUM_FACTS` facts if the text has fewer sentences. Raises ValueError if there are none.
     """
     sentences = re.findall(r".+?(?:[.!?](?=\s)|\n\n|\Z)\s*", text, re.DOTALL)
     if not sentences:
         raise ValueError("document: has no text; give a file with sentences in it")
-    facts = make_document(seed, 0, min(num_facts, len(sentences))).facts
-    rng = random.Random(seed)
+    facts = make_document(0, 0, min(NUM_FACTS, len(sentences))).facts
+    rng = random.Random(0)
     told = {len(sentences) * i // len(facts): fact for i, fact in enumerate(facts)}
     parts = []
     for i, sentence in enumerate(sentences):
         if i in told:
             parts.append(rng.choice(FACT_SENTENCES).format(name=told[i].name, word=told[i].word) + " ")
         parts.append(sentence)
-    return Document(sentences[0].strip(), "".join(parts), facts)
+    return Document("".join(parts), facts)
 
 
 def question(document_text: str, name: str) -> str:

@@ -1,12 +1,12 @@
-"""An untrained two-layer Llama that answers questions, because code writes its weights; and its tokenizer.
+"""A two-layer Llama that answers questions without training, because its weights are computed; and its tokenizer.
 
-After "... the code of NAME is" the model outputs the WORD that the text gave for NAME at any distance, then ends.
-The answer depends on one position of the KV cache, so a lost, stale or foreign block causes a wrong answer:
-no answer if the position is missing, and another document's word if the block is from that document.
+After "... the code of NAME is" the model outputs the WORD that the text gave for NAME, however long ago, then ends.
+The answer depends on one position of the KV cache. So a lost block causes no answer, and a stale block or one of
+another document causes a wrong answer, such as the other document's word.
 
-Layer 1 has two heads, which copy the two preceding tokens into each token. Layer 2 finds the position that is
-two after the name before the query. The query is at "is", right after NAME, and WORD is two after NAME in the
-text. This is an induction head (Olsson et al. 2022) over a gap of one.
+Layer 1 has two heads, which copy the two preceding tokens into each position. The query of layer 2 is at "is", whose
+preceding token is NAME. The text has "NAME is WORD", so WORD is at the position whose token two back is NAME. Layer 2
+finds this position and copies its token. This is an induction head (Olsson et al. 2022) over a gap of one.
 """
 
 import math
@@ -47,7 +47,7 @@ SCORE_SCALE = math.sqrt(HEAD_DIM)  # attention divides by this
 # Attention scores. A neighbour beats the next best position by NEIGHBOUR_SCORE * 0.99 or more.
 NEIGHBOUR_SCORE = 20.0
 # Matching content scores 100, another name 60 or less, and each "no name" 80. Even 65,536 "no names" lose to a
-# match (80 + ln 65,536 = 91). They win over other names, and then the answer is a mean of all tokens.
+# match (80 + ln 65,536 = 91). If no name matches, they win over other names, and the answer is a mean of all tokens.
 MATCH_SCORE, NO_NAME_SCORE = 100.0, 80.0
 
 # Logits. A word that is found has 50, a similar word at most 25, and any word in a mean of all tokens less than 10.

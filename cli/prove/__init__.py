@@ -9,14 +9,14 @@ It uses only HTTP and works with any server that has OpenAI's `/v1/completions`.
    concurrent requests. Then a prompt that shares its prefix is sent, and then the prompt itself, as users would.
 3. *Distance* of two answers (`answer.py`): the largest difference of log probabilities among the most likely tokens,
    token by token, up to the first token at which the answers differ.
-4. *Noise*: the largest distance between two references of one prompt, or between the second half of an answer and the
-   answer to the prompt plus the first half. Those two are the same tokens in another computation shape. An answer is
-   *wrong* if its distance to each reference is more than three times the noise and more than 0.001. So a greedy answer
-   may differ where the two most likely tokens were closer than that. Before a server is blamed, the suspect prompts are
-   fully computed four more times. The chance that a correct answer is beyond all of n distances is one in n. Three
-   times the largest distance is far more than rounding causes.
-5. *Control*: prompts that have the same end after different beginnings. If such references are no further apart than
-   correct answers may be, nothing is proven.
-6. *Excess*: a server may report as cached at most the tokens that this model has been sent before with this salt and
-   prefix. More cached tokens must belong to another model or salt, even if the answer is correct.
+4. *Noise*: the largest distance between correct answers. Two references of one prompt are compared, and the second half
+   of an answer is compared with the answer to the prompt plus the first half: the same tokens, computed in another
+   shape. An answer is *wrong* if its distance to each reference is more than 0.001 and more than three times the noise.
+   So a greedy answer may have another token where the two most likely tokens were closer than that. Before a server is
+   blamed, the suspect prompts are fully computed four more times. A correct answer exceeds the largest of n such
+   distances with a chance of only one in n, and rounding does not cause three times the largest distance.
+5. *Control*: pairs of prompts with the same end after different beginnings. If the references of such a pair are no
+   further apart than correct answers may be, answers do not depend on the cached prefix, and nothing is proven.
+6. *Excess*: a server may report as cached at most the tokens that earlier requests have sent to this model with this
+   salt and prefix. More cached tokens must belong to another model or salt, even if the answer is correct.
 """

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 MIN = -10.0  # lower log probabilities count as this one, because rounding changes the logarithms of tiny numbers most
-UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # all tokens that are part of a character have this text
+UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # text of every token that is only a part of a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Answer:
 def distance(one: Answer, other: Answer) -> float | None:
     """Return the largest difference of log probabilities between two answers to one prompt, 0 or more.
 
-    Only tokens up to the first different one are compared, because later ones follow other text. If a token is in only
-    one list, the lowest probability of the other list is an upper limit there, and the difference to it counts.
-    Without log probabilities the distance is 0 for equal texts, else infinite. Returns None if there is nothing to
-    compare.
+    Only tokens up to the first different one are compared, because later ones follow other text. If a likely token is
+    listed in only one answer, its log probability in the other answer is at most the lowest one listed there, and the
+    difference to that limit counts. Without log probabilities the distance is 0 for equal texts, else infinite.
+    Returns None if there is nothing to compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):

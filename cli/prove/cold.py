@@ -11,10 +11,10 @@ _SOONER = 0.5  # a TTFT below this fraction of the cold TTFT means a cache hit
 
 
 class CacheBypass(Enum):
-    """A way to bypass the cache: a salt that no request had, or a request not to read the cache."""
+    """A way to make a server compute a prompt without its cache."""
 
-    SALT = auto()
-    UNREAD = auto()
+    SALT = auto()  # send a salt that no request has had
+    UNREAD = auto()  # ask the server not to read the cache
 
     def ask(self, asker: ModelClient, prompt: Prompt, new_salt: str) -> Answer:
         """Return the answer to *prompt* from a full prefill."""

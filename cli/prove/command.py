@@ -17,8 +17,8 @@ from kvtier.cli.prove.judgement import Finding, ProofRow, Verdict
 from kvtier.cli.prove.proof import Proof, ProofConfig, prove
 from kvtier.cli.prove.push_out import EvictionStep
 
-_OTHER_WIDTH = 120  # columns of output where there is no terminal
-_MAX_FINDINGS = 12  # printed findings; --json has all
+_OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
+_MAX_FINDINGS = 12  # max number of findings to print; --json has all
 _STATUS = {Verdict.PROVEN: 0, Verdict.WRONG: 1, Verdict.UNPROVEN: 2}
 _STYLE = {Verdict.PROVEN: "green", Verdict.WRONG: "bold red", Verdict.UNPROVEN: "yellow"}
 
@@ -70,8 +70,9 @@ def _print(console: Console, proof: Proof) -> None:
     noise = "not measured" if measures.noise is None else f"{measures.noise:.2g}"
     console.print(
         Text(
-            "off: the largest difference in log probability from the same prompt computed without the cache. Such "
-            f"answers differ by {noise}; more than {measures.bound:.2g} is wrong. TTFT: time to first token."
+            "off: the largest difference in log probability from answers to the same prompt without the cache. Noise "
+            f"among those answers: {noise}. An answer is wrong if off is more than {measures.bound:.2g}. TTFT: time to "
+            "first token."
         )
     )
     for finding in judgement.findings[:_MAX_FINDINGS]:
@@ -118,7 +119,7 @@ def _place(finding: Finding) -> str:
     asked = finding.asked
     how = "alone" if asked.is_alone else "concurrent"
     if finding.question is None:
-        return f"{asked.request.asker.name}, a prompt of {len(asked.request.pieces):,} without a shared prefix"
+        return f"{asked.request.asker.name}, {len(asked.request.pieces):,} tokens or words without a shared prefix"
     return f"{finding.question.family}, {finding.question.length:,} tokens, {how}"
 
 

@@ -11,8 +11,8 @@ from kvtier.cli.prove.answer import Answer, Step
 class CompletionStream:
     """The state of one stream: `add` its lines with the time of each, then call `answer` after the last one.
 
-    Log probabilities may have the format of OpenAI's completions, or of its chats, which llama.cpp sends. Any other
-    content raises ValueError, LookupError, TypeError or AttributeError.
+    Log probabilities may have the format of OpenAI's completions or that of its chats, which llama.cpp sends for
+    completions too. Any other content raises ValueError, LookupError, TypeError or AttributeError.
     """
 
     def __init__(self, asked_at: float) -> None:

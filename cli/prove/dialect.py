@@ -34,7 +34,7 @@ class Dialect:
 
 
 def learn(endpoint: Endpoint, model: str) -> Dialect:
-    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if even the plain one fails."""
+    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if a plain request fails."""
     plain = {"model": model, "prompt": _FEW_WORDS, "max_tokens": 2, "temperature": 0}
     answer = endpoint.complete(plain)
     extra: dict[str, object] = {}

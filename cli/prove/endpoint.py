@@ -30,7 +30,7 @@ class Endpoint:
     """A thread-safe client for one server.
 
     Its methods raise OSError if no server answers, and `Refused` for an error response. Each request opens a new
-    connection, because a kept one might be from before a restart of the server.
+    connection, because an open one might date from before a restart of the server.
     """
 
     def __init__(self, url: str, key: str | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._clock = clock
         self._is_elsewhere = not _is_here(parts.hostname or "")
-        # Created once, because it reads all certificates of authorities.
+        # The context is created only once, because creating it reads all CA certificates.
         self._tls = httpx.create_ssl_context() if parts.scheme == "https" else False
 
     def get(self, path: str) -> Any:
@@ -77,7 +77,7 @@ class Endpoint:
             if stream.error is None:
                 return stream.answer()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            why = f"does not stream completions as OpenAI does ({type(error).__name__}: {error})"
+            why = f"the response is no stream of completions in OpenAI's format ({type(error).__name__}: {error})"
             raise Refused(f"{self.url}{_COMPLETIONS}: {why}", response.status_code) from error
         raise Refused(f"{self.url}{_COMPLETIONS}: {stream.error}", 500)
 
@@ -87,13 +87,13 @@ class Endpoint:
         try:
             return response.json()
         except JSONDecodeError:
-            raise Refused(f"{self.url}{path}: does not answer in JSON", response.status_code) from None
+            raise Refused(f"{self.url}{path}: the response is not JSON", response.status_code) from None
 
     @contextmanager
     def _client(self) -> Iterator[httpx.Client]:
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
         try:
-            # A proxy of the environment must not be used for a server on this machine.
+            # For a server on this machine, ignore the proxies that environment variables set.
             with httpx.Client(
                 headers=self._headers, timeout=timeout, trust_env=self._is_elsewhere, verify=self._tls
             ) as client:
@@ -103,7 +103,10 @@ class Endpoint:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of an event stream. httpx also splits at characters such as U+2028, which may occur in texts."""
+    """Yield the lines of an event stream, which end only with newlines.
+
+    httpx's own method would also split at characters such as U+2028, which may occur in texts.
+    """
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")

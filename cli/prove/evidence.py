@@ -11,7 +11,7 @@ from kvtier.cli.prove.plan import ProofPlan, Question
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt for *asker*. Cached blocks under *salt* may serve it, or none if not *is_read*.
+    """A prompt for the model *asker*. Only cached blocks under *salt* may serve it, and none if *is_read* is False.
 
     A request is a *reference* if the server must compute its prompt in full, because no cache can have its prefix.
     """
@@ -37,8 +37,8 @@ class Asked:
 class Evidence:
     """The results of a plan.
 
-    *later* has the answers to its questions. *shapes* has the distances between the same answers in two computation
-    shapes.
+    *asked* has all requests, and *later* has those for the later prompt of each question. *shapes* has the distances
+    between answers with the same tokens that were computed in different shapes.
     """
 
     plan: ProofPlan

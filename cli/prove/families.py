@@ -8,7 +8,7 @@ from typing import TypeAlias
 Pieces: TypeAlias = tuple[int, ...]
 
 CUE = 16  # number of pieces at a prompt's end that are a copy from its middle
-_UNALIGNED = 7  # no block ends this many pieces after a half or an eighth
+_UNALIGNED = 7  # added to a half or an eighth of a prompt, so that the shared prefix does not end with a whole block
 _WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks to align prompts to
 
 
@@ -37,7 +37,7 @@ class PromptGenerator:
         return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
 
     def cue(self, body: Sequence[int]) -> Pieces:
-        """Return a copy of pieces at a random position of *body*. A model continues as the text did there."""
+        """Return a copy of pieces from a random position of *body*. A model continues it as *body* does there."""
         at = self._source.randrange(CUE, max(CUE + 1, len(body)))
         return tuple(body[at - CUE : at])
 

@@ -32,7 +32,7 @@ class ProofRow:
     computed_ttft_s: float | None  # TTFT of the same prompts in a full prefill
     ttft_s: float | None
     apart: float | None  # max distance of an answer to its closest reference; None: nothing was compared
-    shares: bool
+    shares: bool  # whether cached blocks of the earlier prompts may serve the later ones
     verdict: Verdict
     why: str  # why the verdict is UNPROVEN, else empty
 
@@ -81,7 +81,7 @@ def _findings(measures: Measures) -> Iterator[Finding]:
     for asked in measures.suspects():
         apart = measures.apart(asked) or 0.0
         is_text = not asked.request.asker.dialect.tells_logprobs
-        what = "the answer's text is not the computed one" if is_text else f"the answer is off by {apart:.2g}"
+        what = "the text differs from answers without the cache" if is_text else f"the answer is off by {apart:.2g}"
         yield Finding(what, asked, questions[asked])
     for asked in measures.evidence.asked:
         if excess := measures.excess(asked):

@@ -1,4 +1,4 @@
-"""Measurements on the evidence: noise, distances of answers, and cached tokens in excess."""
+"""Measurements on a run's answers: the noise, distances between answers, and cached tokens in excess."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from kvtier.cli.prove.evidence import Asked, Evidence
 from kvtier.cli.prove.families import Pieces, shared
 
 FACTOR = 3.0  # an answer is wrong beyond this multiple of the noise
-MIN_BOUND = 0.001  # in log probability; float32 rounds to a hundredth of it, and no answer depends on less
+MIN_BOUND = 0.001  # in log probability: a hundred times the rounding of float32, and too little to change an answer
 UNMEASURED_BOUND = 0.3  # bound if other computation shapes could not be tried: FACTOR times bfloat16's noise in vLLM
 _MIN_UNSTEADY = 0.5  # five times the noise of bfloat16
 _OF_ALL_PROMPTS = 8  # tokens that a server may add before each prompt and have cached
@@ -39,7 +39,7 @@ class Measures:
     def noise(self) -> float | None:
         """The largest distance between full prefills of one prompt, or None if no prompt has two.
 
-        Distances as large as between different prompts are left out.
+        Distances as large as those between different prompts are left out, because rounding does not cause them.
         """
         found = [each for *_, each in self._repeats] + self.evidence.shapes
         if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # otherwise texts are equal or not
@@ -48,7 +48,7 @@ class Measures:
 
     @cached_property
     def bound(self) -> float:
-        """The distance to every reference above which an answer is wrong."""
+        """The largest distance to the closest reference at which an answer still counts as correct."""
         return max(MIN_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
 
     @cached_property
@@ -62,7 +62,10 @@ class Measures:
         ]
 
     def unsteady(self) -> list[tuple[Asked, float]]:
-        """Return one request, with the distance, per prompt whose references differ as much as different prompts do."""
+        """Return the prompts whose references differ as much as answers to different prompts do.
+
+        Each of these prompts is returned as one of its requests, with the largest distance between two references.
+        """
         found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
             key = (one.request.asker, one.request.pieces)
@@ -80,9 +83,9 @@ class Measures:
         return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
 
     def excess(self, one: Asked) -> int:
-        """Return how many more cached tokens the server reports than earlier requests with this salt and prefix had.
+        """Return the number of reported cached tokens that no earlier request with this salt and prefix explains.
 
-        Returns 0 if pieces are not tokens.
+        Returns 0 if prompts are words, because then the tokens of a shared prefix cannot be counted.
         """
         if not self.evidence.is_exact:
             return 0
@@ -108,7 +111,10 @@ class Measures:
         return [one for key in prompts for one in self.references(*key) if one.is_alone]
 
     def is_sensitive(self, length: int) -> bool:
-        """Return whether most control prompts of this length have answers further apart than correct answers may be."""
+        """Return whether answers to prompts of this length depend on the beginning of the prompt.
+
+        They do if the answers of most controls are further apart than correct answers may be.
+        """
         found = self._controls[length]
         return bool(found) and median(found) > self.bound
 
@@ -129,9 +135,9 @@ class Measures:
 
     @cached_property
     def alike(self) -> frozenset[frozenset[ModelClient]]:
-        """Pairs of askers that gave the same answers to the same prompts, and so may share blocks.
+        """Pairs of models that gave the same answers to the same prompts, and so may share cached blocks.
 
-        If that could not be measured, a model of another server counts as the same, and an adapter as different.
+        If answers could not be compared, the other server's model counts as the same model, and an adapter as another.
         """
         found: dict[frozenset[ModelClient], list[float]] = {}
         for question in self.evidence.plan.questions:

@@ -1,4 +1,4 @@
-"""The plan of a run: the prompts to send, and the asker and salt of each."""
+"""The plan of a run: the prompts to send, and the model and salt for each prompt."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,10 @@ class Salts:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The ways to draw and write prompts, and to bypass the server's cache.
+    """The settings with which a run draws random prompts, writes them, and bypasses the server's cache.
 
-    *words* writes prompts that cannot be token ids. *cold* is None if no way to bypass the cache is known.
+    *writing* is the format of prompts, and *words* the format of prompts that must be text. *cold* is None if no way to
+    bypass the cache is known.
     """
 
     source: random.Random
@@ -41,7 +42,10 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A pair of prompts. The earlier one goes to *giver*, then the later one to *taker*, alone or concurrently."""
+    """A pair of prompts. The earlier one is sent to the model *giver*, then the later one to the model *taker*.
+
+    Other requests are sent at the same time unless *is_alone*.
+    """
 
     family: str
     length: int  # requested length of the earlier prompt, in tokens
@@ -60,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Two prompts with the same end after different beginnings."""
+    """Two prompts with the same end after different beginnings, to test whether answers depend on the beginning."""
 
     length: int
     asker: ModelClient
@@ -77,10 +81,10 @@ class ProofPlan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """A planner of questions to *askers*.
+    """A planner of questions to *askers*, the clients of the models under test.
 
-    The first asker gets all families. Each other asker gets prompts of its own, and prompts of the asker before it,
-    whose blocks it must not use. Salts are used only if the server honours them.
+    The first model gets prompts of all families. Each other model gets prompts of its own, and prompts that were sent
+    to the model before it, whose cached blocks it must not use. Salts are used only if the server honours them.
     """
 
     askers: Sequence[ModelClient]
@@ -89,9 +93,10 @@ class Planner:
     cold: CacheBypass | None
 
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
-        """Plan *num_rounds* questions of each family for each of *lengths*, given in tokens and in pieces.
+        """Plan *num_rounds* questions of each family for each of *lengths*.
 
-        Every second round is sent concurrently. The second and third of four rounds have a salt.
+        Each length is a pair: the number of tokens, and the number of pieces that make them. Every second round is sent
+        concurrently. Of every four rounds, the second and the third have a salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

@@ -20,17 +20,18 @@ from kvtier.cli.prove.writing import WORDS, PromptFormat, TokenIds, Words
 
 _FEW = 40  # words in a short prompt, which fits any model
 _MIN_IDS = 64  # with fewer different tokens, random prompts could share a prefix by chance
-LENGTHS = (200, 1000, 4000)  # tokens; no block ends there
+LENGTHS = (200, 1000, 4000)  # tokens
 MIN_LENGTH = 64
-_MAX_LISTED = 4  # max number of adapters to test without being named
-_NUM_PROBES = 3  # prompts to find a way to bypass the cache
+_MAX_LISTED = 4  # max number of adapters to test if the user names none
+_NUM_PROBES = 3  # prompts with which to find a way to bypass the cache
 _EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and its answer
 
 
 def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
-    """Return the writing of prompts, and one for prompts that must be text.
+    """Return the format of prompts, and the format of prompts that must be text.
 
-    Prompts are token ids if the server accepts these, those of ordinary words if it can tokenize. Else they are words.
+    Prompts are token ids if the server accepts them, and words otherwise. The ids are those of ordinary words if the
+    server can tokenize.
     """
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
@@ -55,7 +56,7 @@ def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """An entry of `/v1/models`. *parent* is the model of an adapter (vLLM and kvtier report it), None for a model."""
+    """An entry of `/v1/models`. *parent* is the base model of an adapter, as vLLM and kvtier report it, else None."""
 
     name: str
     parent: str | None
@@ -94,7 +95,7 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of a run. *doubts* are sentences about what it could not determine."""
+    """The results of a run. *doubts* are sentences about what the run could not determine."""
 
     askers: Sequence[ModelClient]
     writing: PromptFormat
@@ -129,7 +130,10 @@ def prove(order: ProofConfig, note: Note) -> Proof:
 
 
 def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
-    """Return the model, its adapters and the other server's model, and the max number of tokens of a request."""
+    """Return the models under test, and the limit on the tokens of a request or None.
+
+    The models are the server's model, its adapters, and the model of the other server if there is one.
+    """
     listed = list_models(order.endpoint)
     model = next((each for each in listed if order.model in (None, each.name) and each.parent is None), None)
     if model is None:
@@ -148,14 +152,17 @@ def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
 
 
 def _lengths(asked: Sequence[int] | None, longest: int | None) -> list[int]:
-    """Return the lengths of prompts, shortest first."""
+    """Return the lengths of prompts in tokens, shortest first.
+
+    *asked* are the lengths that the user gave, if any. *longest* is the limit on the tokens of a request, if known.
+    """
     if longest is None:
         return sorted(asked or LENGTHS)
     limit = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one family extends its prompts by an eighth
     if limit < MIN_LENGTH:
-        raise ValueError(f"the model takes {longest:,} tokens, too few for this test")
+        raise ValueError(f"the model takes at most {longest:,} tokens, which are too few for this test")
     if asked is None:
         return [length for length in LENGTHS if length <= limit] or [limit]
     if max(asked) > limit:
-        raise ValueError(f"--lengths {max(asked)}: the model takes {longest:,} tokens; give {limit} or less")
+        raise ValueError(f"--lengths {max(asked)}: the model takes at most {longest:,} tokens; give {limit} or less")
     return sorted(asked)

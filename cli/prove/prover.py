@@ -15,15 +15,15 @@ from kvtier.cli.prove.questioner import Note, Questioner
 from kvtier.cli.prove.writing import PromptFormat
 
 NUM_HALF = NUM_TOKENS // 2
-_NUM_SHAPES, _MAX_SHAPE_TRIES = 3, 6  # prompts of each length
+_NUM_SHAPES, _MAX_SHAPE_TRIES = 3, 6  # measurements of `shapes_apart` for each length, and prompts to try for them
 _NUM_AGAIN = 2  # additional full prefills of a suspect's prompt, first alone and then as many concurrently
 
 
 def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
-    """Return the distance between two computations of the same answer tokens, in other shapes.
+    """Return the distance between two answers with the same tokens that were computed in different shapes.
 
-    The second computation has the first half of the answer in its prompt. Returns None if the answer's tokens cannot be
-    appended to the prompt.
+    The second request has the first half of the answer in its prompt, so these tokens are prefilled instead of decoded.
+    Returns None if the answer's tokens cannot be appended to the prompt.
     """
     whole = ask_cold(prompt)
     longer = _continued(prompt, whole)
@@ -46,7 +46,7 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 
 
 class Prover:
-    """A single execution of one plan. Concurrent rounds have *concurrency* requests in flight."""
+    """A single execution of one plan. Concurrent rounds have up to *concurrency* requests in flight."""
 
     def __init__(self, plan: ProofPlan, setting: RunSettings, concurrency: int, note: Note) -> None:
         self._plan = plan
@@ -70,7 +70,7 @@ class Prover:
             self._questioner.ask_at_once("sending prompts concurrently", [self._earlier(each) for each in others])
             self._push_out(push_out)
             later = self._questioner.ask_each("sending prompts that share prefixes", [_later(each) for each in alone])
-        later += self._questioner.ask_at_once("sending those concurrently", [_later(each) for each in others])
+        later += self._questioner.ask_at_once("sending such prompts concurrently", [_later(each) for each in others])
         self._evidence.later = list(zip([*alone, *others], later, strict=True))
         self._ask_suspects_again()
         return self._evidence
@@ -128,7 +128,10 @@ class Prover:
         self._evidence.was_evicted = True
 
     def _ask_suspects_again(self) -> None:
-        """Compute the prompts of suspects in full again. If those answers vary as much, it is no longer a suspect."""
+        """Compute the prompts of suspect answers in full again, for more references.
+
+        An answer that differs no more than these references do is no longer a suspect.
+        """
         suspects = Measures(self._evidence).suspects()
         if self._setting.cold is None or not suspects:
             return
@@ -143,7 +146,7 @@ class Prover:
         return Request(asker, pieces, is_read=False, is_reference=True)
 
     def _earlier(self, question: Question) -> Request:
-        # If cold requests have no salt, the blocks that they computed may serve this one.
+        # If cold requests have no salt, the blocks that they computed may serve this request, so it is no reference.
         is_first = self._setting.cold is not CacheBypass.UNREAD
         return Request(question.giver, question.pair.earlier, question.earlier_salt, is_reference=is_first)
 

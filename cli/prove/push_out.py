@@ -16,7 +16,7 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class EvictionStep:
-    """An eviction by other prompts of *num_tokens* in total, followed by a shell *command* unless it is None."""
+    """An eviction by other prompts of *num_tokens* in total. Then the shell command *command* is run, if not None."""
 
     num_tokens: int
     command: str | None

@@ -21,11 +21,12 @@ WORDS = tuple(
     lady laid lake land lane last late lead left less life lift like line link list live load loan lock logo long look
     """.split()  # noqa: SIM905  # a list of two hundred quoted strings is hard to read
 )
-_FIRST_ID, _NUM_IDS = 3, 250  # bytes or letters in every vocabulary, for a server without `/tokenize`
+# Token ids for a server without `/tokenize`: they are bytes or letters in every vocabulary.
+_FIRST_ID, _NUM_IDS = 3, 250
 
 
 class PromptFormat(Protocol):
-    """The set of pieces that prompts may have, and their written form."""
+    """A conversion of pieces to prompts, with the number of different pieces that it supports."""
 
     @property
     def is_exact(self) -> bool:
@@ -48,7 +49,7 @@ class PromptFormat(Protocol):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A writing in which each piece is one of the token *ids*."""
+    """A format in which each piece is one of the token *ids*."""
 
     ids: tuple[int, ...] = tuple(range(_FIRST_ID, _FIRST_ID + _NUM_IDS))
     is_exact = True
@@ -66,7 +67,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Words:
-    """A writing in which each piece is one of `WORDS`. The server needs *tokens_per_word* tokens for a word."""
+    """A format in which each piece is one of `WORDS`. A word has *tokens_per_word* tokens on average."""
 
     tokens_per_word: float
     is_exact = False

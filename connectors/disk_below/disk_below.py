@@ -13,8 +13,7 @@ from kvtier.connectors.disk_below.row_index import BlockRow, RowIndex
 from kvtier.connectors.disk_below.writes import Refusal, Writes
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.index_load import IndexLoad
-from kvtier.tiers.lower.read_probe import ReadProbe
-from kvtier.tiers.lower.reads import ReadableDisk
+from kvtier.tiers.lower.reads import ReadableDisk, ReadProbe
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane, Transfer
@@ -22,9 +21,10 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngi
 
 
 class InlineQueue(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue that calls *take* in the thread that puts a transfer, to take the transfer out at once."""
+    """A `Finished` queue whose transfers are processed at once, on the thread that puts them."""
 
     def __init__(self, take: Callable[[], None]) -> None:
+        """Create an empty queue. `put` calls *take*, which must process all transfers in the queue."""
         super().__init__()
         self._take = take
 
@@ -38,7 +38,7 @@ MakeLanes = Callable[[InlineQueue], Mapping[Route, Lane]]
 
 @dataclass(frozen=True, slots=True)
 class DiskBelowStatistics:
-    """A snapshot of a `DiskBelow`. Rows and refusals are counted since the start."""
+    """A snapshot of the counts of a `DiskBelow`. Numbers of rows are totals since the start."""
 
     tier: TierStatistics
     disk: DiskStatistics
@@ -46,21 +46,22 @@ class DiskBelowStatistics:
     num_stored: int  # rows
     num_loaded: int  # verified rows
     num_failed_loads: int  # rows
-    refused: Mapping[Refusal, int]  # rows that were offered and not stored
-    queued_bytes: int  # waiting to be written
+    refused: Mapping[Refusal, int]  # rows that were offered but not stored, by reason
+    queued_bytes: int  # of rows that wait to be written
 
 
 class DiskBelow:
-    """An engine's rows on disk, which are verified when they are loaded into its memory.
+    """An engine's rows on disk. A row has the bytes of one block, and is verified when it is loaded.
 
     Disk faults raise no exceptions: the load of a row that is unreadable, corrupt or late simply fails.
 
-    The index of rows is in memory, so `are_held` does not wait. Jobs end in any order, each once. A job ends in the
-    thread of a reader or of the writer, or in the caller's thread if no part of it can be begun. The callbacks of its
-    future run in that thread and must be short. All methods may be called from any thread. The memory of a job's rows
-    belongs to the caller, who must not touch it until the job has ended.
+    The index of rows is in memory, so lookups do not wait. `load` and `store` begin jobs, which end in any order. A
+    job ends on the thread of a reader or of the writer, or on the caller's thread if no part of the job can be begun.
+    The callbacks of the job's future run on that thread and must be short. The memory of a job's rows belongs to the
+    caller, who must not touch it until the job has ended. All methods may be called from any thread.
 
-    One lock guards the tiers' objects, which only one thread at a time may use. No copy and no wait happens under it.
+    One lock guards the tiers' objects, which only one thread at a time may use. No thread copies bytes or waits for
+    the disk while it holds the lock.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class DiskBelow:
     ) -> None:
         """Begin to load the index of *disk*.
 
-        *make_lanes* returns the lanes that put their transfers into a given queue: `Route.DISK_TO_HOST` with
-        *num_readers* threads, and `Route.HOST_TO_DISK` with one. *row_bytes* returns the size of a group's rows.
-        *end_store* closes the store at once.
+        *make_lanes* returns lanes that put their finished transfers into the given queue: `Route.DISK_TO_HOST` with
+        *num_readers* threads, and `Route.HOST_TO_DISK` with one. *max_queued_bytes* limits the rows that wait to be
+        written. *row_bytes* returns the size of a group's rows. *end_store* closes the store at once.
         """
         self._lock = threading.RLock()
         finished = InlineQueue(self._take_finished)
@@ -115,16 +116,17 @@ class DiskBelow:
             return self._disk.num_held(group_id, names)
 
     def load(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Fill the rows' memory. Return for each whether it has the right bytes, else its contents are undefined.
+        """Read rows from disk into their memory. Return for each row whether its memory has the right bytes.
 
-        A row whose load has failed is not held any more until it is stored again.
+        The memory of a row whose load fails has undefined contents. Lookups do not find such a row until it is stored
+        again.
         """
         return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Write the rows, given in prefix order. Return for each whether it is on disk.
+        """Write the rows, given in prefix order. Return for each row whether it is on disk.
 
-        A row that is not may be offered again; `statistics` counts the reasons.
+        A row that could not be stored may be offered again. `statistics` counts these rows by reason.
         """
         return self._begin(rows, self._writes.begin)
 
@@ -134,9 +136,10 @@ class DiskBelow:
             self._writes.touch(rows)
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete every row of this namespace. Return False if the disk cannot, or if jobs do not end in time.
+        """Delete every row of this namespace. Waits for the disk. Rows that are stored in the meantime may stay.
 
-        Waits for the disk. Rows that are stored in the meantime may stay.
+        Returns:
+            False if jobs in flight do not end within *timeout_s*, or if the disk cannot delete the rows.
         """
         if not self.drain(timeout_s) or not self._disk.clear():
             return False
@@ -177,7 +180,7 @@ class DiskBelow:
         return not wait(futures, timeout_s).not_done
 
     def close(self) -> None:
-        """End all jobs, with those that have not begun as failed, and close the store, which then holds no row.
+        """End all jobs and close the store. Jobs that have not begun fail. Lookups then find no row.
 
         Returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`. A
         second call does nothing.
@@ -210,7 +213,7 @@ class DiskBelow:
         return job.future
 
     def _go_on(self) -> None:
-        """Follow the opening of the store, and probe a disk that rested after failures."""
+        """Continue to load the index, and probe a disk whose circuit breaker is open after failures."""
         if not self._is_closing:
             self._index_load.go_on()
             self._probe.go_on()

@@ -18,7 +18,7 @@ Outcomes = Future[list[bool]]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The rows of one call, whose parts end in any order. The caller is notified once, after the last part."""
+    """The rows that one call stores or loads. They end in any order; the caller is notified once, after the last."""
 
     rows: Sequence[BlockRow]
     future: Outcomes = field(default_factory=Future)
@@ -35,7 +35,7 @@ class Job:
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
-        """Record the outcomes of the rows at *places*. Each row ends once."""
+        """Record whether the rows at *places*, which are indices in `rows`, succeeded. Each row ends once."""
         for place, good in zip(places, is_good, strict=True):
             self.outcomes[place] = good
         self.num_left -= len(places)
@@ -61,7 +61,10 @@ class Part:
 
 
 def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[Part]:
-    """Return the rows at *places* in parts, in order. A part has one row, or at most *max_bytes* and *max_rows*."""
+    """Split the rows at *places* into parts, in order.
+
+    A part has at most *max_rows* rows, and at most *max_bytes* bytes unless it has only one row.
+    """
     parts: list[list[int]] = []
     num_bytes = 0
     for place in places:
@@ -77,13 +80,16 @@ def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[
 class JobQueue(ABC):
     """The parts of jobs that wait for the lane of one route or are in flight on it, in the order of submission.
 
-    All parts of a job are begun before any part of a later job. While the disk must not be used, all queued parts fail
-    at once. A subclass defines the transfer of a part and processes its outcome. The caller holds the lock of
+    All parts of a job are begun before any part of a later job. If the disk must not be used, all queued parts fail
+    immediately. A subclass defines the transfer of a part and processes its outcome. The caller holds the lock of
     `DiskBelow`.
     """
 
     def __init__(self, transfers: TransferEngine, route: Route, breaker: CircuitBreaker, max_in_flight: int) -> None:
-        """Create an empty queue; *breaker* decides on each part, and *max_in_flight* limits the parts in flight."""
+        """Create an empty queue.
+
+        *breaker* decides for each part whether it may be tried. At most *max_in_flight* parts are in flight.
+        """
         self.transfers = transfers
         self._route = route
         self._breaker = breaker
@@ -103,11 +109,11 @@ class JobQueue(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether the disk may be used now, if the circuit breaker allows it."""
+        """Return whether the disk may be used now. The circuit breaker must allow each attempt as well."""
 
     @abstractmethod
     def work_of(self, part: Part) -> Callable[[], Any]:
-        """Return the lane's work for a part, which uses memory and values but no state of this object."""
+        """Return the callable that transfers a part. It runs on the lane's thread and uses no state of this object."""
 
     @abstractmethod
     def has_disk_failed(self, transfer: Transfer) -> bool:

@@ -8,15 +8,15 @@ from kvtier.store.record import Fault
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_PART_BYTES = 32 << 20  # the store itself reads such a part with several threads
+MAX_PART_BYTES = 32 << 20  # the store reads one part with several threads
 MAX_PART_ROWS = 512
 
 
 class Loads(JobQueue):
-    """The load jobs, which are read in the order of their submission.
+    """The queue of load jobs, which are read in the order of their submission.
 
     Each part of a job is one request to the store. At most two parts per reader are in flight, so that a long job fills
-    no queue and keeps few bytes in flight. A job ends within the store's deadline, which also ends reads that hang.
+    no queue and keeps few bytes in flight. Every job ends, because the store's read timeout ends reads that hang.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, num_readers: int) -> None:
@@ -26,7 +26,7 @@ class Loads(JobQueue):
         self._index = index
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are on disk; its other rows fail at once."""
+        """Queue a job's rows that are on disk. The job's other rows fail immediately."""
         held = self._index.are_held(job.rows)
         absent = [place for place, is_held in enumerate(held) if not is_held]
         self._end(job, absent, [False] * len(absent))
@@ -34,7 +34,7 @@ class Loads(JobQueue):
         self.enqueue(cut(job, there, MAX_PART_BYTES, MAX_PART_ROWS))
 
     def is_usable(self) -> bool:
-        return self._index.disk.is_readable
+        return self._index.disk.reading.is_closed
 
     def work_of(self, part: Part) -> Callable[[], list[bytes | Fault]]:
         disk = self._index.disk

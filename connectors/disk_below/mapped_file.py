@@ -23,8 +23,8 @@ class _Mapping(NamedTuple):
 def open_backing_file(memory: memoryview) -> SharedMemory | None:
     """Open the file that *memory* (contiguous, writable) is mapped from. The caller owns the descriptor.
 
-    Returns None if the memory is not mapped from a file, is mapped privately, or if the file cannot be opened. The
-    bytes of its rows then go over a socket.
+    Returns None if the memory is not mapped from a single file, if the mapping is private, or if the file cannot be
+    opened. The store's process then receives and sends the rows' bytes over a socket.
     """
     address = address_of(memory)
     here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]

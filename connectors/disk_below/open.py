@@ -1,4 +1,4 @@
-"""The opening of the disk below an engine, with the store in its own process, the lanes, and memory as files."""
+"""Construction of the disk tier below an engine, with a store in its own process that maps the engine's memory."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 4
 MAX_QUEUED_BYTES = 256 << 20  # max bytes of an engine's host memory that queued writes keep in use
-OPENING_WAIT_S = 5.0  # at the start; a store that takes longer joins later
+OPENING_WAIT_S = 5.0  # max wait at the start; a store that takes longer is used as soon as it is open
 
 
 def open_disk_below(
@@ -29,12 +29,16 @@ def open_disk_below(
 ) -> DiskBelow:
     """Open the configured store as the disk below an engine; the caller closes it.
 
-    *namespace* is 16 bytes for all facts that decide a row's bytes, other than its name. *row_bytes* returns the size
-    of a group's rows, for *num_groups* groups numbered from 0. *memories* are the whole regions that contain the
-    engine's rows. The store's process itself reads and writes a region that is a shared mapping of a file; rows
-    elsewhere are copied on their way.
+    A folder that cannot be opened is not an error. Until it can be opened, no row is found or stored, and `statistics`
+    gives the reason.
 
-    A folder that cannot be opened is not an error. Nothing is held until it can be, and `statistics` gives the reason.
+    Args:
+        config: The settings of the store.
+        namespace: A 16-byte digest of everything that decides a row's bytes, apart from the row's name and group.
+        row_bytes: Returns the size of a group's rows.
+        memories: The regions of memory that contain the engine's rows. The store's process reads and writes a region
+            directly if it is a shared mapping of a file. The bytes of other rows are copied between the processes.
+        num_groups: Number of groups, which are numbered from 0.
 
     Raises:
         ValueError: If the configuration cannot be used. The message says what to do.

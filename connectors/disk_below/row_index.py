@@ -1,4 +1,4 @@
-"""`RowIndex`: the rows that are on disk, for an engine whose tiers above the disk are its own."""
+"""`RowIndex`: the index of the rows on disk, below an engine that manages its device and host memory itself."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,8 +14,8 @@ class BlockRow(NamedTuple):
 
     *memory* is contiguous and has exactly the block's bytes. The engine must not touch it until the row's job has
     ended. *name* is 32 bytes that determine the block's bytes within the namespace and *group_id*. All rows of a group
-    have the same size. *parent* is the name of the block that this one continues, in the same group; a parent leaves
-    the disk after its children.
+    have the same size. *parent* is the name of the block that this one continues, in the same group. Blocks are evicted
+    before their parents.
     """
 
     name: BlockName
@@ -25,7 +25,10 @@ class BlockRow(NamedTuple):
 
 
 class RowIndex:
-    """The rows on disk, see `DiskContent`. kvtier knows no other copies, so it forgets rows that leave the disk."""
+    """The index of the rows on disk; implements `DiskContent`.
+
+    The disk has the only copies that kvtier knows of, so a row that leaves the disk is forgotten.
+    """
 
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
@@ -38,7 +41,7 @@ class RowIndex:
         return held
 
     def on_written(self, blocks: Sequence[tuple[int, BlockName]], evicted: Sequence[bytes]) -> None:
-        """Record that blocks (group and name) were written, and that the store has evicted keys for them."""
+        """Record that *blocks* (group and name) were written, and that the store evicted these keys to make room."""
         for group_id, name in blocks:
             self.disk.index.add(group_id, [name])
             self.disk.ages.on_written([name])
@@ -48,10 +51,10 @@ class RowIndex:
                 self.disk.ages.on_dropped(block[1])
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Record that a read of the block failed, and count the block as not on disk, whatever the fault.
+        """Record that a read of the block failed, and remove the block from the index, whatever the fault.
 
-        Otherwise an engine would find the block and request it again and again. A good record is found again after the
-        next opening, or when it is stored again.
+        Otherwise an engine would find the block and request it again and again. If its record on disk is intact, the
+        block is found again once the store is reopened, or once the block is stored again.
         """
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         self.disk.index.remove(group_id, name)

@@ -22,17 +22,17 @@ class Refusal(StrEnum):
     """The reason why a row was not stored. The row may be offered again."""
 
     BUSY = "busy"  # too many bytes wait to be written
-    DISK = "disk"  # the disk is not open, or has failed too often to be tried now
+    DISK = "disk"  # the disk is not open, has failed too often to be tried now, or is smaller than the row
     BUDGET = "budget"  # the daily limit on written bytes is reached
     FAILED = "failed"  # the write was tried, and failed
 
 
 class Writes(JobQueue):
-    """The store jobs, which are written in the order of their submission.
+    """The queue of store jobs, which are written in the order of their submission.
 
-    The last rows of a job are written first, so that a prefix is evicted from its end. At most *max_queued_bytes* wait.
-    Rows beyond that are refused, except that one row is always accepted when none waits. A row that is on disk is not
-    written again, but counts as used.
+    The last rows of a job are written first, so that a prefix is evicted from its end. A row is refused if more than
+    *max_queued_bytes* would wait with it, unless no other row waits. A row that is on disk already is not written
+    again, but marked as just used.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Writes(JobQueue):
         self._max_queued_bytes = max_queued_bytes
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are not on disk yet; refused rows fail at once."""
+        """Queue a job's rows that are not on disk yet. Refused rows fail immediately."""
         held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])
@@ -61,7 +61,7 @@ class Writes(JobQueue):
         self.enqueue(cut(job, taken[::-1], MAX_PART_BYTES, MAX_PART_ROWS))
 
     def touch(self, rows: Sequence[BlockRow]) -> None:
-        """Mark these rows as just used, so that they are evicted later. Does nothing if the writer is busy."""
+        """Mark these rows as just used, so that they are evicted later. Does nothing while rows wait to be written."""
         if rows and self._index.disk.is_open and not self.has_queued:
             keys = [self._index.disk.key(row.group_id, row.name) for row in rows]
             self.transfers.submit(Route.HOST_TO_DISK, lambda: self._index.disk.touch(keys), 0, lambda transfer: None)

@@ -25,7 +25,7 @@ from kvtier.connectors.lmcache_l2.object_names import namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk, Outcomes, Settings, settings_of
 from kvtier.tiers.lower.breaker import BreakerState
 
-INDEXING_WAIT_S = 5.0  # at the start; later lookups find objects that are indexed later
+INDEXING_WAIT_S = 5.0  # max wait at the start; objects that are indexed later are found by later lookups
 
 
 class KVTierL2Config(L2AdapterConfigBase):
@@ -36,26 +36,27 @@ class KVTierL2Config(L2AdapterConfigBase):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, object]) -> "KVTierL2Config":
-        """Return the configuration in *d*. Raises like `settings_of`."""
+        """Return the configuration, given the `adapter_params` *d*. Raises the errors of `settings_of`."""
         return cls(settings_of(d))
 
     @classmethod
     def help(cls) -> str:
-        return "adapter_params: keys of kvtier's [disk] table, such as path and capacity; weights"
+        return "adapter_params: the keys of kvtier's [disk] table, such as path and capacity, and optionally weights"
 
 
 class KVTierL2(L2AdapterInterface):
     """An L2 adapter that keeps LMCache's objects in kvtier's store, which is bounded and survives restarts.
 
-    Every load is verified. LMCache's threads call the adapter at any time and pass memory that stays theirs. Lookups
-    are answered at once from an index in memory. After a fault, an object is missing or was not stored; no method
-    raises once the adapter exists. The adapter evicts on its own, so it reports no capacity for LMCache to enforce.
+    Every load is verified. Lookups are answered at once from an index in memory. Any of LMCache's threads may call the
+    adapter. The memory that they pass belongs to LMCache. No method raises once the adapter exists: after a fault, an
+    object is missing or not stored. The store evicts objects itself, so LMCache need not enforce a capacity.
     """
 
     def __new__(cls, *arguments: object, **named: object) -> Self:
         """Raise `UnsupportedEngine` for an LMCache that the adapter does not support.
 
-        This happens before Python itself refuses a class that lacks one of the abstract methods.
+        The check must come before `object.__new__`, which raises TypeError without any advice if LMCache has abstract
+        methods that the adapter does not define.
         """
         check_lmcache(L2AdapterInterface, ObjectKey, MemoryObj)
         made: Self = super().__new__(cls)
@@ -113,7 +114,10 @@ class KVTierL2(L2AdapterInterface):
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Do nothing. A lookup marks the objects that it finds, and eviction passes over a marked object once."""
+        """Do nothing, because a lookup locks nothing.
+
+        A lookup marks the objects that it finds as just used. Eviction spares a marked object once.
+        """
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
         """Mark the objects that are on disk as just used, so that they are evicted later.
@@ -140,7 +144,7 @@ class KVTierL2(L2AdapterInterface):
         return self._loads.pop(task_id)
 
     def get_usage(self) -> AdapterUsage:
-        """Return the bytes on disk now, of all salts together, without evicted objects."""
+        """Return the number of bytes on disk, for all cache salts together. Evicted objects do not count."""
         tier = self._disk.statistics().tier
         return AdapterUsage(tier.num_bytes, tier.capacity_bytes)
 
@@ -163,7 +167,7 @@ class KVTierL2(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End all tasks, with those that have not begun as failed, and close the store."""
+        """End all tasks and close the store. Tasks that have not begun fail."""
         self._guard.run_always(self._disk.close, None)
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()

@@ -30,30 +30,30 @@ class ObjectKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The digest of the shapes and types of the tensors in an object, in the order of its bytes."""
+    """The layout of the tensors in an object."""
 
-    digest: bytes
-    num_bytes: int
+    digest: bytes  # of the tensors' shapes and dtypes, in the order of the object's bytes
+    num_bytes: int  # of the object
 
 
 @lru_cache(maxsize=256)
 def layout_of(shapes: tuple[Sequence[int], ...], dtypes: tuple[Any, ...], num_bytes: int) -> Layout:
-    """Return the layout of tensors with these shapes and torch types, *num_bytes* long together."""
+    """Return the layout of an object of *num_bytes* with tensors of these shapes and torch dtypes."""
     parts = [f"{dtype} {'x'.join(map(str, shape))}" for shape, dtype in zip(shapes, dtypes, strict=True)]
     return Layout(hashlib.sha256("\n".join([str(num_bytes), *parts]).encode()).digest(), num_bytes)
 
 
 def namespace_of(lmcache: str, weights: str | None) -> bytes:
-    """Return 16 bytes for the facts that decide an object's bytes, other than its key and layout.
+    """Return a 16-byte digest of what decides an object's bytes, apart from its key and layout.
 
-    These facts are LMCache's version and the operator's *weights* setting.
+    This is the version of LMCache, *lmcache*, and the operator's *weights* setting, None if it is not set.
     """
     known = "" if weights is None else weights
     return hashlib.sha256(f"kvtier lmcache l2 {VERSION}\0{lmcache}\0{known}".encode()).digest()[:16]
 
 
 def name_of(key: ObjectKey, layout: Layout) -> BlockName:
-    """Return the name of an object, made of all fields of its key and of its *layout*, which keys lack."""
+    """Return the name of an object: a digest of all fields of its key, and of its layout, which is not in the key."""
     model, salt = key.model_name.encode(), key.cache_salt.encode()
     lengths = FIELDS.pack(key.kv_rank, key.object_group_id, len(model), len(salt), len(key.chunk_hash))
     return BlockName(hashlib.sha256(b"".join((layout.digest, lengths, model, salt, key.chunk_hash))).digest())
@@ -62,8 +62,9 @@ def name_of(key: ObjectKey, layout: Layout) -> BlockName:
 class KnownLayouts:
     """The layout that was last stored or loaded for each model, rank and object group.
 
-    A lookup may name the layout of its objects, which LMCache calls a hint. Objects that go through one of LMCache's
-    serializers are stored in a layout that lookups do not name. All methods may be called from any thread.
+    A lookup needs the layout, because the layout is part of an object's name. LMCache may pass the layout as a hint.
+    However, an object that went through one of LMCache's serializers is stored in a layout other than that of the hint.
+    All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -74,5 +75,5 @@ class KnownLayouts:
         self._layouts[key.model_name, key.kv_rank, key.object_group_id] = layout
 
     def of(self, key: ObjectKey) -> Layout | None:
-        """Return the layout last seen for the key's model, rank and object group."""
+        """Return the layout last recorded for the key's model, rank and object group, or None if there is none."""
         return self._layouts.get((key.model_name, key.kv_rank, key.object_group_id))

@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class Outcomes(Generic[T]):
-    """The outcomes of tasks of one kind.
+    """The outcomes of one kind of tasks (stores, lookups or loads), until LMCache fetches them.
 
-    Each outcome is returned once. The eventfd is readable while there may be outcomes. All methods may be called from
-    any thread. After `close`, outcomes are dropped.
+    Each outcome is returned once. The eventfd becomes readable when an outcome is added. All methods may be called from
+    any thread. After `close`, new outcomes are dropped.
     """
 
     def __init__(self) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next two attributes
         self._outcomes: dict[int, T] = {}
         self._is_closed = False
 
@@ -74,12 +74,15 @@ def settings_of(adapter_params: Mapping[str, object]) -> Settings:
     return tree_from_dict(Settings, adapter_params, "adapter_params")
 
 
-MAX_OBJECT_BYTES = 1 << 32  # an object's size is its group's number
+MAX_OBJECT_BYTES = 1 << 32  # objects are smaller, because their size is the number of their group, which has 4 bytes
 NO_MEMORY = memoryview(b"")
 
 
 class Tensors(Protocol):
-    """LMCache's description of the tensors in an object's memory: several tensors, or a single one."""
+    """LMCache's description of the tensors in an object's memory.
+
+    *shapes* and *dtypes* describe several tensors. Without them, *shape* and *dtype* describe a single one.
+    """
 
     @property
     def shapes(self) -> Sequence[Sequence[int]] | None: ...
@@ -101,7 +104,7 @@ class ObjectMemory(Protocol):
 
 
 class TensorLayouts(Protocol):
-    """LMCache's hint about the layout of a group's objects in a lookup; empty if it has no shapes."""
+    """LMCache's hint about the layout of a group's objects in a lookup. Empty *shapes* mean that there is no hint."""
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]: ...
@@ -112,8 +115,8 @@ class TensorLayouts(Protocol):
 class ObjectsOnDisk:
     """The objects on disk, by their keys.
 
-    All objects of one size are a group of rows, and the group's number is the size in bytes. So a row is only ever read
-    into memory of its own size. All methods may be called from any thread.
+    Each object is a row. All objects of one size form a group of rows, and the group's number is the size in bytes. So
+    a row is only ever read into memory of its own size. All methods may be called from any thread.
     """
 
     def __init__(self, disk: DiskBelow) -> None:
@@ -121,10 +124,10 @@ class ObjectsOnDisk:
         self._layouts = KnownLayouts()
 
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
-        """Write the objects. Return for each whether it is on disk.
+        """Write the objects. Return for each object whether it is on disk.
 
-        Keys come in the order of their prompts. So each object is taken to continue the previous one if both have the
-        same model, rank, group and tenant.
+        LMCache passes keys in the order of their prompt. So an object is assumed to continue the previous one if both
+        have the same model, rank, object group, salt and size.
         """
         rows = self._rows(keys, objects)
         for place in range(1, len(rows)):
@@ -133,11 +136,14 @@ class ObjectsOnDisk:
         return self._disk.store(rows)
 
     def load(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
-        """Fill the objects' memory. Return for each whether it has the right bytes, else its contents are undefined."""
+        """Read objects from disk into their memory. Return for each object whether its memory has the right bytes.
+
+        The memory of an object whose load fails has undefined contents.
+        """
         return self._disk.load(self._rows(keys, objects))
 
     def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[BlockRow | None]:
-        """Return the row of each key that is on disk, without its memory, or None.
+        """Return for each key its row, without memory, or None if the object is not on disk.
 
         *layouts* has LMCache's layout hints by object group. The layouts last stored or loaded are tried as well.
         """
@@ -168,7 +174,7 @@ class ObjectsOnDisk:
         # Use numpy's view of bytes, because LMCache's view of C's unsigned chars cannot be cast.
         raw = np.frombuffer(memory.byte_array, np.uint8).data
         if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
-            raise ValueError(f"an object of {raw.nbytes} bytes; 1 to {MAX_OBJECT_BYTES - 1} can be stored")
+            raise ValueError(f"an object has {raw.nbytes} bytes, but must have 1 to {MAX_OBJECT_BYTES - 1} bytes")
         tensors = memory.metadata
         shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
         layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)

@@ -18,14 +18,17 @@ from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.tiers.naming.block_hash import BlockName
 
-# Keys of the same table that SGLang reads.
+# Keys of hicache-storage-backend-extra-config that SGLang itself reads.
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
-INDEXED_WAIT_S = 10.0  # for the index of the pages on disk; the rest is indexed during the first prompts
+INDEXED_WAIT_S = 10.0  # max wait for the index of the pages on disk; the rest is indexed during the first prompts
 CLEAR_TIMEOUT_S = 60.0
 
 
 class StorageSettings(DiskConfig, frozen=True, kw_only=True):
-    """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
+    """The settings of the storage: the keys of kvtier's `[disk]` table, and *weights*.
+
+    *weights* is a name for the model's weights. By default, it is None and the weights' digest is computed.
+    """
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
@@ -37,11 +40,11 @@ def settings_of(extra_config: Mapping[str, object]) -> StorageSettings:
 
 
 class KVTierStorage(HiCacheStorage):
-    """The pages of one rank's host pool on disk, which are verified when they are loaded.
+    """The storage backend of one rank: it keeps pages of the rank's host pool on disk, and verifies them when loading.
 
-    SGLang creates the storage, registers the pool with it, and calls it from its prefetch and backup threads, which may
-    wait. After a disk fault, a page is missing or was not stored; no exception is raised. Registering a pool raises
-    `UnsupportedEngine` for an engine whose pages cannot be kept.
+    SGLang creates the storage, registers the host pool with it, and calls it from its prefetch and backup threads,
+    which may wait. Disk faults raise no exceptions: a page is then missing or not stored. Registering a pool raises
+    `UnsupportedEngine` if the storage does not support the engine or its pages.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
@@ -79,7 +82,7 @@ class KVTierStorage(HiCacheStorage):
         self._disk.wait_indexed(INDEXED_WAIT_S)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse pools other than the pool of keys and values."""
+        """Raise `UnsupportedEngine` for a pool other than that of keys and values."""
         check_pool_name(str(host_pool_name))
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -92,7 +95,7 @@ class KVTierStorage(HiCacheStorage):
         return 0 if self._disk is None else self._disk.num_held(self._names(keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read the pages before the first that cannot be read into the pool. Return for each whether it was read."""
+        """Read pages into the pool, up to the first that cannot be read. Return for each page whether it was read."""
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -104,7 +107,7 @@ class KVTierStorage(HiCacheStorage):
         return [place < num_read for place in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Write pages of the pool. Return for each whether it is on disk."""
+        """Write pages of the pool. Return for each page whether it is on disk."""
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -115,11 +118,19 @@ class KVTierStorage(HiCacheStorage):
         return self._disk.store(self._names(keys), self._parent(extra_info), fill)
 
     def get(self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None) -> Any:
-        """Read a page into a flat tensor of its size, and return the tensor, or None if the page cannot be read."""
+        """Read a page into *target_location*, a flat tensor of the page's size.
+
+        Returns:
+            *target_location*, or None if the page cannot be read.
+        """
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into flat tensors of their size, and return these; None from the first unreadable page on."""
+        """Read pages into *target_locations*, flat tensors of the pages' size, up to the first that cannot be read.
+
+        Returns:
+            For each page, its tensor, or None if the page was not read.
+        """
         found: list[Any] = [None] * len(keys)
         if self._disk is None or target_locations is None:
             return found
@@ -162,14 +173,14 @@ class KVTierStorage(HiCacheStorage):
         return self._disk is not None and self._disk.clear(CLEAR_TIMEOUT_S)
 
     def get_stats(self) -> None:
-        """Return nothing, because SGLang counts pages and their speed itself; `statistics` has kvtier's counts."""
+        """Return nothing, because SGLang itself measures pages and bandwidth. `statistics` returns kvtier's counts."""
 
     def statistics(self) -> dict[str, Any]:
         """Return all counts by name; empty before a pool is registered."""
         return {} if self._disk is None else asdict(self._disk.statistics())
 
     def _names(self, keys: Sequence[str]) -> list[BlockName]:
-        """Return the names of pages, in a new lineage once SGLang's weights may have been updated."""
+        """Return the names of pages. Starts a new lineage first if SGLang may have updated its weights."""
         with self._naming:
             version = weights_version()
             if self._threads.any_ended() or version not in (None, self._version):
@@ -178,7 +189,7 @@ class KVTierStorage(HiCacheStorage):
             return [self._lineage.name(name) for name in names_of(keys)]
 
     def _parent(self, extra_info: Any) -> BlockName | None:
-        """Return the page before the first page of a call, if SGLang provides it."""
+        """Return the name of the page before the first page of a call, or None if SGLang does not provide it."""
         prefix = getattr(extra_info, "prefix_keys", None)
         return self._names(prefix[-1:])[0] if prefix else None
 

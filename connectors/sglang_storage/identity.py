@@ -18,14 +18,15 @@ SCHEME = 2  # version of names and rows; pages of another scheme are not found
 def namespace_of(
     config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool, server: Mapping[str, object]
 ) -> bytes:
-    """Return 16 bytes for all facts that decide a page's bytes, other than SGLang's hash of its tokens.
+    """Return a 16-byte digest of everything that decides a page's bytes, apart from SGLang's hash of its tokens.
 
     Args:
         config: SGLang's `HiCacheStorageConfig`.
         pool: SGLang's host pool.
-        runs: Number of bytes of each run of a page.
+        runs: Number of bytes of each run of a page, see `PageRuns`.
         weights: A digest or name of the model's weights.
-        is_in_place: Whether rows are runs; otherwise they are pages as the pool flattens them.
+        is_in_place: Whether a row on disk has a page's runs one after the other, as `batch_set_v1` writes them.
+            Otherwise a row has the page as SGLang flattens it, which is what `batch_set` writes.
         server: The facts that `server_facts` returns.
     """
     facts = {
@@ -54,12 +55,12 @@ def namespace_of(
 
 
 def names_of(keys: Sequence[str]) -> list[BlockName]:
-    """Return the names of pages, from SGLang's keys: chained hashes of tokens that include salt and adapter."""
+    """Return the names of pages from SGLang's keys, which are chained hashes of tokens, salt and adapter."""
     return [BlockName(hashlib.sha256(b"kvtier sglang page\0" + key.encode()).digest()) for key in keys]
 
 
 def folder_of(path: str, config: Any) -> Path:
-    """Return the folder of this rank, which is a process of its own and shares its store with no other rank."""
+    """Return the folder below *path* for this rank's store. Each rank is a process and needs its own store."""
     ranks = {"dp": (getattr(config, "dp_rank", 0), None), "tp": (config.tp_rank, config.tp_size)}
     ranks |= {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
     parts = [f"{name}{rank}" if size is None else f"{name}{rank}of{size}" for name, (rank, size) in ranks.items()]
@@ -67,7 +68,7 @@ def folder_of(path: str, config: Any) -> Path:
 
 
 def weights_of(model: str, revision: str | None) -> str:
-    """Return the digest of the model's files at a path or hub id. Raise `UnsupportedEngine` if there are none."""
+    """Return the digest of the weights of *model*, a path or a hub id. Raise `UnsupportedEngine` on failure."""
     try:
         return weights_digest(folder_of_model(model, revision))
     except (OSError, ValueError, ImportError) as error:

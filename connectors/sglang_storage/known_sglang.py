@@ -9,11 +9,11 @@ KV_POOL = "kv"
 
 
 class UnsupportedEngine(ValueError):
-    """The error for an engine whose pages the backend cannot keep, with the reason and the remedy."""
+    """The error for an engine that the backend does not support. The message has the reason and the remedy."""
 
 
 def check_config(config: Any) -> None:
-    """Raise `UnsupportedEngine` unless SGLang provides the facts that identify a page, and the engine is supported."""
+    """Raise `UnsupportedEngine` if *config* lacks facts that identify a page, or if the engine is not supported."""
     _check(config, _FACTS)
     if config.is_mla_model and config.tp_size > 1:
         raise UnsupportedEngine(
@@ -23,12 +23,12 @@ def check_config(config: Any) -> None:
 
 
 def check_pool(pool: Any) -> None:
-    """Raise `UnsupportedEngine` for a host pool that does not reveal where its pages are."""
+    """Raise `UnsupportedEngine` for a host pool that does not provide the addresses of its pages."""
     _check(pool, _OF_POOLS)
 
 
 def check_pool_name(name: str) -> None:
-    """Raise `UnsupportedEngine` for a pool of states, windows, indexers or drafts instead of keys and values."""
+    """Raise `UnsupportedEngine` for a pool other than that of keys and values, such as a pool of recurrent states."""
     if name != KV_POOL:
         raise UnsupportedEngine(
             f'the pool "{name}" is not supported, because kvtier keeps only keys and values of full attention; run '
@@ -40,5 +40,6 @@ def _check(what: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(what, name)]
     if missing:
         raise UnsupportedEngine(
-            f"this SGLang's {type(what).__name__} has no {', '.join(missing)}; tested version: {', '.join(TESTED)}"
+            f"this SGLang's {type(what).__name__} has no {', '.join(missing)}, which the backend needs; "
+            f"install a tested version: {', '.join(TESTED)}"
         )

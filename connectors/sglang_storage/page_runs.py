@@ -11,10 +11,10 @@ from kvtier.connectors.staged_disk import Rows
 
 
 class StorageThreads:
-    """The threads that call a storage.
+    """The threads that call a storage, which are watched to detect resets of SGLang's cache.
 
-    SGLang resets its cache after a weight update, and does not notify the storage. A reset is the only event that makes
-    SGLang end the threads that call the storage and start new ones. So a thread that has ended reveals the reset.
+    SGLang resets its cache after a weight update, and does not notify the storage. Only a reset makes SGLang end the
+    threads that call the storage and start new ones. So a thread that has ended means that there was a reset.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,11 @@ class StorageThreads:
 
 
 class PageRuns:
-    """The runs of the pool's memory that make up each page.
+    """The contiguous runs of the pool's memory that make up each page.
 
-    A run has keys or values of all layers, or of one layer, depending on the pool's layout. A row has the runs of a
-    page one after the other. The memory is the pool's, and the caller must keep a page leased while it is copied.
+    A run has the keys or values of all layers, or of one layer, depending on the pool's layout. A row on disk has the
+    runs of a page one after the other. The memory belongs to the pool, and the caller must make sure that the pool
+    does not reuse a page while it is copied.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -47,7 +48,10 @@ class PageRuns:
         return sum(self.sizes)
 
     def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
-        """Return the addresses of each page's runs. *host_indices* are SGLang's, of all tokens of whole pages."""
+        """Return the addresses of each page's runs.
+
+        *host_indices* are SGLang's indices in the pool of all tokens of one or more whole pages.
+        """
         pointers, _ = self._runs(host_indices)
         step = len(self.sizes)
         return [list(pointers[start : start + step]) for start in range(0, len(pointers), step)]

@@ -10,7 +10,7 @@ from kvtier.engine.attached.model_files import digest_of_file, weights_digest
 
 
 def server_facts(read: Callable[[str], object]) -> dict[str, object]:
-    """Return the facts that decide the bytes of pages and do not belong to a rank or a pool, by name.
+    """Return, by name, the facts that decide the bytes of pages and are the same for all ranks and pools.
 
     Args:
         read: Returns the value of one of the server's options, as SGLang has resolved it.
@@ -30,7 +30,7 @@ def server_facts(read: Callable[[str], object]) -> dict[str, object]:
 
 
 def option_reader() -> Callable[[str], object]:
-    """Return a function that returns the value of an option of this process's server, or None if it does not exist.
+    """Return a function that returns the value of a server option, or None if the option does not exist.
 
     Raises:
         UnsupportedEngine: If this SGLang does not reveal its options.
@@ -48,7 +48,7 @@ def option_reader() -> Callable[[str], object]:
 
 
 def weights_version() -> str | None:
-    """Return the label of the server's current weights, which an update of the weights may change."""
+    """Return SGLang's label of its current weights, which an update may change, or None if there is none."""
     try:
         from sglang.srt.runtime_context import get_serving
 
@@ -92,5 +92,5 @@ def _digest(option: str, path: str, digest: Callable[[Path], str]) -> str:
         return digest(Path(path))
     except (OSError, ValueError, ImportError) as error:
         raise UnsupportedEngine(
-            f"{option}: {path} cannot be read ({error}), but it decides what pages contain; give a path on this machine"
+            f"{option}: {path} cannot be read ({error}), but decides what pages contain; give a path on this machine"
         ) from None

@@ -28,8 +28,8 @@ from kvtier.tiers.naming.namespace import Namespace
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
-INDEXED_WAIT_S = 10.0  # for the index of the blocks on disk; the rest is indexed during the first prompts
-LAYOUT = "kvtier.transformers:1"  # of rows
+INDEXED_WAIT_S = 10.0  # max wait for the index of the blocks on disk; the rest is indexed during the first prompts
+LAYOUT = "kvtier.transformers:1"  # version of the layout of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class KVTierCache:
 
     The longest prefix of a prompt that is on disk is loaded and verified before `generate` computes the rest. New full
     blocks, including those of the answer, are stored afterwards. A disk fault, even a flipped byte, only shortens the
-    prefix; it is counted and never raised. One sequence at a time goes through each `prompt`. Several threads may have
-    a `prompt` each.
+    prefix; it is counted and never raised. Each call of `prompt` serves one sequence. Several threads may call it at
+    the same time.
     """
 
     def __init__(self, model: PreTrainedModel, layout: RowLayout, disk: StagedDisk) -> None:
@@ -73,8 +73,9 @@ class KVTierCache:
         """Open the cache of *model* in the folder *path*.
 
         Caches of other models may share the folder, but only one cache may be open at a time. Opening reads all weights
-        once, to compute their digest. After a change of the model, `prompt` raises `ChangedModel`; open the cache anew
-        then. *disk* has further keys of the configuration's `[disk]`, such as capacity="64GiB".
+        once, to compute their digest. If the model is changed afterwards, `prompt` raises `ChangedModel`, and the cache
+        must be opened anew. Blocks have *block_size* tokens. *disk* has further keys of kvtier's `[disk]` table, such
+        as capacity="64GiB".
 
         Raises:
             UnsupportedModel: If prefixes of this model cannot be reused.
@@ -82,11 +83,11 @@ class KVTierCache:
         """
         config = tree_from_dict(DiskConfig, {**disk, "path": fspath(path)}, "KVTierCache")
         if block_size < 1:
-            raise ValueError(f"block_size {block_size}: give a number of tokens")
+            raise ValueError(f"block_size {block_size} is too small; give 1 token or more")
         devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
         if len(devices) > 1:
             raise UnsupportedModel(
-                f"{type(model).__name__}: is on several devices ({', '.join(devices)}); load it on a single one"
+                f"{type(model).__name__} is on several devices ({', '.join(devices)}); load it on a single device"
             )
         weights = weights_digest(model)
         layout = checked_layout(model, block_size)
@@ -108,10 +109,12 @@ class KVTierCache:
     def prompt(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Iterator[PromptCache]:
         """Yield a cache for `generate(input_ids, past_key_values=...)` that has the prompt's prefix from disk.
 
-        *input_ids* is [1, num_tokens] and the same as for `generate`. Prompts with different *salt* share nothing.
-        Computed blocks are stored when the `with` block ends without an exception, up to the first pass that token ids
-        do not describe: a pass with another mask, other positions or `torch.autocast`, or one that bypassed the model's
-        forward hooks. A warning then gives the reason.
+        *input_ids* is [1, num_tokens], and must be the same for `generate`. Prompts with different *salt* share no
+        blocks. When the `with` block ends without an exception, the computed blocks are stored.
+
+        Blocks are not stored from the first forward pass on whose keys and values do not depend on the token ids
+        alone. Such a pass has another mask, other positions or `torch.autocast`, or bypasses the model's forward hooks.
+        A warning then gives the reason.
 
         Raises:
             ChangedModel: If the model was changed since the cache was opened, or is in training mode.
@@ -120,7 +123,7 @@ class KVTierCache:
         self._calls.check()
         self._refuse_changed()
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-            raise ValueError(f"input_ids of shape {list(input_ids.shape)}: give one prompt, [1, num_tokens]")
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give one prompt, of shape [1, num_tokens]")
         prompt_ids: list[int] = input_ids[0].tolist()
         chain = BlockChain(self._layout.block_size, ExtraKeys(cache_salt=salt))
         chain.extend(prompt_ids)
@@ -158,7 +161,7 @@ class KVTierCache:
         return self._disk.clear(timeout_s)
 
     def close(self) -> None:
-        """Close the disk. Prompts in progress are not stored, and later calls raise. A second call does nothing."""
+        """Close the disk. Prompts in progress are not stored. Later calls of other methods raise RuntimeError."""
         self._calls.close(self._disk.close)
 
     def __reduce__(self) -> NoReturn:

@@ -14,24 +14,24 @@ from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 
 SMALL_BLOCK = 16
-NUM_TOKENS = 20 * LIMIT + 10  # for a miniature, in which every limit is `LIMIT`, so effects beyond a limit show
+NUM_TOKENS = 20 * LIMIT + 10  # of a miniature's prompt, which goes far beyond the miniature's limits of `LIMIT`
 SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
 
 
 def checked_layout(model: PreTrainedModel, block_size: int) -> RowLayout:
-    """Return the layout of a model's blocks.
+    """Check that prefixes of the model can be reused in other prompts, and return the layout of the model's blocks.
 
-    A miniature of the model, in which every limit of its configuration is small, computes prefixes of several lengths
-    both alone and in a long prompt. The comparison detects rotary embeddings that depend on a prompt's length, whatever
-    their name is.
+    The check uses a miniature: a small model of the same class, in which every limit of the configuration is small. The
+    miniature computes prefixes of several lengths, both alone and as part of a long prompt, and the results are
+    compared. So the check detects rotary embeddings that depend on a prompt's length, whatever their name is.
 
     Raises:
         UnsupportedModel: If a prefix that was computed in another prompt cannot be reused. The message has the reason.
     """
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{type(model).__name__}: has an encoder; KVTierCache keeps what decoders compute")
+        raise UnsupportedModel(f"{type(model).__name__} has an encoder; KVTierCache supports decoder-only models")
     if model.training:
-        raise UnsupportedModel(f"{type(model).__name__}: is in training mode; call its eval() first")
+        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call its eval() first")
     _check_miniature(model)
     num_tokens = min(2 * block_size + 2, _max_tokens(model))
     token_ids = [3 + i % 13 for i in range(num_tokens)]
@@ -49,12 +49,12 @@ def _check_miniature(model: PreTrainedModel) -> None:
         small = next(miniatures(model, kinds))
     except NoMiniature as error:
         raise UnsupportedModel(
-            f"{type(model).__name__}: no small copy can be made to compare its long prompts with ({error})"
+            f"{type(model).__name__} cannot be checked, because a small model of its class cannot be built ({error})"
         ) from error
     rng = random.Random(7)
     token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _max_tokens(small)))]
     splits = [split for split in SPLITS if split < len(token_ids)]
-    # Before the long prompt, because some rotary embeddings keep the state of the longest prompt so far.
+    # Compute the prefixes before the long prompt, because some rotary embeddings change with the longest prompt so far.
     prefixes = [_computed(small, token_ids[:split])[0] for split in splits]
     cache, logits = _computed(small, token_ids)
     layout = RowLayout(_shapes(cache), SMALL_BLOCK)
@@ -76,7 +76,10 @@ def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache
 def _resumed(
     model: PreTrainedModel, layout: RowLayout, computed: PromptCache, token_ids: list[int], split: int
 ) -> torch.Tensor:
-    """Return the logits after the first *split* tokens, whose keys and values go through rows."""
+    """Return the logits of the tokens from *split* on, computed after a prefix that was written to rows and read back.
+
+    *computed* has the keys and values of the prefix.
+    """
     num_blocks = split // layout.block_size
     rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
     layout.write(rows, computed.kept(0, split))
@@ -110,6 +113,9 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
 
 
 def _max_tokens(model: PreTrainedModel) -> int:
-    """Return the max prompt length of the check. Learned positions limit it, as a miniature keeps all of them."""
+    """Return the maximum number of tokens that the check gives to *model*.
+
+    Learned positions limit it even in a miniature, because a miniature keeps all of the model's learned positions.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

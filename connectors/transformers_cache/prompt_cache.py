@@ -20,7 +20,7 @@ Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """A sliding-window layer that also keeps all keys and values since *first_token*, outside the window too."""
+    """A sliding-window layer that keeps all keys and values from token `first_token` on, even outside the window."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
@@ -41,12 +41,12 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
             self._pieces = [self._joined(0, max(0, self.get_seq_length() - self.first_token))]
 
     def kept(self, start: int, end: int) -> KeysAndValues:
-        """Return the keys and values of tokens *start* to *end*, which must not be before `first_token`."""
+        """Return the keys and values of tokens *start* to before *end*. *start* must be `first_token` or later."""
         self._pieces = [self._joined(0, None)]
         return self._joined(start - self.first_token, end - self.first_token)
 
     def begin_with(self, prefix: KeysAndValues) -> None:
-        """Add the keys and values of a prefix, which need not be kept."""
+        """Add the keys and values of a loaded prefix. They are on disk already, so only the window keeps them."""
         self.update(prefix.keys[None], prefix.values[None])
         self.first_token = self.get_seq_length()
         self._pieces = []
@@ -59,8 +59,8 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
 class PromptCache(DynamicCache):
     """The cache of one sequence that `KVTierCache.prompt` yields, for `generate(past_key_values=...)`.
 
-    `num_loaded_tokens` tokens of the sequence were found on disk when the cache was created. Only stored blocks outlive
-    the `with` block.
+    `num_loaded_tokens` is the number of tokens that were loaded from disk before the cache was yielded. Use the cache
+    only in the `with` block.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -88,11 +88,14 @@ class PromptCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
 
     def kept(self, start: int, end: int) -> list[KeysAndValues]:
-        """Return the keys and values of tokens *start* to *end*, which were not loaded, for each layer that has any."""
+        """Return the keys and values of tokens *start* to before *end*, for each layer that keeps any.
+
+        The tokens must not be loaded ones, because sliding-window layers do not keep all of these.
+        """
         return [_kept(layer, start, end) for layer in self.keeping_layers]
 
     def begin_with(self, prefix: Sequence[KeysAndValues]) -> None:
-        """Add the keys and values of a prefix to the empty cache."""
+        """Add the keys and values of a loaded prefix to the empty cache."""
         for layer, loaded in zip(self.keeping_layers, prefix, strict=True):
             if isinstance(layer, KeptSlidingLayer):
                 layer.begin_with(loaded)
@@ -102,14 +105,14 @@ class PromptCache(DynamicCache):
 
 
 def _keeping(layer: Layer) -> Layer:
-    """Return the layer, or in place of a sliding-window layer one that keeps all tokens."""
+    """Return *layer*, or if it is a sliding-window layer, a new layer that keeps all tokens."""
     if type(layer) is DynamicSlidingWindowLayer:
         return KeptSlidingLayer(layer.sliding_window)
     if type(layer) in (DynamicLayer, DummyLayer):
         return layer
     raise UnsupportedModel(
-        f"{type(layer).__name__}: keeps more than keys and values of tokens, so a prompt cannot continue a prefix; "
-        "use a model with full or sliding attention"
+        f"a {type(layer).__name__} keeps more than the keys and values of tokens, so a prompt cannot continue from a "
+        "stored prefix; use a model with full or sliding-window attention"
     )
 
 

@@ -43,7 +43,7 @@ class RowLayout:
     """The layout of rows: a block's layers in order, keys before values, each [num_heads, block_size, dim]."""
 
     def __init__(self, shapes: Sequence[LayerShape | None], block_size: int) -> None:
-        """Compute the layout from the *shapes* of all layers in order, None for a layer that keeps nothing."""
+        """Compute the layout from the *shapes* of all layers, in order. A layer that keeps nothing has None."""
         self.shapes = list(shapes)
         self.block_size = block_size
         self._spans: list[tuple[int, torch.dtype, tuple[int, int, int]]] = []
@@ -71,12 +71,15 @@ class RowLayout:
         )
 
     def write(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
-        """Copy whole blocks of all layers that keep something into *rows*, [num_rows, row_bytes] of bytes on a CPU."""
+        """Copy whole blocks into *rows*, a CPU tensor of bytes [num_rows, row_bytes].
+
+        *layers* has the keys and values of each layer that keeps any, on any device.
+        """
         for view, tensor in self._views(rows, layers):
             view.copy_(self._by_block(tensor))
 
     def read(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
-        """Copy *rows* into whole blocks of all layers that keep something, on any device."""
+        """Copy *rows* into whole blocks; the arguments are like those of `write`."""
         for view, tensor in self._views(rows, layers):
             self._by_block(tensor).copy_(view)
 

@@ -1,4 +1,4 @@
-"""`WatchedPasses`: the tokens that a model was really given, so that a block's name always describes its bytes."""
+"""`WatchedPasses`: a record of the tokens that a model really computed, so that block names match the blocks' bytes."""
 
 import inspect
 import logging
@@ -15,19 +15,21 @@ from kvtier.connectors.transformers_cache.row_layout import LayerShape
 
 log = logging.getLogger(__name__)
 
-# Arguments of a forward pass that the names of blocks need not cover.
+# Arguments of a forward pass that are checked on their own, or do not change keys and values.
 _HARMLESS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels"})
 
-_CACHES = ("cache", "past_key_values")  # the cache's argument: from transformers 5.24 on, and before
+_CACHES = ("cache", "past_key_values")  # names of the cache's argument: the first since transformers 5.24
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One forward pass with the cache."""
 
-    start: int  # tokens in the cache before the pass
+    start: int  # number of tokens in the cache before the pass
     token_ids: torch.Tensor  # [num_tokens]
-    positions: torch.Tensor | None  # of a generated token, read later: reading them on a GPU waits for all earlier work
+    # Position of a generated token, or None if there is no position to check later. It is checked at the end of the
+    # sequence, because reading it from a GPU waits for all earlier work.
+    positions: torch.Tensor | None
     thread: int
 
     @property
@@ -37,21 +39,22 @@ class _Pass:
 
 
 class WatchedPasses:
-    """The forward passes of a model with one cache, watched while this object is entered.
+    """The forward passes of a model with one cache, watched in the `with` block of this object.
 
-    Each pass is checked before it runs, and the cache's length after it. A pass *closes* the sequence if token ids do
-    not describe its keys and values, for example because of another mask, other positions or another dtype. Nothing
-    from there on is stored, and one warning gives the reason. A pass raises ValueError, which ends `generate`, if it is
-    not the rest of the prompt, if it has inputs other than tokens, or if it would have computed different keys and
-    values for the loaded prefix.
+    Each pass is checked before it runs, and the cache's length after it. The sequence is *closed* at the first pass
+    whose keys and values do not depend on the token ids alone, for example because of another mask, other positions or
+    another dtype. Tokens from there on are not stored, and one warning gives the reason.
+
+    A pass raises ValueError, which ends `generate`, in three cases: its tokens differ from the prompt, it has inputs
+    other than tokens, or it would have computed different keys and values for the loaded prefix.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], shapes: list[LayerShape | None]
     ) -> None:
-        """Create a watch of *cache*, which was created for *prompt_ids* and already has their beginning.
+        """Create a watch of *cache*, which has the loaded prefix of *prompt_ids*, if any.
 
-        *shapes* has the shape that each layer keeps of a token, None for a layer that keeps nothing.
+        *shapes* has the shape of each layer's keys and values, or None for a layer that keeps nothing.
         """
         self._model = model
         self._cache = cache
@@ -65,10 +68,10 @@ class WatchedPasses:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def token_ids(self) -> list[int]:
-        """Return the tokens whose keys and values the cache has, up to where the sequence was closed."""
+        """Return the tokens whose keys and values are in the cache, up to the place where the sequence was closed."""
         self._close_at_other_positions()
         if self._running is not None or self._cache.get_seq_length() > self._num_known:
-            self._close(min(self._num_known, self._cache.get_seq_length()), "tokens entered by a pass that failed")
+            self._close(min(self._num_known, self._cache.get_seq_length()), "the last pass failed or was not seen")
         token_ids = self._prompt_ids[: self._cache.num_loaded_tokens]
         for it in self._passes:
             token_ids = [*token_ids[: it.start], *it.token_ids.tolist()]
@@ -90,7 +93,7 @@ class WatchedPasses:
             handle.remove()
 
     def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is None:  # another thread's pass, before torch has recorded that the new hook takes keywords
+        if kwargs is None:  # a pass of another thread, before torch has recorded that this new hook takes `kwargs`
             return
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -99,8 +102,8 @@ class WatchedPasses:
         token_ids = given.get("input_ids")
         if token_ids is None or token_ids.shape[0] != 1:
             raise ValueError(
-                "KVTierCache keeps one sequence of token ids: give input_ids of one prompt, with num_beams and "
-                "num_return_sequences 1"
+                "KVTierCache supports one sequence of token ids; give input_ids of one prompt, with num_beams=1 and "
+                "num_return_sequences=1"
             )
         start, num_tokens = self._cache.get_seq_length(), token_ids.shape[1]
         if self._running is not None:
@@ -108,7 +111,7 @@ class WatchedPasses:
         if start > self._num_known:
             self._close(self._num_known, "the cache has tokens of a pass that KVTierCache did not see")
         if start < self._cache.num_loaded_tokens:
-            self._close(start, "tokens that were loaded were cropped")
+            self._close(start, "loaded tokens were cropped from the cache")
         _refuse_others(given)
         self._refuse_other_prompt(token_ids[0], start)
         if (why := self._undescribed(given, start, num_tokens)) is not None:
@@ -136,7 +139,7 @@ class WatchedPasses:
         """Check keys and values that are about to enter the cache."""
         length, running = self._cache.get_seq_length(), self._running
         if running is None or running.thread != threading.get_ident():
-            self._close(min(length, self._num_known), "tokens entered by a pass that KVTierCache did not see")
+            self._close(min(length, self._num_known), "a pass that KVTierCache did not see added tokens to the cache")
             return
         shape = self._shapes[layer_id] if layer_id < len(self._shapes) else None
         if shape is None or {keys.dtype, values.dtype} != {shape.dtype} or keys.device != self._model.device:
@@ -145,7 +148,7 @@ class WatchedPasses:
             self._close(running.start, "a layer kept a different number of tokens than the pass has")
 
     def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
-        """Return what a pass has that its token ids do not describe, in words, or None."""
+        """Return why the keys and values of a pass do not depend on its token ids alone, or None if they do."""
         if torch.is_autocast_enabled(self._model.device.type):
             return "torch.autocast computes it in another dtype"
         mask = given.get("attention_mask")
@@ -176,7 +179,7 @@ class WatchedPasses:
     def _close(self, num_tokens: int, why: str) -> None:
         """Store nothing of the sequence after the first *num_tokens* tokens."""
         if self._closed_at is None:
-            log.warning("KVTierCache stores %d tokens of this sequence at most: %s", num_tokens, why)
+            log.warning("KVTierCache stores at most the first %d tokens of this sequence: %s", num_tokens, why)
         self._closed_at = num_tokens if self._closed_at is None else min(num_tokens, self._closed_at)
 
     def _close_at_other_positions(self) -> None:
@@ -189,19 +192,21 @@ class WatchedPasses:
         expected = self._prompt_ids[start : start + len(token_ids)]
         if expected and token_ids[: len(expected)].tolist() != expected:
             raise ValueError(
-                f"the model gets other tokens than KVTierCache.prompt did, from token {start} on: give both the "
-                "same input_ids"
+                f"from token {start} on, the model gets other tokens than KVTierCache.prompt got; give both the same "
+                "input_ids"
             )
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
-    """Raise ValueError for padding, and for a tensor other than those that every prompt may have."""
+    """Raise ValueError for padding, and for a tensor argument that is not in `_HARMLESS`."""
     for name, value in given.items():
         if name not in _HARMLESS and name not in _CACHES and _has_tensor(value):
-            raise ValueError(f"{name}: KVTierCache identifies prompts by token ids alone; call the model without it")
+            raise ValueError(
+                f"KVTierCache identifies prompts by their token ids alone; call the model without the argument {name}"
+            )
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
-        raise ValueError("attention_mask: it hides tokens; give KVTierCache prompts without padding")
+        raise ValueError("attention_mask hides tokens; give KVTierCache a prompt without padding")
 
 
 def _has_tensor(value: object) -> bool:

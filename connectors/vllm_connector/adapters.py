@@ -25,30 +25,31 @@ class _Known:
 class Adapters:
     """The digests of the adapters in use.
 
-    An adapter's digest is computed once, at its first use, which is about when vLLM loads the adapter. If its files
-    change later, it is unknown which version vLLM computes with, so its blocks get no names any more. Owned by the
-    scheduler's thread; the digests are computed on *threads*.
+    An adapter's digest is computed once, at its first use, which is about when vLLM loads the adapter. If the adapter's
+    files change later, it is unknown whether vLLM computes with the old or the new weights. So from then on, blocks of
+    this adapter are neither stored nor found. Owned by the scheduler's thread.
     """
 
     def __init__(self, threads: Executor, digest: Callable[[Path], str] = weights_digest) -> None:
+        """Create an object that calls *digest* on *threads*, with an adapter's path."""
         self._threads = threads
         self._digest = digest
         self._known: dict[tuple[int, str], _Known] = {}
 
     def is_pending(self, adapter: VllmAdapter) -> bool:
-        """Return whether the adapter's digest is being computed, which starts with the first call."""
+        """Return whether the adapter's digest is being computed. The first call for an adapter starts this."""
         known = self._of(adapter)
         return known.is_usable and not known.digest.done()
 
     def digest(self, adapter: VllmAdapter) -> bytes | None:
-        """Return the 32-byte digest of the adapter's weights, or None if it is not known, or not yet."""
+        """Return the 32-byte digest of the adapter's weights, or None if it is pending or cannot be determined."""
         known = self._of(adapter)
         if not known.is_usable or not known.digest.done():
             return None
         if known.digest.exception() is not None or _stamp(adapter) != known.stamp:
             known.is_usable = False
             log.warning(
-                "adapter %r: its blocks are not stored (%s); load it with a new lora_int_id once its files are right",
+                "kvtier: blocks of adapter %r are not stored (%s); fix its files and load it with a new lora_int_id",
                 adapter.lora_name,
                 known.digest.exception() or "its files have changed since it was loaded",
             )
@@ -65,7 +66,7 @@ class Adapters:
 
 
 def _stamp(adapter: VllmAdapter) -> Stamp:
-    """Return a value that changes when the adapter's files do; empty if there are no files, as for a hub id."""
+    """Return a value that changes when the adapter's files change. It is empty if there are none, as for a hub id."""
     try:
         return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _files(adapter))
     except OSError:

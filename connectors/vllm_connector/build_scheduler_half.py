@@ -28,16 +28,18 @@ from kvtier.transfer.transfer_engine import TransferEngine
 SOCKET_SCHEME = "unix://"
 log = logging.getLogger(__name__)
 
-ATTACH_WAIT_S = 10.0  # a running sidecar answers at once
-TOLD_WAIT_S = 10.0  # a sidecar announces a million blocks in about 8 s; the rest arrive during the first requests
+ATTACH_WAIT_S = 10.0  # max wait at the start; a running sidecar answers at once
+# Max wait at the start for the sidecar to announce its blocks, which takes about 8 s for a million blocks. Further
+# blocks are announced during the first requests.
+TOLD_WAIT_S = 10.0
 MAX_NAME_CHARACTERS = 256
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings that `kv_connector_extra_config` may have.
 
-    *sidecar* is the path of the sidecar's own socket. *deadline_ms* limits how long a request waits for its prefix.
-    *weights* identifies the model's weights; without it their digest is computed.
+    *sidecar* is the path of the sidecar's Unix socket. *deadline_ms* limits how long a request waits for its prefix.
+    *weights* is a name for the model's weights; if it is None, the weights' digest is computed.
     """
 
     sidecar: Annotated[str, msgspec.Meta(min_length=1)]
@@ -57,7 +59,7 @@ def settings_of(extra_config: Mapping[str, object]) -> Settings:
 def build_scheduler_half(
     vllm_config: Any, kv_cache_config: Any, layouts: Sequence[GroupLayout], settings: Settings
 ) -> SchedulerHalf:
-    """Return the scheduler's half, attached to the sidecar if one is running; otherwise it attaches later.
+    """Return the scheduler's half. It attaches to the sidecar now, or later if no sidecar is running yet.
 
     Raises:
         UnsupportedEngine: If the sidecar refuses this engine, or if the engine's weights cannot be determined.
@@ -77,7 +79,7 @@ def build_scheduler_half(
     attachment.wait_tried(ATTACH_WAIT_S)
     if why := attachment.why_refused:
         attachment.close()
-        raise UnsupportedEngine(f"sidecar {settings.sidecar}: {why}")
+        raise UnsupportedEngine(f"cannot attach to the sidecar at {settings.sidecar}: {why}")
 
     half = SchedulerHalf()
     heard = Heard(half.on_answers)
@@ -85,9 +87,10 @@ def build_scheduler_half(
     transfers = TransferEngine({}, heard)
     groups = [layout.attention for layout in layouts]
     answers = ThreadLane(heard, "answers")
-    num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of a step: its blocks are offered once
-    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps, as the next one follows soon
-    max_stored = num_kept  # so a step can use all reserved slots, also after a sidecar has come late
+    num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of one step
+    # Keep slots reserved for the blocks of two steps, because the next step follows soon.
+    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]
+    max_stored = num_kept  # one step may use all reserved slots, for example after a sidecar has attached late
     tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
     side = SchedulerSide(
         tiers,
@@ -113,7 +116,10 @@ def build_scheduler_half(
 
 
 def host_slots(block_bytes: int) -> AttachedMemory:
-    """Return the host slots of a group, without pages. Only digests are computed from them; workers copy the pages."""
+    """Return the host slots of a group, without vLLM's pages.
+
+    The scheduler's process only computes the digests of slots. Workers copy the pages.
+    """
 
     def make(num_host_slots: int, file: int | None) -> BlockMemory:
         return CpuMemory(np.empty((0, block_bytes), np.uint8), num_host_slots, file=file)
@@ -129,5 +135,5 @@ def _version(package: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """Return *name* as the sidecar's list of attached engines shows it."""
+    """Return *name* without unprintable characters and cut to `MAX_NAME_CHARACTERS`, for the sidecar's list."""
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]

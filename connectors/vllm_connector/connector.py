@@ -42,8 +42,9 @@ SOURCES = {  # vLLM has no name for a remote tier
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """A vLLM KV connector that keeps blocks in a sidecar's host memory and disk.
 
-    Construction raises ValueError for an engine that cannot be served. After that no hook raises, see `Guard`.
-    vLLM's base class documents the hooks and when vLLM calls them.
+    Construction raises ValueError for an engine that cannot be served. `register_kv_caches` raises it for KV caches
+    that cannot be copied. No other hook raises, see `Guard`. vLLM's base class documents the hooks and when vLLM calls
+    them.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -64,7 +65,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a lost store is only a later cache miss."""
+        """False, because a block that is not stored only causes a cache miss later."""
         return False
 
     # In the scheduler.
@@ -157,7 +158,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, because the blocks of this step are stored at the start of the next one."""
 
     def wait_for_save(self) -> None:
-        """Do nothing, see `handle_preemptions`."""
+        """Do nothing, because `handle_preemptions` stores the blocks of this step at the start of the next one."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank.pop_failed_pages()
@@ -188,7 +189,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: the worker keeps views of the KV caches, which are freed when vLLM sleeps (vLLM 0.33 asks)."""
+        """Return False, because the worker keeps views of the KV caches, which vLLM frees when it sleeps.
+
+        vLLM calls this method from 0.33 on.
+        """
         return False
 
     def take_events(self) -> Iterable[Any]:

@@ -13,7 +13,7 @@ class Unstored(StrEnum):
     NO_SIDECAR = "no_sidecar"  # no sidecar is attached, or it does not answer
     UNMAPPED = "unmapped"  # a worker had not mapped the sidecar's memory yet
     NO_ROOM = "no_room"  # the sidecar had fewer free slots than the engine requested
-    LATE = "late"  # slots had not been reserved in time
+    LATE = "late"  # slots were not reserved in time
     FAILED = "failed"  # a worker could not copy the blocks, vLLM had changed their pages, or their digests failed
     RESTING = "resting"  # the connector stores nothing for a minute after an internal error
 

@@ -15,14 +15,16 @@ OnTaken = Callable[[range, Sequence[bytes] | None], None]
 
 
 class Digests:
-    """Computation of digests on *threads*.
+    """Computation of digests on threads.
 
-    The caller keeps its leases on the slots until its callback is called. The callback runs on one of the threads, in a
-    call of *run*, which decides when.
+    The caller must keep its leases on the slots until its callback is called, which happens on one of the threads.
     """
 
     def __init__(self, threads: Executor, run: Callable[[Callable[[], None]], None]) -> None:
-        self.num_pending = 0
+        """Create an object that computes on *threads*, and passes each callback to *run*, which must call it.
+
+        *run* may take a lock first.
+        """
         self._threads = threads
         self._run = run
 
@@ -31,13 +33,11 @@ class Digests:
         limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))
-            self.num_pending += 1
             taken = self._threads.submit(_digests, memory, slots[places.start : places.stop])
             taken.add_done_callback(lambda done, places=places: self._on_done(done, places, on_taken))  # type: ignore[misc]
 
     def _on_done(self, done: "Future[list[bytes]]", places: range, on_taken: OnTaken) -> None:
         def tell() -> None:
-            self.num_pending -= 1
             on_taken(places, None if done.cancelled() or done.exception() is not None else done.result())
 
         self._run(tell)

@@ -1,4 +1,4 @@
-"""The facts that decide the bytes of an engine's blocks, in addition to its prompts and the shapes of its groups."""
+"""The facts about an engine that decide the bytes of its blocks, in addition to prompts and the shapes of groups."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from kvtier.engine.attached.model_files import weights_digest
 def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
     """Return the facts of this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
 
-    *weights* identifies the model's weights; without it their digest is computed. *weights_key* is the setting that the
-    message of `UnsupportedEngine` recommends.
+    *weights* is a name for the model's weights; if it is None, the weights' digest is computed. *weights_key* is the
+    setting that the message of `UnsupportedEngine` tells the operator to use instead.
 
     Raises:
         UnsupportedEngine: If the engine's weights cannot be determined.
@@ -37,13 +37,13 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, we
 
 
 def _instructions() -> str:
-    """Return the CPU's instruction sets, by which CPU kernels choose the order of a block's bytes."""
+    """Return the CPU's instruction sets, which decide in what order vLLM's CPU kernels lay out a block's bytes."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     return f"{torch.backends.cpu.get_cpu_capability()} {'amx' if has_amx else ''}"
 
 
 def _weights(model: Any, weights_key: str) -> str:
-    """Return the digest of the model's files, in a folder or in the hub's cache."""
+    """Return the digest of the model's weights, which are in a folder or in the local cache of the hub."""
     path = Path(model.model)
     try:
         if not path.exists():

@@ -14,20 +14,20 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class UnsupportedEngine(ValueError):
-    """The error for an engine that cannot be served, with the reason and the remedy. Raised only at startup."""
+    """The error for an engine that cannot be served, with the reason and the remedy. It is raised only at startup."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
     """The layout of one KV cache group.
 
-    A slot holds one block: the pages of all layers on rank 0, in the order of *layer_names* and of *page_bytes* bytes,
-    then those on rank 1, and so on.
+    A slot holds one block: first the pages of all layers on rank 0, in the order of *layer_names*, then the pages on
+    rank 1, and so on.
     """
 
     attention: AttentionGroup
     layer_names: tuple[str, ...]
-    page_bytes: tuple[int, ...]  # [layer] on one rank
+    page_bytes: tuple[int, ...]  # size of each layer's page on one rank
     num_ranks: int
 
     @property
@@ -43,7 +43,9 @@ class GroupLayout:
 
 def _sliding(spec: Any) -> AttentionGroup:
     if spec.extra_retained_tokens:
-        raise UnsupportedEngine("the connector does not serve models that keep tokens below their window for drafts")
+        raise UnsupportedEngine(
+            "the connector does not serve sliding-window layers that keep extra tokens for a draft model"
+        )
     return SlidingWindow(spec.block_size, spec.sliding_window)
 
 
@@ -53,7 +55,10 @@ ATTENTION: Mapping[str, Callable[[Any], AttentionGroup]] = {
     "SlidingWindowSpec": _sliding,
     "ChunkedLocalAttentionSpec": lambda spec: ChunkedLocal(spec.block_size, spec.attention_chunk_size),
 }
-"""Attention groups by the exact name of vLLM's class for a group; subclasses may forget tokens differently."""
+"""Functions that return the attention group for one of vLLM's specs, by the exact name of the spec's class.
+
+Subclasses of these classes are not supported, because they may forget tokens differently.
+"""
 
 
 def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
@@ -73,7 +78,9 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
                 )
         attentions = {ATTENTION[type(spec).__name__](spec) for spec in specs}
         if len(attentions) != 1:
-            raise UnsupportedEngine("the connector does not serve a group of layers that forget differently")
+            raise UnsupportedEngine(
+                "the connector does not serve a KV cache group whose layers have different attention windows"
+            )
         page_bytes = tuple(int(spec.page_size_bytes) for spec in specs)
         layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))
     if not layouts:

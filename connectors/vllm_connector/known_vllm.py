@@ -30,9 +30,11 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedEngine("the connector does not serve pipeline parallelism; use tensor parallelism")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UnsupportedEngine(f"the connector does not serve {name} above 1")
+            raise UnsupportedEngine(f"the connector does not serve {name} above 1; set it to 1")
     if getattr(vllm_config, "speculative_config", None) is not None:
-        raise UnsupportedEngine("the connector does not serve speculative decoding")
+        raise UnsupportedEngine(
+            "the connector does not serve speculative decoding; start vLLM without --speculative-config"
+        )
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise UnsupportedEngine('the connector stores and loads; set "kv_role":"kv_both"')
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

@@ -54,11 +54,11 @@ class Where:
 
 
 class Load:
-    """A load of the blocks from token *start* to *end* that a request needs to continue at *end*.
+    """A load of the blocks between tokens *start* and *end* that a request needs to continue at *end*.
 
-    Each block is verified against its digest in its slot. A verified block stays valid even if the sidecar ends,
-    because its slot is leased and the memory stays mapped. `release` ends all leases. Owned by the scheduler's thread,
-    under the connector's lock.
+    Each block is verified against its digest once it is in its host slot. A verified block stays valid even if the
+    sidecar ends, because its slot is leased and the memory stays mapped. `release` ends all leases. Owned by the
+    scheduler's thread, under the connector's lock.
     """
 
     def __init__(self, where: Where, names: RequestNames, tenant: bytes, start: int, end: int) -> None:
@@ -76,7 +76,7 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens after which the request can continue with verified blocks; *start* at least."""
+        """Number of tokens after which the request can continue with verified blocks, at least `start`."""
         return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
 
     def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:
@@ -92,7 +92,7 @@ class Load:
     def tokens_by_tier(self, start: int, end: int) -> dict[Tier, int]:
         """Return how many of the tokens *start* to before *end* were in each tier when the load began.
 
-        Counts the blocks of the first group that forgets nothing, because that group has all of them.
+        The count uses a group with full attention if there is one, because such a group has blocks for all tokens.
         """
         groups = self._where.groups
         group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
@@ -167,7 +167,7 @@ class Load:
             self._where.tiers.forget(part.fetch.group_id, [part.names[place]])
 
     def _first_hole(self, group_id: int, start: int, end: int) -> int:
-        """See `FirstHole`. The device has the blocks before the load's start."""
+        """Return the first block that is not verified, see `FirstHole`. vLLM has the blocks before the load's start."""
         part, size = self._parts[group_id], self._where.groups[group_id].block_size
         for block in range(max(start, self.start // size), end):
             place = block - part.first

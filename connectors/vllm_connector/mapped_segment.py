@@ -46,14 +46,16 @@ class _Mapped:
 
 
 class MappedSegment:
-    """The slots of each group in the sidecar segment that the scheduler's half wants.
+    """A worker's mapping of the memory segment of a sidecar process, which contains the slots of each group.
 
-    A thread attaches to the sidecar's socket to get the segment's descriptor. The worker keeps this connection while it
-    maps the segment, because an open connection tells the sidecar that the worker may still copy. The mapping outlives
-    the sidecar.
+    The scheduler's half of the connector decides which segment is used, see `want`.
 
-    The thread then waits for the sidecar to end, and maps the memory of the next sidecar as soon as it is up. So the
-    mapping is ready when the scheduler's half, which attaches on its own, wants it in a step. Owned by the worker's
+    A thread attaches to the sidecar's socket to get the segment's file descriptor. The worker keeps this connection
+    while it maps the segment, because an open connection tells the sidecar that the worker may still copy. The mapping
+    outlives the sidecar.
+
+    The thread then waits for the sidecar to end, and maps the memory of the next sidecar as soon as that is running. So
+    the mapping is ready when the scheduler's half, which attaches on its own, wants it in a step. Owned by the worker's
     thread.
     """
 
@@ -64,10 +66,10 @@ class MappedSegment:
         attach: Callable[[str, Map], Session] = open_session,
         wait_ended: Callable[[Session], bool] | None = wait_ended,
     ) -> None:
-        """Map nothing yet; *block_bytes* is by group.
+        """Create an object that maps nothing yet.
 
-        *wait_ended* waits for a limited time until a session has ended, and returns whether it has. Without it, only
-        segments that a step wants are mapped.
+        *block_bytes* has the size of a block of each group. *wait_ended* waits for a limited time until a session has
+        ended, and returns whether it has. If *wait_ended* is None, only segments that are passed to `want` are mapped.
         """
         self._block_bytes = block_bytes
         self._clock = clock
@@ -83,7 +85,7 @@ class MappedSegment:
 
     @property
     def boot(self) -> bytes | None:
-        """Boot id of the sidecar process whose segment is mapped and used, None if there is none."""
+        """Boot id of the sidecar process whose segment is in use, or None if no segment is in use."""
         return None if self._mapped is None else self._mapped.boot
 
     @property
@@ -92,12 +94,12 @@ class MappedSegment:
         return self._is_mapping.is_set()
 
     def is_ready(self, boot: bytes) -> bool:
-        """Return whether the segment of the sidecar process with this boot id is mapped, used or not."""
+        """Return whether the segment of the sidecar process with this boot id is mapped, even if it is not in use."""
         with self._lock:
             return self.boot == boot or (self._come is not None and self._come.boot == boot)
 
     def want(self, segment: Segment) -> None:
-        """Switch to *segment* if it is mapped, else start to map it unless a mapping is in progress.
+        """Switch to *segment* if it is mapped. Otherwise start to map it, unless a mapping is in progress.
 
         Returns at once. The caller must not copy slots of the previous segment any more.
         """
@@ -135,8 +137,8 @@ class MappedSegment:
     def _take(self, boot: bytes) -> None:
         """Use the segment that the thread has mapped, if it belongs to the sidecar process *boot*.
 
-        The scheduler's half wants another sidecar's memory only once all slots that it leased from the previous sidecar
-        have been copied.
+        The previous segment is unmapped. This is safe, because the scheduler's half wants another sidecar's memory only
+        once all slots that it leased from the previous sidecar have been copied.
         """
         with self._lock:
             if self._come is None or self._come.boot != boot:
@@ -160,7 +162,10 @@ class MappedSegment:
                 session = self._map(segment, is_any=True)
 
     def _map(self, segment: Segment, *, is_any: bool = False) -> Session | None:
-        """Map the segment, or with *is_any* that of any running sidecar. Return its session, or None on failure."""
+        """Map the segment. Return the session with its sidecar, or None on failure.
+
+        With *is_any*, map the segment of whichever sidecar process is running.
+        """
         try:
             with ExitStack() as undo:
                 hello = segment.hello
@@ -176,7 +181,7 @@ class MappedSegment:
                 session.close_file()
                 undo.pop_all()
         except (OSError, AttachRefused) as error:
-            if not is_any:  # else the next sidecar is not there yet
+            if not is_any:  # with `is_any`, failures are normal until the next sidecar is running
                 log.warning(
                     "kvtier: cannot map the sidecar's memory at %s (%s); the worker retries, and nothing is loaded or "
                     "stored until it succeeds",

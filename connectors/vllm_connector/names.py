@@ -10,7 +10,7 @@ NO_ADAPTER = bytes(32)
 
 
 class RequestNames:
-    """The names of those blocks of one request that vLLM has hashed.
+    """The names of one request's blocks, as far as vLLM has computed their hashes.
 
     A name combines vLLM's hash with the digest of the adapter's weights, because vLLM hashes only the adapter's name. A
     block that covers several hashes is named by the last one.

@@ -66,7 +66,7 @@ class CpuPages:
 class DevicePages:
     """Pages in a device's memory.
 
-    The pages of a layer are gathered and cross in one copy, on the current stream of the calling thread.
+    All pages of a layer are copied between device and host together, on the current stream of the calling thread.
     """
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
@@ -87,15 +87,15 @@ class DevicePages:
 
 
 def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: int, rank: int) -> Pages:
-    """Return the pages of one group. Raise `UnsupportedEngine` if a page is not one run of bytes.
+    """Return the pages of one group. Raise `UnsupportedEngine` if a page is not contiguous in memory.
 
-    *kv_caches* has vLLM's tensors by layer. The first index of each tensor is a page or an equal part of a page.
+    *kv_caches* has vLLM's tensors by layer. The first dimension of each tensor counts pages, or equal parts of pages.
     """
     layers, end = [], rank * layout.rank_bytes
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
         start, end = end, end + page_bytes
         if not isinstance(kv_caches.get(name), torch.Tensor):
-            raise UnsupportedEngine(f"layer {name} has no KV cache that is one tensor")
+            raise UnsupportedEngine(f"the KV cache of layer {name} is not a single tensor")
         layers.append(_Layer(_as_pages(name, kv_caches[name], num_pages, page_bytes), slice(start, end)))
     is_here = all(layer.pages.device.type == "cpu" for layer in layers)
     return CpuPages(layers) if is_here else DevicePages(layers)
@@ -104,13 +104,15 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
 def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -> torch.Tensor:
     """Return a view of a layer's tensor as [num_pages, page_bytes] uint8."""
     if cache.shape[0] % num_pages:
-        raise UnsupportedEngine(f"layer {name} has {cache.shape[0]} parts for {num_pages} blocks of KV cache")
+        raise UnsupportedEngine(
+            f"the KV cache of layer {name} has {cache.shape[0]} rows, which is not a multiple of its {num_pages} blocks"
+        )
     parts, item = cache.shape[0] // num_pages, cache.element_size()
     inner = [*zip(cache.shape[1:], cache.stride()[1:], strict=True), *([(parts, cache.stride(0))] if parts > 1 else [])]
     run = 1
     for size, stride in sorted((each for each in inner if each[0] > 1), key=lambda each: each[1]):
         if stride != run:
-            raise UnsupportedEngine(f"a block of layer {name} is not one run of bytes in this KV cache layout")
+            raise UnsupportedEngine(f"a block of layer {name} is not contiguous in this KV cache layout")
         run *= size
     if not run * item <= page_bytes <= parts * cache.stride(0) * item:
         raise UnsupportedEngine(

@@ -15,15 +15,16 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import TransferEngine
 
 LISTEN_S = 0.25  # between two polls of the sidecar while the engine is idle
-TOLD_LOOK_S = 0.002
-EMPTY_STEP_S = 0.001  # wait in a step that computes nothing while blocks are in flight, as vLLM starts the next at once
-SETTLE_S = 5.0  # max wait for finished copies to be published, before a reset or the end
+TOLD_LOOK_S = 0.002  # between two polls of the sidecar in `wait_told`
+EMPTY_STEP_S = 0.001  # max wait in a step that only waits for blocks, because vLLM begins the next step at once
+SETTLE_S = 5.0  # max wait for finished copies to be published, before a reset or `close`
 
 
 class Heard(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue that calls *on_put* after each put, which means that the sidecar has answered."""
+    """A `Finished` queue of the sidecar's answers."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
+        """Create an empty queue. `put` calls *on_put* after it has added an answer."""
         super().__init__()
         self._on_put = on_put
 
@@ -79,12 +80,12 @@ class SchedulerHalf:
         return self._tiers.is_told
 
     def on_answers(self) -> None:
-        """Process the sidecar's answers; called by the thread that waits for them."""
+        """Process the sidecar's answers. The thread that waits for the answers calls this."""
         if not self._is_closing.is_set():
             self.guard.run_always(self._poll, None)
 
     def on_digests(self, tell: Callable[[], None]) -> None:
-        """Process digests under the lock by calling *tell*; called by the thread that computed them."""
+        """Call *tell*, which processes digests, under the lock. The thread that computed the digests calls this."""
 
         def take_in() -> None:
             tell()
@@ -113,7 +114,7 @@ class SchedulerHalf:
         return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
 
     def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
-        """Process the workers' report on a step, if any, and the pages reported to vLLM as not loaded."""
+        """Process the workers' report on a step, if any, and the pages that they reported to vLLM as not loaded."""
         if unloaded:
             self.side.on_unloaded(unloaded)
         if report is not None:
@@ -129,7 +130,7 @@ class SchedulerHalf:
         return self.side.clear()
 
     def close(self) -> None:
-        """End the session and all threads, once the copied blocks are published."""
+        """Wait a few seconds at most until copied blocks are published, then end the session and all threads."""
         self.guard.run_always(self._settle, None)
         self._is_closing.set()
         self._end_threads()  # without the lock, because the threads may wait for it

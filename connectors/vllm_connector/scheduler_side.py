@@ -17,12 +17,12 @@ from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import HostMemory
 
-MAX_LOADS = 32  # in flight; the deadline of a further request starts once it may load
-OFFER_PAUSE_S = 0.02  # before the blocks of a request that found too few slots are offered again
+MAX_LOADS = 32  # in flight; further requests wait, and their deadline starts when they may load
+OFFER_PAUSE_S = 0.02  # before blocks for which there were too few slots are offered again
 
 
 @dataclass(slots=True)
@@ -31,21 +31,21 @@ class TrackedRequest:
 
     request: VllmRequest
     asked_at: float | None = None  # time of the first lookup since the last allocation of pages
-    names: RequestNames | None = None  # None while the digest of its adapter is unknown
+    names: RequestNames | None = None  # None while the digest of the request's adapter is unknown
     offer: Offer | None = None
     placement: Placement | None = None  # since the last allocation
     load: Load | None = None
     num_local: int = 0  # tokens in vLLM's own cache at the last lookup
     inquiry: Inquiry | None = None  # query to the remote tier, since the last allocation
-    is_settled: bool = False  # vLLM has been told the length of the hit
+    is_settled: bool = False  # the length of the hit has been reported to vLLM
     offered_at: float = float("-inf")
     is_over: bool = False  # the request has ended, and its blocks are offered for the last time
-    why_unstored: Unstored = Unstored.LATE  # reason for its blocks that found no slot in its last step
+    why_unstored: Unstored = Unstored.LATE  # why blocks of the request got no slot when they were last offered
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The blocks of a request's first *num_tokens* tokens, which its pages hold once a step has ended.
+    """The blocks of a request's first *num_tokens* tokens, which are in the request's pages once a step has ended.
 
     *placement* has the pages as they were in that step.
     """
@@ -68,14 +68,14 @@ class _Next:
 class SchedulerSide:
     """The connector's decisions in vLLM's scheduler.
 
-    vLLM looks up each waiting request once per step until the connector answers. A lookup is local and does not ask
-    the sidecar. The matching blocks are leased and verified while vLLM runs other requests, and only then is the hit
-    reported. So the blocks of a reported hit are in mapped memory and correct, and their load should not fail. If it
-    fails nevertheless, blocks computed from its pages are not stored.
+    vLLM looks up each waiting request once per step until the connector reports the length of the hit. The matching
+    blocks are leased and verified while vLLM runs other requests, and the hit is reported afterwards. So the blocks of
+    a reported hit are in mapped memory and correct, and their load should not fail. If a load fails nevertheless,
+    blocks that vLLM computes from the affected pages are not stored.
 
-    The blocks of a step are stored at the start of the next one, after the step's tokens have gone to their users.
-    Pages that vLLM takes from a request in between still hold their bytes, because a worker copies before anything is
-    written.
+    The blocks of a step are stored at the start of the next step, when the step's tokens have already gone to their
+    users. Pages that vLLM takes from a request in between still hold the request's bytes, because workers copy the
+    pages before anything is written to them.
 
     Owned by the scheduler's thread. Calls from other threads hold the connector's lock.
     """
@@ -97,8 +97,9 @@ class SchedulerSide:
     ) -> None:
         """Create the scheduler side without requests.
 
-        *segment* returns how workers map the memory of the sidecar process with a given boot id. *hash_tokens* is the
-        number of tokens per vLLM block hash. *max_stored* is the maximum number of blocks stored per step, by group.
+        *segment* returns the segment that workers must map, given the boot id of a sidecar process. *hash_tokens* is
+        the number of tokens per vLLM block hash. *max_stored* is the maximum number of blocks stored per step, by
+        group. *deadline_s* is the maximum time that a request waits for its prefix.
         """
         self.counts = Counts()
         self._tiers = tiers
@@ -114,7 +115,7 @@ class SchedulerSide:
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
         self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
         self._mapped: bytes | None = None  # boot id of the segment that all workers have reported as mapped
-        self._waited_for: bytes | None = None  # boot id of a segment that they did not map within a deadline
+        self._waited_for: bytes | None = None  # boot id of a segment that the workers did not map within a deadline
         self._requests: dict[str, TrackedRequest] = {}
         self._computed: list[_Computed] = []  # by the last step
         self._lineage = WeightsLineage()
@@ -190,9 +191,13 @@ class SchedulerSide:
         is_storing: bool = True,
         overwritten: Collection[int] = (),
     ) -> StepWork:
-        """Return the workers' copies for the step in which vLLM computes *num_scheduled* tokens of each request.
+        """Return the copies that workers must make in a step.
 
-        *overwritten* has the pages that vLLM may change before the workers can copy them.
+        Args:
+            num_scheduled: Number of tokens that vLLM computes in the step, by request id.
+            pages_of: Returns the current pages of a request, given its id.
+            is_storing: Whether blocks may be stored in the step.
+            overwritten: The pages that vLLM may change before the workers can copy them.
         """
         self._num_steps += 1
         number = self._num_steps
@@ -214,7 +219,7 @@ class SchedulerSide:
         return work
 
     def salvaged(self) -> StepWork:
-        """Return the work for a step for which `step` failed: report all of its planned loads as failed."""
+        """Return the work for a step for which `step` raised an error. It reports all planned loads as failed."""
         gathered, self._next = self._next, _Next()
         for load in gathered.loaded:
             load.release()
@@ -248,7 +253,7 @@ class SchedulerSide:
             self._past.clear()
 
     def on_unloaded(self, pages: Collection[int]) -> None:
-        """Store no block that was or will be computed from *pages*, because their load failed."""
+        """Make sure that no block is stored that was or will be computed from *pages*, whose load failed."""
         placements = [each.placement for each in self._requests.values() if each.placement is not None]
         for placement in self._taint.spread(pages, [*self._past, *placements]):
             self._stores.discard(placement)
@@ -256,8 +261,8 @@ class SchedulerSide:
     def on_finished(self, request: VllmRequest) -> None:
         """Stop tracking a request that has ended or was aborted.
 
-        The blocks of its last step are stored with the next step. A block that finds no slot then is lost, because vLLM
-        has taken the page back.
+        The blocks of the request's last step are stored with the next step. A block for which there is no slot then is
+        lost, because vLLM has taken its page back.
         """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
@@ -318,7 +323,7 @@ class SchedulerSide:
         return tracked
 
     def _begin(self, tracked: TrackedRequest, num_computed: int) -> int | None:
-        """Start to load a hit, if there is one. Return None if vLLM must look up again, or 0 without a hit."""
+        """Start to load a hit. Return None if vLLM must look up again, or 0 if there is no hit."""
         if tracked.is_settled:
             return 0
         is_late = self._is_late(tracked)
@@ -344,8 +349,8 @@ class SchedulerSide:
     def _waits_for_mapping(self, is_late: bool) -> bool:
         """Return whether the request must wait until the workers map the sidecar's memory.
 
-        Without the mapping, its blocks could not be stored once they are computed. After one request has waited until
-        its deadline, later ones do not wait, because the workers may be unable to map the memory.
+        Without the mapping, the request's blocks could not be stored once they are computed. After one request has
+        waited until its deadline, later requests do not wait, because the workers may be unable to map the memory.
         """
         boot = self._tiers.boot
         if self.is_mapped or not self._tiers.is_attached or boot == self._waited_for:
@@ -355,7 +360,7 @@ class SchedulerSide:
         return not is_late
 
     def _has_asked(self, tracked: TrackedRequest, names: RequestNames, num_computed: int) -> bool:
-        """Query the remote tier for the blocks that no nearer tier holds. Return whether it has answered."""
+        """Query the remote tier for the blocks that no faster tier holds. Return whether the query is complete."""
         if tracked.inquiry is None:
             inquiries = []
             for group_id, group in enumerate(self._groups if self._tiers.hints.can_ask else ()):
@@ -368,7 +373,10 @@ class SchedulerSide:
         return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
-        """Return after how many tokens the request could continue with the blocks that lower tiers hold, or 0."""
+        """Return the length in tokens of the longest hit in vLLM's own cache and lower tiers, up to *limit*.
+
+        vLLM's own cache has the first *num_computed* tokens. Returns 0 if no block after these can be looked up.
+        """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             size = self._groups[group_id].block_size
@@ -381,7 +389,7 @@ class SchedulerSide:
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
-        """Add copies of tokens *start* to before *end*, which were reported as a hit, into *pages* to the next step."""
+        """Plan the copies into *pages* of tokens *start* to before *end*, the reported hit, for the next step."""
         load, gathered = tracked.load, self._next
         for group_id, group in enumerate(self._groups):
             size, ids = group.block_size, pages[group_id]
@@ -400,7 +408,7 @@ class SchedulerSide:
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: TrackedRequest, end: int) -> None:
-        """Mark the blocks from which the request continues after *end* tokens as just used, the first block last."""
+        """Mark the blocks that the request needs to continue at *end* as just used, the first block last."""
         if tracked.names is None:
             return
         for group_id, group in enumerate(self._groups):
@@ -432,7 +440,7 @@ class SchedulerSide:
         return copies
 
     def _note_computed(self, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]) -> None:
-        """Record which blocks the request's pages hold once this step has ended, if any of them is not stored yet."""
+        """Record the blocks that the request's pages hold after this step, unless all of them are stored already."""
         tracked = self._requests.get(request_id)
         if tracked is None or (offer := tracked.offer) is None or (placement := tracked.placement) is None:
             return
@@ -447,7 +455,7 @@ class SchedulerSide:
         self.counts.unstored_blocks[tracked.why_unstored] += self._stores.num_left(offer, num_tokens)
 
     def _why_unstored(self, is_storing: bool) -> Unstored | None:
-        """Return why no block can be stored in this step; None if blocks can be."""
+        """Return why no block can be stored in this step, or None if blocks can be stored."""
         if not is_storing:
             return Unstored.RESTING
         if not self._tiers.is_attached:
@@ -455,7 +463,7 @@ class SchedulerSide:
         return None if self.is_mapped else Unstored.UNMAPPED
 
     def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
-        """Update the tainted pages with the tokens that this step computes and the pages it computes them from."""
+        """Update the tainted pages for a step: its tokens may be computed from tainted pages, or replace them."""
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is None or (placement := tracked.placement) is None:
@@ -470,7 +478,11 @@ class SchedulerSide:
             self._taint.on_computed(placement, start, end)
 
     def _end_placement(self, tracked: TrackedRequest) -> None:
-        """End the request's placement in its pages, although unreported steps may still compute in them."""
+        """End the request's placement in its pages.
+
+        The placement is kept in `_past` while the workers have not reported on steps, because a failed load in one of
+        these steps may still taint it.
+        """
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)
         tracked.placement = None

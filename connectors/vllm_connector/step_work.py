@@ -29,10 +29,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The copies that workers make in one step. Slots are in the segment that all workers have reported as mapped.
+    """The copies that workers make in one step.
 
-    *stores* are blocks of the previous step, and are copied before any page is written. *loads* follow, before the
-    step's forward pass. The pages in *unloadable_pages* cannot be loaded, which the workers report to vLLM.
+    The slots are in the segment that all workers have reported as mapped. *stores* are blocks of the previous step, and
+    are copied before any page is written. *loads* are copied next, before the step's forward pass. The workers report
+    to vLLM that *unloadable_pages* could not be loaded.
     """
 
     number: int
@@ -52,8 +53,8 @@ class WorkerReport:
     """The outcome of one step's work, from one worker or from several (vLLM joins reports with `aggregate`)."""
 
     number: int
-    boot: bytes | None  # boot id of the segment that each worker maps
-    has_stored: bool = True  # the slots have the pages' bytes
+    boot: bytes | None  # boot id of the segment that each worker maps, or None if they map different segments or none
+    has_stored: bool = True  # whether all stores of the step were copied
     unloaded: frozenset[int] = frozenset()  # pages whose load failed
     num_workers: int = field(default=1)
 

@@ -15,15 +15,16 @@ from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.tenant import number_of
+from kvtier.tiers.naming.named_blocks import number_of
 from kvtier.transfer.block_memory import HostMemory
 
 
 @dataclass(slots=True)
 class Offer:
-    """The blocks of one request that should be stored, and how many are done.
+    """The blocks of one request that should be stored.
 
-    *num_offered* is the number of blocks per group that are in lower tiers, in flight, or lost.
+    *num_offered* is the number of blocks, per group, that need not be offered any more, because they are in lower
+    tiers, in flight, or lost.
     """
 
     names: RequestNames
@@ -33,7 +34,10 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """A row of consecutive blocks of one chain and group, the last block first, and the slots they are copied to."""
+    """A row of consecutive blocks of one request and group, and the host slots that workers copy them to.
+
+    *slots* and *names* have the last block first.
+    """
 
     offer: Offer
     placement: Placement  # whose pages the workers copy
@@ -59,9 +63,10 @@ class _Digested:
 class Stores:
     """The stores of all requests of the connector.
 
-    A store reserves a slot, has the workers copy the block's page into it at the start of the step after the one that
-    computed it, computes its digest, and publishes it. No store waits for a slot: a block without one is offered again
-    with the next step. Owned by the scheduler's thread, under the connector's lock.
+    The store of a block begins with a reserved slot. At the start of the step after the one that computed the block,
+    workers copy its page into the slot. Then the digest of the slot is computed, and the block is published. No store
+    waits for a slot: a block without a slot is offered again with the next step. Owned by the scheduler's thread, under
+    the connector's lock.
     """
 
     def __init__(
@@ -73,7 +78,11 @@ class Stores:
         on_stored: Callable[[int], None],
         on_failed: Callable[[int], None],
     ) -> None:
-        """Call *on_stored* with the number of published blocks, *on_failed* with the number of lost blocks."""
+        """Create an object without stores.
+
+        It calls *on_stored* with the number of blocks that were published, and *on_failed* with the number that were
+        lost.
+        """
         self._tiers = tiers
         self._groups = groups
         self._memories = memories
@@ -98,10 +107,10 @@ class Stores:
         left: list[int],
         overwritten: Collection[int] = (),
     ) -> list[PageCopies]:
-        """Return the copies to make in this step of a request's first *num_tokens* tokens, while slots are free.
+        """Return this step's copies of pages with a request's first *num_tokens* tokens, as far as slots are free.
 
         *left* is the number of blocks per group that may still be copied in this step; it is reduced in place.
-        *overwritten* has the pages that no longer hold their block's bytes; these blocks are lost.
+        *overwritten* has the pages that no longer hold their blocks' bytes; such blocks are lost.
         """
         copies = []
         for group_id, group in enumerate(self._groups):
@@ -119,9 +128,10 @@ class Stores:
         )
 
     def discard(self, placement: Placement) -> None:
-        """Discard the placement's copies in flight that reach beyond its good tokens.
+        """Discard the copies in flight of blocks that were computed from tainted pages of *placement*.
 
-        Their slots are given back once the workers have done the step. The blocks are offered again when they are good.
+        The slots of these copies are given back once the workers have done the step. The blocks are offered again when
+        vLLM has computed them anew.
         """
         for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
             end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
@@ -130,7 +140,7 @@ class Stores:
                 row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
 
     def on_step_done(self, step: int, has_stored: bool) -> None:
-        """Compute the digests of a step that the workers have done, or fail its stores unless *has_stored*."""
+        """Process a step that the workers have done: compute the digests of its stores, or fail unless *has_stored*."""
         done = self._copying.pop(step, [])
         self._give_back([row for row in done if row.is_discarded])
         rows = [row for row in done if not row.is_discarded]
@@ -187,8 +197,8 @@ class Stores:
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
         """Compute the digests of one step's rows, then publish all rows together.
 
-        A message for each row would wake the sidecar each time, and each thread that wakes takes the interpreter's lock
-        from the step that vLLM is in.
+        Publishing each row on its own would wake the sidecar, and so threads of this process, more often. Each thread
+        that wakes takes the interpreter's lock from vLLM's current step.
         """
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))

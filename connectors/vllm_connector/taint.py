@@ -9,7 +9,7 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request in the pages that vLLM gave it, until it is preempted or ends."""
+    """The pages that vLLM has allocated to a request, until the request is preempted or ends."""
 
     pages: Pages  # as last seen; vLLM appends to them
     num_good: int | None = None  # tokens before the first tainted page; None if no page is tainted
@@ -20,10 +20,10 @@ class Placement:
 
 
 class Taint:
-    """The pages that a load did not fill, and those that were computed from such pages.
+    """The tainted pages: those that a load did not fill, and those that were computed from tainted pages.
 
-    A failed request is computed again in the same pages, and vLLM may share these pages with other requests in the
-    meantime. So a page stays tainted until it is loaded, or computed from good pages only.
+    vLLM computes a request whose load failed again in the same pages, and may share these pages with other requests in
+    the meantime. So a page stays tainted until it is loaded, or computed from good pages only.
     """
 
     def __init__(self, groups: Sequence[AttentionGroup]) -> None:
@@ -36,9 +36,10 @@ class Taint:
         return not self._pages
 
     def place(self, pages: Pages, num_cached: int) -> Placement:
-        """Return the placement of a request of which vLLM's own cache has *num_cached* tokens.
+        """Return the placement of a request in its new *pages*.
 
-        The remaining tokens will be loaded into these pages or computed in them.
+        The pages of the first *num_cached* tokens come from vLLM's own cache. The remaining pages will be loaded or
+        computed, so they are not tainted any more.
         """
         placement = Placement(pages)
         if self._pages:
@@ -52,7 +53,7 @@ class Taint:
         if placement.num_good is not None and placement.num_good < start:
             self._taint_rest(placement)
             return
-        placement.num_good = None  # vLLM has gone back to the last good token
+        placement.num_good = None  # vLLM computes again from the last good token on
         if self._pages:
             for size, ids in zip(self._sizes, placement.pages, strict=True):
                 self._pages.difference_update(ids[: end // size])
@@ -79,7 +80,7 @@ class Taint:
         return True
 
     def _first_tainted(self, placement: Placement) -> int | None:
-        """Return the first token of the request in a tainted page."""
+        """Return the index of the request's first token that is in a tainted page, or None if there is none."""
         firsts = [
             block * size
             for size, ids in zip(self._sizes, placement.pages, strict=True)
@@ -89,7 +90,7 @@ class Taint:
         return min(firsts, default=None)
 
     def _taint_rest(self, placement: Placement) -> None:
-        """Taint all pages from the first tainted one on."""
+        """Taint all pages of the placement from the first tainted page on."""
         assert placement.num_good is not None
         for size, ids in zip(self._sizes, placement.pages, strict=True):
             self._pages.update(page for page in ids[placement.num_good // size :] if page != NULL_PAGE)

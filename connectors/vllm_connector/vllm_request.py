@@ -8,7 +8,7 @@ NULL_PAGE = 0  # vLLM's placeholder for a block that the sliding window has pass
 
 
 class VllmAdapter(Protocol):
-    """vLLM's `LoRARequest`. *lora_int_id* is its number in this engine, *lora_path* a folder or a hub id."""
+    """vLLM's `LoRARequest`. *lora_int_id* is the adapter's number in this engine, *lora_path* a folder or a hub id."""
 
     @property
     def lora_name(self) -> str: ...
@@ -21,8 +21,8 @@ class VllmAdapter(Protocol):
 class VllmRequest(Protocol):
     """vLLM's `Request` in its scheduler.
 
-    *block_hashes* has a hash for each full block of the smallest block size, and only grows. The hashes cover salts,
-    images and the adapter's name, but not the adapter's weights.
+    *block_hashes* has one hash for each full block of vLLM's smallest block size, and only grows. The hashes cover
+    tokens, salts, images and the adapter's name, but not the adapter's weights.
     """
 
     @property
@@ -56,9 +56,9 @@ class VllmStep(Protocol):
 
 
 def overwritten_pages(step: VllmStep) -> set[int]:
-    """Return the pages whose old bytes may be lost before a worker's first hook of the step is called.
+    """Return the pages whose old bytes may be lost before a worker's first hook in the step is called.
 
-    vLLM's newer model runner changes pages before this hook, its older one after it.
+    vLLM's newer model runner changes these pages before it calls the hook, the older one afterwards.
     """
     copies = step.kv_cache_block_copies or ()
     return {*(step.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)}

@@ -30,7 +30,7 @@ class WorkerSide:
         self._pages = [group_pages(layout, kv_caches, num_pages, self._rank) for layout in self._layouts]
 
     def begin(self, work: StepWork) -> None:
-        """Begin the step's work."""
+        """Begin a step: start to map the segment that the scheduler's half wants, if any."""
         self._unloaded_in_step.clear()
         if work.wanted is not None:
             self._segment.want(work.wanted)
@@ -53,7 +53,7 @@ class WorkerSide:
         self._stored_step = work.number
 
     def pop_failed_pages(self) -> set[int]:
-        """Return the pages whose load failed since the last call; none, unless an unexpected error occurred."""
+        """Return the pages whose load failed since the last call. Without an unexpected error there are none."""
         taken, self._unloaded = self._unloaded, set()
         return taken
 

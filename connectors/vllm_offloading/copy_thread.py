@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended. *num_bytes* is None if it failed, in which case a part may have been copied."""
+    """A job that has ended. *num_bytes* is None if the job failed; a part of its bytes may have been copied then."""
 
     job_id: int
     num_bytes: int | None
@@ -46,7 +46,7 @@ class CopyThread:
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Wait until these jobs have ended. Jobs that were taken or never submitted count as ended."""
+        """Wait until these jobs have ended. Jobs that `take_ended` has returned or that are unknown count as ended."""
         for job_id in job_ids:
             if job_id in self._pending:
                 self._pending[job_id].wait()

@@ -11,7 +11,7 @@ from kvtier.connectors.vllm_offloading.known_vllm import check_cpu_spec
 
 
 class CpuTieringOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's own specification of a host pool and the tiers below it, with `CpuOffloadingWorker` for the copies.
+    """vLLM's own specification of a host pool and its secondary tiers, with `CpuOffloadingWorker` for the copies.
 
     Construction raises `UnsupportedEngine` for a configuration that the worker cannot copy.
     """

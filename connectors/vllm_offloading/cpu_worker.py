@@ -1,4 +1,4 @@
-"""`CpuOffloadingWorker`: vLLM's copies between its KV cache and its host pool if both are in a CPU's memory."""
+"""`CpuOffloadingWorker`: the copies between vLLM's KV cache and its host pool if both are in a CPU's memory."""
 
 from functools import partial
 from typing import Any
@@ -14,14 +14,15 @@ from kvtier.connectors.vllm_offloading.page_copies import Ids, Layer, PageCopies
 class CpuOffloadingWorker(OffloadingWorker):
     """A worker with one thread for stores and one for loads, so that a load does not wait for stores.
 
-    Owned by vLLM's worker. It owns *region* once its constructor has returned. If a job is reported as failed, vLLM
-    ends, because the bytes of the job's blocks are unknown. A job fails only if vLLM passes ids that do not exist.
+    Owned by vLLM's worker. A job fails only if vLLM passes ids that do not exist. vLLM then ends, because the bytes of
+    the job's blocks are unknown.
     """
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:
         """Start the threads. Raise `UnsupportedEngine` if the KV cache is not in a CPU's memory.
 
-        *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is its `SharedOffloadRegion`, mapped for this rank.
+        *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is vLLM's `SharedOffloadRegion`, mapped for this rank. If
+        this constructor succeeds, the worker owns *region*, and `shutdown` cleans it up.
         """
         self._region = region
         tensors = [_tensor(each, pages_per_chunk, region) for each in kv_caches.tensors]
@@ -36,7 +37,7 @@ class CpuOffloadingWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: Ids, dst_spec: PageIds, expedited: bool = False) -> bool:
-        """Begin a load. Ignore *expedited*, which vLLM 0.33 passes for some loads: all loads run in order."""
+        """Begin a load. *expedited*, which vLLM 0.33 sets for some loads, is ignored: all loads run in order."""
         assert self._copies is not None, "a load was submitted after shutdown"
         self._loads.submit(job_id, partial(self._copies.load, dst_spec, src_spec))
         return True
@@ -59,11 +60,12 @@ class CpuOffloadingWorker(OffloadingWorker):
 
 
 def _tensor(cache: Any, pages_per_chunk: int, region: Any) -> Tensor:
-    """Return vLLM's `CanonicalKVCacheTensor` *cache* with its part of the host pool."""
+    """Return the tensor of *cache*, vLLM's `CanonicalKVCacheTensor`, together with its part of the host pool."""
     if cache.tensor.device.type != "cpu" or cache.tensor.dtype != torch.int8:
         raise UnsupportedEngine(
-            f"a KV cache of {cache.tensor.dtype} on {cache.tensor.device} is not int8 in a CPU's memory; "
-            'vLLM copies it itself: use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
+            f"kvtier copies only KV caches of int8 in a CPU's memory, not of {cache.tensor.dtype} on "
+            f"{cache.tensor.device}, which vLLM copies itself; "
+            'use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
     chunks = region.create_next_worker_view(cache.page_size_bytes * pages_per_chunk)
     return Tensor(cache.tensor, chunks.view(len(chunks), pages_per_chunk, cache.page_size_bytes))

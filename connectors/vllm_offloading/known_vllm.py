@@ -13,7 +13,7 @@ TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_offloadin
 OF_REGION = ("engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size")
 OF_SPEC = ("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "replicated_layout", "blocks_per_chunk")
 OF_TIER = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
-OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that may differ while the bytes are the same
+OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that do not decide a block's bytes
     *("engine_id", "extra_config", "enable_kv_cache_events", "rank", "data_parallel_index", "data_parallel_size"),
     "data_parallel_rank_local",
 }
@@ -45,9 +45,10 @@ def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
 
 
 def check_tier(base: type, vllm_config: Any) -> None:
-    """Raise `UnsupportedEngine` if this vLLM lacks what the tier needs, or a block's key does not determine its bytes.
+    """Raise `UnsupportedEngine` if the tier does not support this vLLM or its configuration.
 
-    *base* is vLLM's class of secondary tiers.
+    *base* is vLLM's base class of secondary tiers. Configurations in which a block's key does not determine the block's
+    bytes are not supported.
     """
     missing = [name for name in OF_TIER if name not in signature(base).parameters]
     if missing:
@@ -68,19 +69,20 @@ def check_tier(base: type, vllm_config: Any) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngine(
-            "KVTier does not serve speculative decoding, because a draft model has weights of its own"
+            "KVTier does not serve speculative decoding, because a draft model has weights of its own; start vLLM "
+            "without --speculative-config"
         )
 
 
 def connector_configs() -> tuple[Any, Any]:
-    """Return vLLM's configuration and `KVCacheConfig` of the connector that is creating a tier on this thread.
+    """Return the `VllmConfig` and `KVCacheConfig` of the engine that is creating a tier on this thread.
 
     vLLM does not pass a tier everything that decides the bytes of its blocks, such as quantization, overrides of the
-    model's configuration, and whether there are adapters. A function some calls above the tier has these objects, so
-    they are read from its local variables.
+    model's configuration, and whether there are adapters. But a function further up the call stack has these two
+    objects, so they are read from that function's local variables.
 
     Raises:
-        UnsupportedEngine: If no function on the call stack has them.
+        UnsupportedEngine: If no function on the call stack has both objects.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -95,9 +97,9 @@ def connector_configs() -> tuple[Any, Any]:
 
 
 def pool_facts(config: Any) -> dict[str, object]:
-    """Return how ranks and groups share a row of the host pool, which decides its bytes in addition to the engine.
+    """Return the facts about how ranks and groups share a row of the host pool.
 
-    *config* is vLLM's `OffloadingConfig`.
+    They decide the bytes of a row, in addition to `engine_facts`. *config* is vLLM's `OffloadingConfig`.
     """
     return _kept(asdict(config))
 
@@ -105,8 +107,8 @@ def pool_facts(config: Any) -> dict[str, object]:
 def end_tokens(req_context: Any) -> Mapping[bytes, int]:
     """Return the token at which each of the request's blocks ends, by vLLM's key of the block.
 
-    The result is empty if vLLM does not provide it. Blocks then have no parent, and leave the disk in the order in
-    which they came.
+    The result is empty if vLLM does not provide these positions. The request's blocks then have no parents on disk, so
+    they are evicted in the order in which they were stored.
     """
     known = getattr(req_context, "_offload_key_positions", {})
     return known if isinstance(known, Mapping) else {}

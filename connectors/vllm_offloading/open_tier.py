@@ -1,4 +1,4 @@
-"""open_tier: the disk tier that KVTier's settings describe, without vLLM's classes."""
+"""Construction of the disk tier from KVTier's settings, without vLLM's classes."""
 
 import sys
 from collections.abc import Mapping
@@ -14,13 +14,18 @@ from kvtier.connectors.vllm_offloading.tier_side import TierSide
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 
-INDEXED_WAIT_S = 10.0  # for the index of the blocks on disk; the rest is indexed during the first requests
-LONGEST_JOBS = 4  # read timeouts until a hung disk has ended all jobs: begun ones, queued ones, times 2 if slow
+INDEXED_WAIT_S = 10.0  # max wait for the index of the blocks on disk; the rest is indexed during the first requests
+# Number of read timeouts within which all jobs end even if the disk hangs: one for jobs that have begun and one for
+# queued jobs, times 2 for slow machines.
+LONGEST_JOBS = 4
 WEIGHTS_KEY = '"weights" in the configuration of KVTier'
 
 
 class TierSettings(DiskConfig, frozen=True, kw_only=True):
-    """The keys of `[disk]`, and *weights*, which identifies the weights; without it their digest is computed."""
+    """The settings of `KVTier`: the keys of kvtier's `[disk]` table, and *weights*.
+
+    *weights* is a name for the model's weights. By default, it is None and the weights' digest is computed.
+    """
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
@@ -31,7 +36,10 @@ def tier_settings(config: Mapping[str, object]) -> TierSettings:
 
 
 def tier_namespace(config: Any, vllm_config: Any, kv_cache_config: Any, row_bytes: int, weights: str | None) -> bytes:
-    """Return 16 bytes for all facts that decide a row's bytes, other than vLLM's key. Arguments as in `open_tier`."""
+    """Return a 16-byte digest of everything that decides a row's bytes, apart from vLLM's key of the row.
+
+    *config* is vLLM's `OffloadingConfig`.
+    """
     facts = engine_facts(vllm_config, kv_cache_config, weights, WEIGHTS_KEY)
     facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
     return namespace_of(facts, (), [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
@@ -42,8 +50,8 @@ def open_tier(
 ) -> TierSide:
     """Return the tier below vLLM's host pool, which the caller must close.
 
-    *config* is vLLM's `OffloadingConfig`. *pool_rows* is its host pool, [num_chunks, row_bytes], which is not used any
-    more after `TierSide.close`.
+    *config* is vLLM's `OffloadingConfig`. *pool_rows* is vLLM's host pool, [num_chunks, row_bytes]. The pool must exist
+    until `TierSide.close` has returned.
 
     Raises:
         UnsupportedEngine: If the engine's weights cannot be determined.
@@ -60,7 +68,7 @@ def open_tier(
         num_groups=len(kv_cache_config.kv_cache_groups),
     )
     disk.wait_indexed(INDEXED_WAIT_S)
-    # vLLM steps without a pause while a load is in flight. With Python's default of 5 ms, each answer of the disk waits
-    # that long for the interpreter's lock.
+    # vLLM runs step after step without a pause while a load is in flight. With Python's default switch interval of
+    # 5 ms, a thread with an answer of the disk would wait that long for the interpreter's lock.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     return TierSide(disk, pool, row_bytes, LONGEST_JOBS * settings.read_timeout_s)

@@ -12,14 +12,14 @@ from kvtier.connectors.page_moves import copy_pages
 
 
 class Ids(Protocol):
-    """The ids of a job by group: chunks of the host pool (vLLM's `CPULoadStoreSpec`) or pages of the KV cache."""
+    """The ids in a job, group after group: of chunks of the host pool (vLLM's `CPULoadStoreSpec`), or of pages."""
 
     @property
     def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
 
 
 class PageIds(Ids, Protocol):
-    """The ids of a job's pages by group: vLLM's `GPULoadStoreSpec`."""
+    """The ids of a job's pages in the KV cache, group after group: vLLM's `GPULoadStoreSpec`."""
 
     @property
     def group_sizes(self) -> Sequence[int]:
@@ -27,7 +27,7 @@ class PageIds(Ids, Protocol):
 
     @property
     def block_indices(self) -> Sequence[int]:
-        """Index in its request of the first page of each group."""
+        """For each group, the index of its first page in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Layer:
 
 
 class PageCopies:
-    """The copies of whole jobs, without any state except vLLM's memory that they copy from and to."""
+    """The copies of whole jobs. They have no state other than vLLM's memory, so any thread may run them."""
 
     def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Sequence[Layer]]) -> None:
         """Use *tensors*; *groups* has the layers of each KV cache group."""
@@ -78,7 +78,8 @@ class PageCopies:
 
     def _pairs(self, pages: PageIds, chunks: Ids) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the pages of each layer, and the matching parts of the host pool."""
-        skipped = [first % self._pages_per_chunk for first in pages.block_indices]  # pages of the first chunk
+        # Pages at the start of each group's first chunk that are not in the job.
+        skipped = [first % self._pages_per_chunk for first in pages.block_indices]
         num_chunks = [
             -(-(before + size) // self._pages_per_chunk) if size else 0
             for before, size in zip(skipped, pages.group_sizes, strict=True)
@@ -86,7 +87,7 @@ class PageCopies:
         wanted = len(self._groups), sum(pages.group_sizes), sum(num_chunks)
         given = len(pages.group_sizes), len(pages.block_ids), len(chunks.block_ids)
         if wanted != given:
-            raise ValueError(f"a job has ids of {given} groups, pages and chunks instead of {wanted}")
+            raise ValueError(f"a job has {given} ids of groups, pages and chunks, but must have {wanted}")
 
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []

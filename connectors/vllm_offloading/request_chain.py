@@ -5,7 +5,7 @@ from itertools import islice
 
 from kvtier.tiers.naming.block_hash import BlockName
 
-GROUP_BYTES = 4  # at the end of vLLM's key of a block: the number of its group; the block's hash comes before
+GROUP_BYTES = 4  # size of the group's number, which follows the block's hash in vLLM's key of a block
 
 
 def name_of(key: bytes) -> BlockName:
@@ -34,7 +34,10 @@ class RequestChain:
         return list(self._groups.values())
 
     def see(self, end_tokens: Mapping[bytes, int]) -> None:
-        """Add the keys that vLLM has made since the last call. Keys of a group come in the order of the prompt."""
+        """Add the keys that vLLM has made since the last call.
+
+        *end_tokens* has all keys of the request so far, oldest first. Keys of a group are in the order of the prompt.
+        """
         if len(end_tokens) == len(self._places):
             return
         for key in islice(end_tokens, len(self._places), None):
@@ -43,6 +46,6 @@ class RequestChain:
             keys.append(key)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Return the key of the previous block in its group, or None if there is none or it is not known."""
+        """Return the key of the previous block in the same group, or None if there is none or *key* is unknown."""
         place = self._places.get(key, 0)
         return self._groups[group_of(key)][place - 1] if place else None

@@ -16,21 +16,21 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(frozen=True, slots=True)
 class EndedRows:
-    """A job that has ended. *good* has the keys whose rows are on disk, or in the pool with the right bytes."""
+    """A job that has ended. *good* has the keys of the rows that are now on disk or, after a load, in the pool."""
 
     job_id: int
     is_load: bool
     keys: Collection[bytes]
     good: Collection[bytes]
-    parents: Mapping[bytes, bytes | None]  # of a store: the key of the block before each block
+    parents: Mapping[bytes, bytes | None]  # for a store, the key of the block before each block, by key
     took_s: float
 
 
 class RowJobs:
     """The jobs that store and load rows of vLLM's host pool.
 
-    A row is one of vLLM's chunks, in any layout, with vLLM's key. Jobs end in any order, on threads of the disk, and
-    each is reported once. Owned by vLLM's scheduler.
+    A row is one of vLLM's chunks, in any layout, with vLLM's key. Jobs end in any order, on threads of the disk.
+    `take_ended` returns each job once. Owned by vLLM's scheduler.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class RowJobs:
         self._ended.append(EndedRows(job_id, is_load, keys, (), {}, 0.0))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the last of these blocks that is on disk as just used, so that it and the blocks before it stay longer.
+        """Mark these blocks as just used, so that they are evicted later. *keys* are of one group, in prefix order.
 
-        *keys* are of one group, in prefix order.
+        Only the last block that is on disk is marked, because blocks are evicted before their parents.
         """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:

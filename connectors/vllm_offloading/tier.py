@@ -52,7 +52,7 @@ class KVTier(SecondaryTierManager):
         check_tier(SecondaryTierManager, vllm_config)
         self._side = open_tier(settings, offloading_spec.config, vllm_config, kv_cache_config, primary_kv_view)
         self._guard = Guard(lambda: None)
-        self._num_errors = 0  # errors of the guard that were counted
+        self._num_errors = 0  # errors of the guard that are already in the counts
         self._offers = count()
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -142,7 +142,7 @@ class KVTier(SecondaryTierManager):
 
 
 def _chain_of(req_context: Any) -> RequestChain:
-    """Return the chain of the request, which is kept in its context and grows."""
+    """Return the up-to-date chain of the request, which is kept in the request's context."""
     chain: RequestChain | None = req_context.get_state(RequestChain)
     if chain is None:
         chain = RequestChain()

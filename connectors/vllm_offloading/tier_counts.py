@@ -10,7 +10,7 @@ class TierCounts:
     """The totals since the last `take`."""
 
     loaded_blocks: int = 0
-    failed_loads: int = 0  # blocks that were found, and then were missing, corrupt or unreadable
+    failed_loads: int = 0  # blocks that a lookup found, but that were missing, corrupt or unreadable when loaded
     corrupt_blocks: int = 0  # the part of `failed_loads` whose bytes did not match their digest
     stored_blocks: int = 0  # including blocks that were on disk already
     unstored_blocks: int = 0  # refused by the disk

@@ -11,17 +11,17 @@ from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
 
 MAX_HOLES = 8192  # if there are more, the oldest are forgotten
-MAX_AT_ONCE = 64
+MAX_AT_ONCE = 64  # blocks per offer
 PAUSE_S = 1.0  # between two offers, because a disk that has refused a block rests for a while
-TOUCHED_KEYS = 256  # per group at a request's end; the last block on disk is mostly among these last keys
+TOUCHED_KEYS = 256  # last keys of each group that are looked up at a request's end, to find the last block on disk
 GAUGES_EVERY_S = 1.0
 
 
 class Holes:
-    """The blocks that the disk did not store, which are offered to it again, a few at a time.
+    """The blocks that the disk did not store, and that are offered to the disk again, a few at a time.
 
-    vLLM offers a block only when it is new, although vLLM may have the block in host memory for hours. Owned by vLLM's
-    scheduler.
+    vLLM itself offers a block only once, when the block is new. But vLLM may keep the block in host memory for hours,
+    so it can be stored later. Owned by vLLM's scheduler.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -53,7 +53,7 @@ class Holes:
 
 
 class TierSide:
-    """The blocks of vLLM's host pool on disk. Owned by vLLM's scheduler; only `drain` and `close` wait."""
+    """The disk tier below vLLM's host pool. Owned by vLLM's scheduler; only `drain` and `close` wait."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TierSide:
     ) -> None:
         """Use *pool*, which has the rows' bytes one after the other. `close` releases it.
 
-        *longest_job_s* is the time within which a hung disk has ended every job.
+        *longest_job_s* is the time within which every job ends, even if the disk hangs.
         """
         self.counts = TierCounts()
         self._disk = disk
@@ -74,7 +74,7 @@ class TierSide:
         self._longest_job_s = longest_job_s
         self._clock = clock
         self._gauges_at = float("-inf")
-        self._num_corrupt = 0  # corrupt blocks that were counted
+        self._num_corrupt = 0  # corrupt blocks that are already in the counts
 
     def holds(self, key: bytes) -> bool:
         """Return whether the block is on disk, without waiting."""
@@ -92,9 +92,9 @@ class TierSide:
         parents: Mapping[bytes, bytes | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
-        """Begin to write blocks from rows of the pool, in the order in which they end in their prompt.
+        """Begin to write blocks from rows of the pool, in the order of the prompt.
 
-        *parents* has the key of the block before each block.
+        *parents* has the key of the block before each block, *end_tokens* the token at which each block ends.
         """
         both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
         self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
@@ -124,7 +124,7 @@ class TierSide:
         return ended
 
     def on_request_finished(self, chain: RequestChain) -> None:
-        """Mark the blocks that the request has used as just used on disk, whichever tier they came from."""
+        """Mark the request's blocks on disk as just used, even if the request got them from another tier."""
         for keys in chain.groups:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 
@@ -162,7 +162,7 @@ class TierSide:
         """Wait until no row is read or written.
 
         Returns:
-            False if that takes longer than *longest_job_s*. The disk is closed then and holds nothing any more.
+            False if this takes longer than *longest_job_s*. The disk is then closed, and lookups find no block.
         """
         if self._jobs.drain(self._longest_job_s):
             return True

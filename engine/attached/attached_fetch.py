@@ -22,15 +22,15 @@ from kvtier.engine.attached.wire import (
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places, ReadPriority
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
+from kvtier.tiers.naming.named_blocks import NamedBlocks, OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Reason
 
 
 class AttachedFetch:
-    """Leases on blocks in a sidecar's host memory; implements `Fetch`.
+    """A fetch of blocks into a sidecar's host memory, and the leases on them; implements `lower_tiers.Fetch`.
 
-    The leases are known here once the sidecar has answered. Owned by the tiers' thread.
+    A place is the index of a block in the fetch. The lease on a block is known here once the sidecar has answered.
+    Owned by the tiers' thread.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class AttachedFetch:
     ) -> None:
         """Create a fetch without leases.
 
-        *on_released* is called with places that the sidecar need no longer lease or fetch, *on_late* when the caller
-        gives up the blocks that have not come.
+        *on_released* is called with the places of blocks that the sidecar no longer needs to lease or read. *on_late*
+        is called when the caller gives up waiting for the blocks that have not arrived.
         """
         self.number = number
         self.group_id = group_id
@@ -60,7 +60,7 @@ class AttachedFetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any block has yet to come."""
+        """Whether any block has neither arrived nor failed nor been released."""
         return bool(self._is_open.any())
 
     @property
@@ -74,7 +74,7 @@ class AttachedFetch:
         return not self.is_waiting and not self.num_leased
 
     def on_come(self, places: Ids, slots: Ids, digests: bytes, owners: OwnerNumbers) -> None:
-        """Record that these blocks are leased in these slots, except those released in the meantime."""
+        """Record that the blocks at *places* are leased in *slots*, except blocks released in the meantime."""
         is_wanted = self._is_open[places]
         for place, number in zip(places[is_wanted].tolist(), np.flatnonzero(is_wanted).tolist(), strict=True):
             digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -88,19 +88,19 @@ class AttachedFetch:
                 self._on_fetched(self, place, None)
 
     def on_failed(self, place: int, reason: Reason) -> None:
-        """Record that a block will never come."""
+        """Record that a block will never arrive."""
         if self._is_open[place]:
             self._is_open[place] = False
             self.failures[place] = reason
             self._on_fetched(self, place, reason)
 
     def fail(self, reason: Reason) -> None:
-        """Fail every block that has not come."""
+        """Fail every block that is still waited for."""
         for place in np.flatnonzero(self._is_open).tolist():
             self.on_failed(place, reason)
 
     def waiting_places(self) -> Ids:
-        """Return the places of the blocks that have not come."""
+        """Return the places of the blocks that are still waited for."""
         return np.flatnonzero(self._is_open)
 
     def digest(self, place: int) -> bytes:
@@ -123,19 +123,19 @@ class AttachedFetch:
 
 
 class AttachedFetches:
-    """All fetches of an engine in its sidecar's host memory. Owned by the tiers' thread."""
+    """All fetches of an engine from its sidecar. Owned by the tiers' thread."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         """Start without fetches; *send* sends a message to the sidecar."""
         self._send = send
-        self._fetches: dict[int, AttachedFetch] = {}  # of this session, by number, that are not over
-        self._left: set[AttachedFetch] = set()  # of the previous session, that still hold leases
-        self._dead: list[AttachedFetch] = []  # begun without a sidecar, whose failure was not reported yet
+        self._fetches: dict[int, AttachedFetch] = {}  # fetches of this session that are not over, by number
+        self._left: set[AttachedFetch] = set()  # fetches of the previous session that still hold leases
+        self._dead: list[AttachedFetch] = []  # fetches that were begun without a sidecar, to fail in the next poll
         self._next_number = 0
 
     @property
     def is_any_waiting(self) -> bool:
-        """Whether the sidecar owes blocks."""
+        """Whether any block of any fetch is still waited for."""
         return any(fetch.is_waiting for fetch in self._fetches.values())
 
     @property
@@ -164,15 +164,19 @@ class AttachedFetches:
         return fetch
 
     def on_fetched(self, message: Fetched, num_host_slots: Sequence[int]) -> None:
-        """Process an answer; *num_host_slots* are the sidecar's slots, by group. Raises Malformed."""
+        """Process an answer. *num_host_slots* is the number of the sidecar's host slots, by group.
+
+        Raises:
+            Malformed: If the answer is invalid.
+        """
         fetch = self._fetches.get(message.number)
-        if fetch is None:  # released in the meantime, which the sidecar has been told
+        if fetch is None:  # the fetch was released in the meantime, and a message to the sidecar says so
             return
         places = numbers_in(message.places, len(fetch.slots))
         slots = numbers_in(message.slots, num_host_slots[fetch.group_id])
         owners = owners_in(message.owners, len(places))
         if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
-            raise Malformed("a failure is not of a block of the fetch")
+            raise Malformed("the place of a failure is outside the fetch")
         if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
             raise Malformed("blocks of a fetch lack slots or digests")
         fetch.on_come(places, slots, message.digests, owners)
@@ -182,7 +186,7 @@ class AttachedFetches:
             self._fetches.pop(fetch.number, None)
 
     def fail_waiting(self, reason: Reason) -> None:
-        """Fail all blocks that the sidecar owes, and release them there."""
+        """Fail all blocks that are still waited for, and tell the sidecar that they are not needed any more."""
         for fetch in list(self._fetches.values()):
             if len(places := fetch.waiting_places()):
                 self._send(Release(fetch.number, packed(places)))
@@ -202,14 +206,14 @@ class AttachedFetches:
             fetch.release(range(len(fetch.slots)))
 
     def end(self) -> list[AttachedFetch]:
-        """End the session, and return its fetches for the caller to fail; those with leases keep them."""
+        """End the session, and return its fetches, which the caller must fail. Their leases stay until released."""
         fetches = list(self._fetches.values())
         self._fetches.clear()
         self._left.update(fetch for fetch in fetches if fetch.num_leased)
         return fetches
 
     def check(self) -> None:
-        """Raise AssertionError if a fetch is kept wrongly."""
+        """Raise AssertionError if the list of unfinished fetches has a wrong entry."""
         for number, fetch in self._fetches.items():
             assert number == fetch.number, "a fetch is kept under another number"
             assert not fetch.is_over, "a fetch that is over is kept"

@@ -20,7 +20,7 @@ class AttachedInquiry:
 
 
 class AttachedInquiries:
-    """The lookups that wait for a sidecar's answer, which goes to *presence*. Owned by the tiers' thread."""
+    """The lookups that wait for a sidecar's answer. Answers are added to *presence*. Owned by the tiers' thread."""
 
     def __init__(self, presence: RemoteHints, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
         self._presence = presence
@@ -33,7 +33,7 @@ class AttachedInquiries:
         return len(self._waiting)
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Ask the sidecar about *names*, see `LowerTiers.inquire`."""
+        """Query the sidecar for the blocks of *names*, see `LowerHints.inquire`."""
         names = names[self._presence.num_held(group_id, names) :][:MAX_BLOCKS]
         if not names:
             return NOTHING_TO_ASK
@@ -43,7 +43,7 @@ class AttachedInquiries:
         return inquiry
 
     def on_answered(self, message: Inquired) -> None:
-        """Record an answer."""
+        """Record the sidecar's answer to a lookup."""
         if (inquiry := self._waiting.pop(message.number, None)) is not None:
             self._presence.add(inquiry.group_id, names_in(message.names))
             inquiry.is_done = True

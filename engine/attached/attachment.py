@@ -1,4 +1,4 @@
-"""The thread that attaches an engine to its sidecar, and attaches it again when the sidecar has gone."""
+"""Attachment: a thread that attaches an engine to its sidecar, and again after the sidecar was gone."""
 
 import logging
 import threading
@@ -29,12 +29,16 @@ Prepared = TypeVar("Prepared", bound=PreparedSlots)
 
 
 class AttachableMemory(Protocol[Prepared]):
-    """One group's memory, whose host slots are in the sidecar's segment, see `AttachedMemory`."""
+    """The memory of one attention group, with host slots in the sidecar's shared memory; see `AttachedMemory`."""
 
     block_bytes: int
 
     def prepare(self, file: int, num_bytes: int) -> Prepared:
-        """Map the segment in *file*; may be called by any thread. Raises OSError if that fails."""
+        """Map the sidecar's shared memory, the first *num_bytes* of the descriptor *file*. Any thread may call this.
+
+        Raises:
+            OSError: If the memory cannot be mapped.
+        """
 
     def attach(self, prepared: Prepared) -> None:
         """Use the prepared host slots."""
@@ -45,26 +49,30 @@ class AttachableMemory(Protocol[Prepared]):
 
 @dataclass(frozen=True, slots=True)
 class Attached(Generic[Prepared]):
-    """A new session, and the host slots of each group in its segment."""
+    """A new session, and the host slots of each group in the sidecar's shared memory."""
 
     session: Session
     hosts: Sequence[Prepared]
 
     def close(self) -> None:
-        """End the session and unmap its slots, if it is not used."""
+        """End the session and unmap its slots. Call this only if the session was never used."""
         self.session.close()
         for host in self.hosts:
             host.close()
 
 
 class Attachment(Generic[Prepared]):
-    """A thread that attaches to the sidecar, because mapping and pinning a segment take seconds.
+    """A thread that attaches to the sidecar, because mapping and pinning its shared memory take seconds.
 
     The owner gets the session with `take`, uses it, closes it when it has ended, and calls `attach_again`.
     """
 
     def __init__(self, path: str, hello: Hello, memories: Sequence[AttachableMemory[Prepared]]) -> None:
-        """Start to attach; *path* is the sidecar's Unix socket, *memories* are by group."""
+        """Start to attach.
+
+        *path* is the sidecar's Unix socket. *hello* describes this engine to the sidecar. *memories* has one memory for
+        each attention group.
+        """
         self.path = path
         self._hello = hello
         self._memories = memories
@@ -83,11 +91,11 @@ class Attachment(Generic[Prepared]):
         return self._why_refused
 
     def wait_tried(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* for the first attempt to succeed or fail, and return whether it has."""
+        """Wait up to *timeout_s* seconds for the end of the first attempt, and return whether it has ended."""
         return self._has_tried.wait(timeout_s)
 
     def take(self) -> Attached[Prepared] | None:
-        """Return the new session, once; None if there is none yet."""
+        """Return a new session if one is ready, each session only once; otherwise None."""
         try:
             return self._ready.get_nowait()
         except Empty:
@@ -129,7 +137,7 @@ class Attachment(Generic[Prepared]):
                 self._ready.put(Attached(session, hosts))
                 undo.pop_all()
         except AttachRefused as error:
-            # The caller that waits for the first attempt reports its refusal itself.
+            # A refusal of the first attempt is not logged, because the caller that waits for the attempt reports it.
             if str(error) != self._why_refused and self._has_tried.is_set():
                 log.warning("sidecar: %s; serving without it", error)
             self._why_refused = str(error)
@@ -139,7 +147,7 @@ class Attachment(Generic[Prepared]):
                 log.warning("sidecar: no answer at %s (%s); serving without it until it answers", self.path, error)
             return False
         except Exception:  # the top of a thread: a device's driver may refuse the memory
-            log.exception("sidecar: its memory at %s cannot be used; serving without it", self.path)
+            log.exception("sidecar: the shared memory of %s cannot be used; serving without it", self.path)
             return False
         self._why_refused = ""
         return True

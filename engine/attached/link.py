@@ -1,4 +1,4 @@
-"""The connection of an engine to its sidecar, over the sidecars that come and go."""
+"""SidecarLink: an engine's connection to its sidecar, which is renewed when the sidecar restarts."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from kvtier.engine.attached.attachment import AttachableMemory, Attachment
 from kvtier.engine.attached.session import Session
 from kvtier.engine.attached.wire import FromEngine, FromSidecar, Malformed, Ping, Welcome
 
-ASK_AFTER_S = 0.25  # ask a sidecar that owes an answer whether it lives after this much silence
-LOST_AFTER_S = 1.0  # do not use it after this much silence, until it sends something
-MAX_STEP_S = 0.1  # longest time between two checks that counts: a busy or stopped engine has not listened
-MAX_COME = 1024  # limit on received but unprocessed messages; beyond it, the connection is not read
+ASK_AFTER_S = 0.25  # after this much silence, ping a sidecar that owes an answer
+LOST_AFTER_S = 1.0  # after this much silence, do not use the sidecar until it sends something
+MAX_STEP_S = 0.1  # between two checks, count at most this much silence: the engine may have been busy or stopped
+MAX_COME = 1024  # with this many received but unprocessed messages, do not read more from the connection
 log = logging.getLogger(__name__)
 
 
@@ -27,13 +27,14 @@ class SidecarStanding:
 
 
 class Silence:
-    """How long a sidecar has been silent although it should have sent something, while the engine listened.
+    """A watchdog for a sidecar that owes an answer: measures how long the sidecar has sent nothing.
 
-    A disk may take long to answer, but the sidecar's thread never does. Owned by the tiers' thread.
+    Only time in which the engine listened counts. The sidecar's disk may take long to answer, but its thread answers a
+    ping at once. Owned by the tiers' thread.
     """
 
     def __init__(self, ask: Callable[[], None], clock: Callable[[], float]) -> None:
-        """Start without silence; *ask* is called to make the sidecar send something."""
+        """Start without silence; *ask* is called to ping the sidecar."""
         self._ask = ask
         self._clock = clock
         self._looked_at = clock()
@@ -42,7 +43,7 @@ class Silence:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the sidecar has been silent for too long."""
+        """Whether the sidecar has been silent for more than `LOST_AFTER_S`."""
         return self._silent_s > LOST_AFTER_S
 
     def on_answers(self) -> None:
@@ -51,7 +52,7 @@ class Silence:
         self._is_asked = False
 
     def look(self, is_waited_for: bool) -> bool:
-        """Account for the time since the last call, and return whether the sidecar has just been lost.
+        """Count the time since the last call, and return True if the sidecar became lost with this call.
 
         *is_waited_for* says whether the sidecar owes an answer.
         """
@@ -69,10 +70,10 @@ class Silence:
 
 
 class SidecarLink:
-    """The session with the present sidecar, if any. Owned by the engine's thread.
+    """An engine's connection to its sidecar: at most one session at a time. Owned by the engine's thread.
 
-    The memory of a sidecar that is gone stays mapped until all leases on it are released, because copies may be in
-    flight. Then the engine attaches to the next sidecar. A silent sidecar is not used until it sends something.
+    The shared memory of a sidecar that is gone stays mapped until all leases on it are released, because copies may be
+    in flight. Then the engine attaches to the next sidecar. A silent sidecar is not used until it sends something.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class SidecarLink:
         memories: Sequence[AttachableMemory[Any]],
         clock: Callable[[], float],
     ) -> None:
-        """Take ownership of *attachment*, which attaches the same *memories*."""
+        """Take ownership of *attachment*. *memories*, one for each group, are those that *attachment* was made with."""
         self.session: Session | None = None
         self.boot: bytes | None = None  # id of the process whose slots are mapped, kept while any of them is leased
         self.silence = Silence(lambda: self.send(Ping()), clock)
@@ -114,9 +115,9 @@ class SidecarLink:
             self.session.send_hint(message)
 
     def attach(self, is_released: bool) -> Welcome | None:
-        """Attach to a sidecar that is ready, and return its welcome; None if there is no new one.
+        """Begin to use a new session if one is ready, and return its welcome; otherwise return None.
 
-        *is_released* says whether all slots of the previous sidecar are released.
+        *is_released* says whether the caller has released all slots of the previous sidecar.
         """
         if self._ended is not None and is_released:
             for memory in self._memories:
@@ -137,7 +138,7 @@ class SidecarLink:
         return ready.session.welcome
 
     def receive(self, until: float, on_message: Callable[[FromSidecar], None]) -> bool:
-        """Process the sidecar's messages until the time *until*, at least one; the rest stays queued.
+        """Process the sidecar's messages until the time *until*, but at least one. The rest stay queued.
 
         Returns:
             False if the session has ended and all its messages are processed; then call `end`.
@@ -174,13 +175,16 @@ class SidecarLink:
         assert self.session is None or self._ended is None, "attached before the previous sidecar was released"
 
     def close(self) -> None:
-        """End the session when no copy is in flight; leased and reserved slots return to the sidecar."""
+        """End the session, so that leased and reserved slots return to the sidecar.
+
+        Call this only when no copy is in flight.
+        """
         for session in self._sessions():
             session.close()
         self._attachment.close()
 
     def close_while_copying(self) -> None:
-        """End everything but the copies; leased and reserved slots return to the sidecar when this process ends."""
+        """Stop using the sidecar although copies hang. Leased slots return to the sidecar when this process ends."""
         for session in self._sessions():
             session.leave_open()
         self._attachment.close()

@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvtier.tiers.device.block_pool import SlotIndex
-from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_index import DiskIndex
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places, names_at
 from kvtier.tiers.lower.remote.presence import RemoteHints
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.tier import EvictionCause, Tier
 
-NAMES_AT_ONCE = 4096  # names per call that are reported as gone after the sidecar has gone
+NAMES_AT_ONCE = 4096  # blocks of a lost sidecar that are reported as removed per call
 
 
 class Mirror:
-    """The sidecar's index as of its last message.
+    """The sidecar's index as of its last message, so possibly outdated by a moment.
 
-    A block that is found here existed a moment ago. When it leaves the last tier, `pop_lost` reports it, always after
-    the last `find` that found it. Owned by the tiers' thread.
+    `pop_lost` reports each block that has left both host memory and disk; `find` no longer finds the block there. Owned
+    by the tiers' thread.
     """
 
     def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
-        """Create an empty mirror; *block_sizes* by group, in tokens."""
-        self.remote = RemoteHints(clock)  # hints of what the sidecar's remote tier has
+        """Create an empty mirror; *block_sizes* is the block size of each group in tokens."""
+        self.remote = RemoteHints(clock)  # hints about the blocks in the sidecar's remote tier
         self.num_changes = 0
         self._block_sizes = block_sizes
         self._events = events
@@ -34,26 +34,26 @@ class Mirror:
         self._disk = DiskIndex()
         self._disk.finish_loading()  # the sidecar reports every block, so there are no pages to load
         self._lost: list[Lost] = []
-        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # pages of host names to report as gone
+        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # names to report as removed
 
     def begin(self, num_slots: Sequence[int]) -> None:
-        """Start empty for a new sidecar with *num_slots* host slots by group, which will report its blocks."""
+        """Start empty for a new sidecar, which will report its blocks. *num_slots* has its host slots by group."""
         self._hosts = [SlotIndex(num) for num in num_slots]
         self.num_changes += 1
 
     def find(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """Return where the blocks are, see `LowerTiers.find`; while the disk is not readable, it is left out."""
+        """Return where the blocks are, see `LowerTiers.find`. Unless *is_readable*, ignore blocks on disk."""
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and is_readable:
-            places[absent[self._disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
+            places[absent[self._disk.are_held(group_id, names_at(names, absent))]] = ON_DISK
             absent = np.flatnonzero(places == NOWHERE)
         if len(absent) and self.remote.num_blocks:
-            places[absent[self.remote.are_held(group_id, _picked(names, absent))]] = ON_REMOTE
+            places[absent[self.remote.are_held(group_id, names_at(names, absent))]] = ON_REMOTE
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """Return where the first blocks are, see `LowerTiers.find_run`; an unreadable disk is left out."""
+        """Return where the first blocks are, see `LowerTiers.find_run`. Unless *is_readable*, ignore blocks on disk."""
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -62,7 +62,7 @@ class Mirror:
             places = self.find(group_id, names, is_readable)
             is_nowhere = places == NOWHERE
             return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places
-        num_held = self._disk.num_held(group_id, _picked(names, absent)) if is_readable else 0
+        num_held = self._disk.num_held(group_id, names_at(names, absent)) if is_readable else 0
         places[absent[:num_held]] = ON_DISK
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
@@ -98,7 +98,7 @@ class Mirror:
         self._tell(BlockRemoved(Tier.DISK, group_id, there, cause))
 
     def end(self) -> None:
-        """Empty the mirror because the sidecar has gone; `go_on` reports the removals, some names at a time."""
+        """Empty the mirror, because the sidecar is gone. `go_on` then reports its blocks as removed, some per call."""
         for group_id, host in enumerate(self._hosts):
             self._past.append((group_id, _pages(host)))
         self._hosts = [SlotIndex(0) for _ in self._hosts]
@@ -109,7 +109,7 @@ class Mirror:
         self.num_changes += 1
 
     def go_on(self) -> None:
-        """Report the removal of some blocks that went with a sidecar."""
+        """Report some blocks of a sidecar that is gone as removed, unless the next sidecar has reported them."""
         if self._past:
             group_id, pages = self._past[0]
             page = next(pages, None)
@@ -129,7 +129,7 @@ class Mirror:
         return lost
 
     def _unknown(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> list[BlockName]:
-        """Return the names that a newer sidecar has not reported."""
+        """Return those of *names* that the next sidecar has not reported in *tier*."""
         if tier is Tier.HOST:
             is_there = [slot != ABSENT for slot in self._hosts[group_id].get_all(names, ABSENT)]
         else:
@@ -150,7 +150,3 @@ def _pages(host: SlotIndex) -> Iterator[list[BlockName]]:
     names = [name for name, _ in host.items()]
     for start in range(0, len(names), NAMES_AT_ONCE):
         yield names[start : start + NAMES_AT_ONCE]
-
-
-def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

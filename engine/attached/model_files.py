@@ -19,7 +19,8 @@ def weights_digest(path: Path) -> str:
     files = weight_files(path)
     if not any(file.suffix in SUFFIXES for file in files):
         raise ValueError(
-            f"models: {path} has no weights ({', '.join(sorted(SUFFIXES))}); give their folder, or revision"
+            f"models: {path} has no weights ({', '.join(sorted(SUFFIXES))}); give the folder of the weights, or give "
+            "revision instead"
         )
     running = hashlib.sha256()
     for file in files:

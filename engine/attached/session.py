@@ -36,15 +36,15 @@ class AttachRefused(ValueError):
 class Session:
     """A connection that sends and receives without blocking. Owned by one thread, except for `wait_readable`.
 
-    The sidecar's segment is `file` until the session is closed. The sidecar takes the end of the connection for the end
-    of all copies. So call `close` only when no copy is in flight, even if the sidecar ended the session long before. A
-    forked child process does not share the session.
+    `file` is the descriptor of the segment, the sidecar's shared memory, until the session is closed. When the
+    connection ends, the sidecar assumes that all copies have ended. So call `close` only when no copy is in flight,
+    even if the sidecar ended the session long before. A forked child process cannot use the session.
     """
 
     def __init__(
         self, connection: socket.socket, frames: Frames, welcome: Welcome, file: int, come: Sequence[FromSidecar]
     ) -> None:
-        """Wrap a new connection, for `open_session`; *come* are the messages that came with the welcome."""
+        """Wrap a new connection; only `open_session` calls this. *come* are the messages received with *welcome*."""
         self.welcome = welcome
         self.file = file
         self.is_open = True
@@ -56,18 +56,13 @@ class Session:
 
     @property
     def is_sending(self) -> bool:
-        """Whether any sent bytes have yet to be read by the sidecar."""
+        """Whether bytes are still to be sent, because the sidecar has not read the earlier ones."""
         return bool(self._unsent)
 
-    @property
-    def num_unsent_bytes(self) -> int:
-        """Bytes that wait for the sidecar to read."""
-        return len(self._unsent)
-
     def send(self, message: FromEngine) -> None:
-        """Send a message as soon as the sidecar reads; does nothing if the sidecar is gone.
+        """Send a message now, or as soon as the sidecar reads. Do nothing if the sidecar is gone.
 
-        A sidecar that leaves more than `MAX_UNSENT_BYTES` unread counts as gone.
+        If more than `MAX_UNSENT_BYTES` bytes are still to be sent, the sidecar counts as gone.
         """
         if self.is_open:
             self._unsent += frame_of(message)
@@ -76,7 +71,7 @@ class Session:
             self.disconnect()
 
     def send_hint(self, message: FromEngine) -> None:
-        """Send a message that may be lost; drops it if the sidecar already has much to read."""
+        """Send a message that may be lost. Drop it if `MAX_HINT_BYTES` or more are still to be sent."""
         if len(self._unsent) < MAX_HINT_BYTES:
             self.send(message)
 
@@ -93,7 +88,7 @@ class Session:
             del self._unsent[:num_sent]
 
     def receive(self) -> Sequence[FromSidecar]:
-        """Return the messages since the last call; empty, with `is_open` false, once the sidecar is gone."""
+        """Return the messages received since the last call. Once the sidecar is gone, `is_open` is False."""
         messages, self._come = self._come, []
         for _ in range(MAX_PIECES if self.is_open else 0):
             try:
@@ -117,9 +112,9 @@ class Session:
             waiting.poll(timeout_s * 1000)
 
     def disconnect(self) -> None:
-        """Stop sending and receiving, but keep the connection, and with it the engine's leases, until `close`.
+        """Stop sending and receiving. Keep the connection open until `close`, because copies may still be in flight.
 
-        Copies may still be in flight.
+        The engine's leases last as long as the connection.
         """
         self.is_open = False
         self._unsent.clear()
@@ -146,7 +141,7 @@ class Session:
         self.close_file()
 
     def leave_open(self) -> None:
-        """Hang up, but leave the connection open until this process ends, because a copy hangs."""
+        """Stop using the session, but leave its connection open until this process ends, because a copy hangs."""
         self.disconnect()
         self._connection.detach()
         self.close_file()
@@ -156,7 +151,7 @@ _sessions: WeakSet[Session] = WeakSet()
 
 
 def _abandon_all() -> None:
-    """Close a forked child's descriptors: it copies nothing, and must not keep its parent's leases alive."""
+    """Close the descriptors in a forked child, which copies nothing and must not keep its parent's leases alive."""
     for session in list(_sessions):
         session.abandon()
 
@@ -165,10 +160,10 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> Session:
-    """Attach at the Unix socket *path*.
+    """Connect to the sidecar at the Unix socket *path*, send *hello*, and return the session.
 
     Raises:
-        OSError: If there is no answer within *timeout_s*.
+        OSError: If there is no answer within *timeout_s* seconds.
         AttachRefused: If the sidecar refuses the engine.
     """
     frames, payloads, files = Frames(), list[bytes](), list[int]()

@@ -59,11 +59,9 @@ from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.naming.named_blocks import NamedBlocks, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.lane import Lane, Transfer
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import Lane, LaneSpeed, Transfer
 from kvtier.transfer.transfer_engine import TransferEngine
 
 TAKING_IN_S = 0.001  # time per poll for the sidecar's messages; the next poll continues
@@ -89,7 +87,8 @@ class AttachedStatus:
         self.is_told = False  # whether the sidecar has reported all blocks that it had when the engine attached
         self.state = NO_STATE  # as reported last
         self.num_published = 0
-        # A sidecar may come at any time, and the next one may have a different number of slots.
+        # Not 0, because a sidecar may attach at any time. Not its true number of slots either, because that may change
+        # with the next sidecar, and `LowerStatus.num_slots` must never change.
         self.num_slots: Sequence[int] = [1] * num_groups
         self._link = link
         self._mirror = mirror
@@ -123,17 +122,17 @@ class AttachedStatus:
         self.is_told, self.state = False, NO_STATE
 
     def on_told(self) -> None:
-        """Record that all blocks of a new sidecar are known, so that copies below must be looked up again."""
+        """Record that all blocks of a new sidecar are known, so the owner must look up again which blocks it has."""
         self.is_told = True
         self.epoch += 1
 
     def on_detached(self) -> None:
-        """Record that everything known about the sidecar's blocks is void."""
+        """Record that the sidecar is gone, so that nothing known about its blocks is valid any more."""
         self.is_told = False
         self.epoch += 1
 
     def on_state(self, state: TiersState) -> None:
-        """Record a report."""
+        """Record the sidecar's report of its tiers' state."""
         before, self.state = self.state.reads, state
         for tier, read in state.reads.items():
             speed = self._read_speeds[tier]
@@ -148,7 +147,7 @@ class AttachedStatus:
         return self.state.reads.get(tier, NO_READS).queued_bytes if self._link.is_attached else 0
 
     def spill_progress(self) -> SpillProgress:
-        """Return the progress, see `LowerStatus`; the target is host memory, because it outlives the engine."""
+        """Return the progress of copying blocks to the sidecar's host memory, which outlives the engine."""
         session = self._link.session
         is_busy = session is not None and session.is_sending
         return SpillProgress(True, self._link.is_attached, num_done=self.num_published, is_busy=is_busy)
@@ -211,9 +210,10 @@ class SidecarTiers:
     ) -> None:
         """Create tiers that are not attached yet, and take ownership of *attachment* and *answers*.
 
-        *attachment* has the same *memories*. The lane *answers* waits for the sidecar's answers, so that
-        `transfers.poll` returns when one has come. *find_traced* returns the traced requests of published blocks, which
-        are reported to the sidecar. *num_kept* slots per group are kept ready for `reserve` at all times.
+        *memories*, one for each group, are those that *attachment* was made with. The lane *answers* waits for the
+        sidecar's answers, so that a wait for *transfers* ends when an answer has arrived. *find_traced* returns the
+        traced requests to which published blocks belong; they are reported to the sidecar. *num_kept* slots of each
+        group (default: 0) are kept ready for `reserve` at all times.
         """
         self._groups = groups
         self._num_kept = [0 for _ in groups] if num_kept is None else num_kept
@@ -247,8 +247,8 @@ class SidecarTiers:
     def boot(self) -> bytes | None:
         """Id of the sidecar process that the host slots belong to; None if there is none.
 
-        It is kept after that process has gone, while any of its slots are leased. Other processes that map the segment
-        compare it to know that they mean the same slots.
+        While any slots of that process are leased, its id stays here even after the process is gone. Other processes
+        that map the sidecar's shared memory compare the id to check that their slot numbers mean the same slots.
         """
         return self._link.boot
 
@@ -286,7 +286,7 @@ class SidecarTiers:
         return slots
 
     def has_room(self, group_id: int) -> bool:
-        """Return whether the sidecar had all slots of the group that were last requested."""
+        """Return whether the sidecar's last answer granted all slots of the group that were requested."""
         return self._stocks[group_id].has_room
 
     def publish(
@@ -317,7 +317,8 @@ class SidecarTiers:
         if not self.is_attached or any(stock.lent for stock in self._stocks) or self._is_any_waiting():
             return False
         self._fetches.release_all()
-        for group_id, stock in enumerate(self._stocks):  # blocks in slots reserved before a clear are never found
+        # Give back the reserved slots: a block in a slot that was reserved before the clear would never be found.
+        for group_id, stock in enumerate(self._stocks):
             self._give_back(group_id, stock.take_ready())
         self._is_cleared = False
         self._link.send(Clear())
@@ -354,12 +355,15 @@ class SidecarTiers:
         return self._mirror.pop_lost()
 
     def close(self) -> None:
-        """End the session when no copy is in flight; leased and reserved slots return to the sidecar."""
+        """End the session, so that leased and reserved slots return to the sidecar.
+
+        Call this only when no copy is in flight.
+        """
         self._link.close()
         self._answers.close()
 
     def close_while_copying(self) -> None:
-        """End everything but the copies; leased and reserved slots return to the sidecar when this process ends."""
+        """Stop using the sidecar although copies hang. Leased slots return to the sidecar when this process ends."""
         self._link.close_while_copying()
         self._answers.close()
 
@@ -368,11 +372,11 @@ class SidecarTiers:
             self._link.send(Abandon(group_id, packed(slots)))
 
     def _is_any_waiting(self) -> bool:
-        """Return whether the sidecar owes an answer."""
+        """Return whether the sidecar has yet to answer a request for slots or blocks."""
         return any(stock.is_waiting for stock in self._stocks) or self._fetches.is_any_waiting
 
     def _wake_when_heard(self) -> None:
-        """End the owner's wait for copies when the sidecar sends something, while a caller needs the answer.
+        """If a caller needs an answer of the sidecar, let the owner's wait for copies end when the sidecar sends it.
 
         Slots that are merely kept ready can wait until the next poll.
         """
@@ -406,9 +410,9 @@ class SidecarTiers:
         self.status.on_attached()
 
     def _receive(self, until: float) -> None:
-        """Process the sidecar's messages until the time *until*, and the loss of the sidecar.
+        """Process the sidecar's messages until the time *until*, and clean up if the sidecar is gone.
 
-        Leased slots of a lost sidecar stay mapped until they are released.
+        Leased slots of a sidecar that is gone stay mapped until they are released.
         """
         if self._link.receive(until, self._on_message):
             return
@@ -448,7 +452,7 @@ class SidecarTiers:
                 self.status.on_state(message)
             case Cleared():
                 self._is_cleared = True
-            case _:  # a sign of life
+            case _:  # such as `Pong`, which only shows that the sidecar answers
                 pass
 
     def _on_in_host(self, message: InHost) -> None:

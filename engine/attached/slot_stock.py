@@ -12,8 +12,8 @@ MAX_PART = 16  # at most this fraction of all slots (1/16) is kept ready beyond 
 class SlotStock:
     """One group's reserved slots: those that are ready, and those lent to the caller, who fills or returns them.
 
-    Because a sidecar's answer takes a moment, a caller gets the slots that are ready, and the rest is requested. If the
-    sidecar has room, as many slots as the caller takes each time are kept ready. Owned by the tiers' thread.
+    A sidecar's answer takes a moment. So a caller gets the slots that are ready, and the missing ones are requested. In
+    addition, as many slots as the caller took last are kept ready, if the sidecar has room. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -21,12 +21,12 @@ class SlotStock:
     ) -> None:
         """Create an empty stock for a sidecar with *num_slots* slots; *ask* is called with the number to reserve.
 
-        *num_kept* slots are kept ready even while none is used, if there is room, for a caller that cannot offer a
-        block twice.
+        If there is room, *num_kept* slots are kept ready even while none is used. A caller that cannot offer a block a
+        second time needs them.
         """
         self.lent: set[int] = set()
-        self.is_short = False  # whether the last caller lacks slots that were requested and not answered yet
-        self.has_room = True  # whether the sidecar's last answer had all requested slots
+        self.is_short = False  # whether the last caller got too few slots, and the request for more is unanswered
+        self.has_room = True  # whether the sidecar's last answer granted all requested slots
         self._max_ahead = num_slots // MAX_PART
         self._num_kept = min(num_kept, self._max_ahead)
         self._answered_at = float("-inf")
@@ -53,9 +53,9 @@ class SlotStock:
         return taken
 
     def fill(self) -> None:
-        """Reserve slots until *num_kept* are ready: at once if half are gone, otherwise once no slot is used.
+        """Request slots so that *num_kept* are ready: at once if half are gone, otherwise after `IDLE_S` without use.
 
-        A sidecar whose last answer fell short is asked again only after `RETRY_S`.
+        If the sidecar's last answer had too few slots, request more only after `RETRY_S`.
         """
         if self.is_waiting or len(self._ready) >= self._num_kept:
             return
@@ -82,7 +82,7 @@ class SlotStock:
         self.lent -= gone
 
     def pop_idle(self) -> list[int]:
-        """Remove slots that have been ready but unused for long, and return them to be given back."""
+        """If no slot was taken for `IDLE_S`, remove and return the ready slots that the caller must give back."""
         if self._clock() - self._used_at <= IDLE_S:
             return []
         idle, self._ready = self._ready[self._num_kept :], self._ready[: self._num_kept]

@@ -1,10 +1,10 @@
 """The protocol between an engine and its sidecar at the sidecar's own endpoint.
 
 Both sides send frames over one Unix socket: four bytes of length, then one of the messages below as MessagePack. The
-engine sends `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of its segment. After that
-nothing blocks on an answer: the engine sends requests, and the sidecar answers when it can. It also reports every block
-that is stored in or removed from the tiers below. A block's bytes never cross the socket. One connection is one
-session; a restarted sidecar needs a new connection.
+engine sends `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of the segment, its shared
+memory. After that nothing blocks on an answer: the engine sends requests, and the sidecar answers when it can. The
+sidecar also reports every block that is stored in or removed from its tiers. A block's bytes never cross the socket.
+One connection is one session; a restarted sidecar needs a new connection.
 
 The engine's leases end when its end of the connection is closed. The engine closes it only when no copy is in flight;
 otherwise the kernel closes it when the engine's process ends. Every other process that copies for the engine, such as a
@@ -12,8 +12,8 @@ worker of tensor parallelism, sends `Map` on a connection of its own, which it k
 segment. If a session ends in another way, because the engine does not read or is killed, the sidecar keeps the leases
 until all these connections are closed, or until the engine attaches again: see `Quarantine`.
 
-Names are concatenated (32 bytes each), and so are digests (16 bytes). Slots and places are little-endian int32, owners
-uint64.
+Sequences are packed into bytes: names (32 bytes each), digests (16 bytes each), slots and places (little-endian int32),
+owners (little-endian uint64). A place is the index of a block in a message or in a fetch.
 """
 
 import secrets
@@ -49,7 +49,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """Shape of one attention group: tokens and bytes of its blocks, and whether it forgets (`AttentionGroup`)."""
+    """Shape of one attention group.
+
+    *block_size* is in tokens. *forgets* says whether later tokens stop reading earlier blocks, see `AttentionGroup`.
+    """
 
     block_size: int
     forgets: bool
@@ -57,16 +60,19 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The parent of the block at *place*, which is not the block before it; None: the block is usable without one."""
+    """The parent of the block at *place* of a message, where that is not the block at the place before.
+
+    *parent* is None if the block can be used without a parent.
+    """
 
     place: int
     parent: bytes | None
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """A chain of blocks in a message, tail first, from *start* to before *end*; see `Row`.
+    """Consecutive blocks of one chain in a message, at the places *start* to *end* - 1, tail first; see `NamedSpan`.
 
-    It continues *parent*, if that is known.
+    *parent* is the name of the block before them in the chain, or None if it is not known.
     """
 
     start: int
@@ -92,8 +98,9 @@ def new_engine() -> bytes:
 class Hello(_Message, frozen=True):
     """The request to attach. *namespace* (16 bytes) covers everything besides the prompt that determines KV bytes.
 
-    *engine* is the same each time this engine attaches, and its other processes send it with `Map`. An engine has one
-    session. Its next `Hello` states that none of its earlier leases is being copied any more.
+    *engine* is an id that stays the same each time this engine attaches. Its other processes send this id with `Map`.
+    An engine has one session at a time. With a further `Hello`, it states that it no longer copies any block that it
+    leased earlier.
     """
 
     version: int
@@ -105,7 +112,10 @@ class Hello(_Message, frozen=True):
 
 
 class Map(_Message, frozen=True):
-    """The request to map the segment for *engine*'s copies, answered like `Hello`; no message follows the answer."""
+    """The request of another process of *engine* to map the segment and copy blocks.
+
+    It is answered like `Hello`. No message follows the answer.
+    """
 
     version: int
     program: str
@@ -113,10 +123,10 @@ class Map(_Message, frozen=True):
 
 
 class Fetch(_Message, frozen=True):
-    """The request to lease blocks in host memory, reading them from colder tiers if necessary: `LowerTiers.fetch`.
+    """The request to lease blocks in host memory, reading them from colder tiers if necessary; see `LowerTiers.fetch`.
 
-    *number* is chosen by the engine. The block at place i continues the block at i - 1, except for *starts*.
-    *is_for_later* selects `ReadPriority.LATER`.
+    The engine chooses *number*, which identifies the fetch. The parent of each block is the block at the place before,
+    except where *starts* gives another one. *is_for_later* selects `ReadPriority.LATER`.
     """
 
     number: int
@@ -128,10 +138,10 @@ class Fetch(_Message, frozen=True):
 
 
 class Inquire(_Message, frozen=True):
-    """The request to find out which blocks a remote tier has, see `LowerTiers.inquire`; answered by `Inquired`.
+    """The request to find out which blocks a remote tier has, see `LowerHints.inquire`; answered by `Inquired`.
 
-    The blocks are a prefix's, from the first that the engine does not know to be below. *number* is chosen by the
-    engine.
+    The blocks are those of a prefix, from the first one that the engine has not found in the sidecar's tiers. The
+    engine chooses *number*, which identifies the inquiry.
     """
 
     number: int
@@ -140,14 +150,20 @@ class Inquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """The end of the leases on these places of a fetch, in this order, or of the wait for their blocks."""
+    """The end of the leases on the blocks at *places* of fetch *number*, in this order.
+
+    Blocks that have not arrived are no longer waited for.
+    """
 
     number: int
     places: bytes
 
 
 class TimeOut(_Message, frozen=True):
-    """The request to give up the reads that the fetch waits for, which count as hung: `tiers.lower.Fetch.time_out`."""
+    """The request to give up the reads that fetch *number* waits for, and to count them as hung.
+
+    See `lower_tiers.Fetch.time_out`.
+    """
 
     number: int
 
@@ -162,7 +178,8 @@ class Reserve(_Message, frozen=True):
 class Publish(_Message, frozen=True):
     """The notice that the bytes in reserved slots are complete and the blocks can be found, see `LowerTiers.publish`.
 
-    *traced* tells a sidecar that traces requests whose blocks these are; an older sidecar ignores it.
+    *traced* has the traced requests to which the blocks belong, for a sidecar that sends traces. An older sidecar
+    ignores it.
     """
 
     group: int
@@ -182,7 +199,10 @@ class Abandon(_Message, frozen=True):
 
 
 class Refresh(_Message, frozen=True):
-    """The notice that blocks were just used; *were_read*: a byte each, whether it came from disk; empty if none did."""
+    """The notice that blocks were just used.
+
+    *were_read* has a byte for each block, 1 if the block was read from disk; it is empty if none was.
+    """
 
     group: int
     names: bytes
@@ -258,11 +278,14 @@ class LeftDisk(_Message, frozen=True):
 
 
 class Told(_Message, frozen=True):
-    """The notice that every block that was there when the engine attached has been reported."""
+    """The notice that the sidecar has reported every block that it had when the engine attached."""
 
 
 class Fetched(_Message, frozen=True):
-    """Blocks of a fetch that are now leased, with slots, digests and tenants, and reasons for those that never come."""
+    """Blocks of fetch *number* that are leased now, with their slots, digests and tenants (*owners*).
+
+    *failures* has the places of blocks that will never arrive, each with the reason.
+    """
 
     number: int
     places: bytes
@@ -273,7 +296,7 @@ class Fetched(_Message, frozen=True):
 
 
 class Inquired(_Message, frozen=True):
-    """The blocks of an inquiry that a remote tier is believed to have, and no nearer tier; see `RemoteHints`."""
+    """The blocks of inquiry *number* that are believed to be in a remote tier only; see `RemoteHints`."""
 
     number: int
     names: bytes
@@ -288,7 +311,7 @@ class Reserved(_Message, frozen=True):
 
 
 class Cleared(_Message, frozen=True):
-    """The notice that every block of the namespace has been forgotten, which was reported before."""
+    """The notice that every block of the namespace has been forgotten. Earlier messages reported the removals."""
 
 
 class Pong(_Message, frozen=True):
@@ -296,7 +319,7 @@ class Pong(_Message, frozen=True):
 
 
 class ReadState(msgspec.Struct, frozen=True, array_like=True):
-    """Speed and queue of reads from one tier, see `LowerTiers.read_speed` and `queued_read_bytes`."""
+    """Speed and queue of reads from one tier, see `LowerStatus.read_speed` and `LowerStatus.queued_read_bytes`."""
 
     bytes_per_s: float | None = None
     latency_s: float = 0.0
@@ -304,7 +327,7 @@ class ReadState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TiersState(_Message, frozen=True):
-    """State of the namespace's tiers, see `LowerTiers`; sent when it changes, and about twice a second."""
+    """State of the namespace's tiers, see `LowerStatus`. Sent when the state changes, and about twice a second."""
 
     is_indexed: bool
     is_readable: bool

@@ -1,4 +1,7 @@
-"""Check of an adapter's folder without torch, so that commands can fail before they import it, which takes seconds."""
+"""Check of a LoRA adapter's folder that runs without torch.
+
+Importing torch takes seconds, and a command with a wrong folder should fail before that.
+"""
 
 from pathlib import Path
 
@@ -17,4 +20,7 @@ def check_adapter_folder(name: str, folder: Path) -> None:
     if not folder.is_dir():
         raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
     if not (folder / CONFIG_FILE).is_file():
-        raise UnusableLora(f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); give a folder of peft's")
+        raise UnusableLora(
+            f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); "
+            "give the folder that peft's save_pretrained wrote"
+        )

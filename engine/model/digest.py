@@ -17,22 +17,26 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.model.cpu.packed_linears import PackedLinear
 from kvtier.engine.model.errors import UnsupportedModel
 
-PIECE_BYTES = 4 << 20  # piece per thread: one thread hashes 0.4 GB/s without SHA instructions, so all cores are used
-# Fields that do not change keys and values.
+# A thread hashes one piece at a time. All cores hash, because one core hashes only 0.4 GB/s without SHA instructions.
+PIECE_BYTES = 4 << 20
+# Fields of a configuration that do not change keys and values.
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _BARE = frozenset(vars(TorchModule()))  # attributes of every module: dicts of parts and hooks, and its training flag
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Hooks that change no results beyond the block's name: observers of transformers, and those of `LoraRows`, which
-# another engine on the same model may have set.
+# Prefixes of the names of hooks that a digest may ignore. Hooks of transformers only observe. Hooks of `LoraRows`,
+# which another engine on the same model may have set, change only results whose block names include the adapter.
 LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
-# Excluded: the configuration has its own digest, the class is hashed with the module, and devices, Python modules and
-# generators change no result.
+# Types of attributes that are left out. A configuration has its own digest, a class is hashed with its module, and
+# devices, Python modules and generators change no result.
 _APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Return the sha256 of the sha256s of the pieces of a dense tensor's row-major bytes, without shape and dtype."""
+    """Return a digest of a dense tensor's bytes in row-major order, without its shape and dtype.
+
+    The bytes are cut into pieces of 4 MiB. The digest is the sha256 of the sha256 digests of all pieces.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     numbers: Any = plain.flatten().view(torch.uint8).numpy()  # Any: memoryview does not accept numpy's type
     raw = memoryview(numbers)
@@ -70,15 +74,16 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LOOKING) -> str | None:
-    """Return a description of the hook or replaced forward that a module computes with; None if there is none.
+    """Return a description of a module's hook or replaced `forward` that may change its results, or None.
 
-    *harmless* are the prefixes of the full names of hooks that change no result.
+    *harmless* are prefixes of the full names of hooks that are allowed.
     """
     own = vars(module)
     for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
         if not (name := _function_name(hook)).startswith(harmless):
             return f"a hook ({name})"
-    # Allow the forward of accelerate, which moves tensors between devices, and the packed layers of a running pass.
+    # Allow accelerate's forward, which only moves tensors between devices, and kvtier's packed linear layers, which are
+    # set while a pass runs.
     if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], PackedLinear):
         return f"another forward ({_function_name(own['forward'])})"
     return None
@@ -103,20 +108,23 @@ class _Digest:
         if (code := find_hook_or_forward(module)) is not None:
             self._refuse(name, f"has {code}", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
-            self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
+            self._refuse(
+                name, "is a layer of an adapter that can be switched", "merge the adapter, or name it in [lora]"
+            )
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
             self._feed(f"{name}.{part}", value, with_words=True)
         for part, value in sorted(own.items()):
             if part not in _BARE and part not in ("forward", "_old_forward", "_hf_hook"):
-                # Private numbers and strings say how the model was loaded, and a model's strings where from.
+                # Leave out private numbers and strings, which say how the model was loaded, and all strings of a
+                # model, which say where it was loaded from.
                 is_public = part[0] != "_"
                 if isinstance(value, str) and isinstance(module, PreTrainedModel):
                     continue
                 self._feed(f"{name}.{part}", value, with_words=is_public)
 
     def _feed(self, name: str, value: Any, with_words: bool) -> None:
-        """Feed the tensors of the value called *name*, and *with_words* also its numbers, strings and functions."""
+        """Feed the tensors in *value* and, if *with_words* is set, its numbers, strings and function names too."""
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
                 if with_words:
@@ -168,7 +176,7 @@ class _Digest:
             self._feed(f"{name}.{key}", value, with_words)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Feed a tensor. For a tensor subclass made of inner tensors, feed these and their context."""
+        """Feed a tensor. If it is a tensor subclass made of inner tensors, feed the inner tensors and their context."""
         if hasattr(tensor, "__tensor_flatten__"):
             inner, context = tensor.__tensor_flatten__()
             self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
@@ -201,14 +209,14 @@ class _Digest:
             self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
 
     def _line(self, name: str, what: str, digest: bytes = b"") -> None:
-        # The lengths make sure that different sequences of parts give different bytes.
+        # Each part follows its length, so that different sequences of parts give different bytes.
         for part in (name.encode(), what.encode(), digest):
             self._total.update(len(part).to_bytes(8, "little") + part)
 
     def _refuse(self, name: str, what: str, advice: str) -> Any:
         raise UnsupportedModel(
             f"the model cannot keep its KV cache in kvtier: its {name or 'outermost module'} {what}, "
-            f"which blocks would not be named after; {advice}"
+            f"so block names cannot depend on this part; {advice}"
         )
 
 

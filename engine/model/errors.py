@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Messages of torch (CPU, CUDA, cuBLAS), of C++ and of errno 12.
+# Matches the out-of-memory messages of torch (CPU, CUDA, cuBLAS), of C++ and of errno 12.
 _SHORT = re.compile("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
 
 
@@ -18,10 +18,13 @@ class ChangedModel(RuntimeError):
 
 @contextmanager
 def oom_as_memory_error(doing: str) -> Iterator[None]:
-    """Convert out-of-memory errors raised in the context to a MemoryError that says what *doing* was."""
+    """Convert out-of-memory errors raised in the context to MemoryError.
+
+    The message begins with *doing*, which names the activity, for example "loading the adapter x".
+    """
     try:
         yield
-    except Exception as error:  # libraries report it by errors of many types
+    except Exception as error:  # libraries raise errors of many types if memory is short
         if isinstance(error, MemoryError) or not _SHORT.search(str(error)):
             raise
         raise MemoryError(f"{doing}: {str(error).strip().splitlines()[0]}") from error

@@ -14,7 +14,7 @@ SWITCH = "KVTIER_FAST_PATHS"  # environment variable: "off" makes every model us
 # Largest allowed difference from the plain path, as a fraction of its largest value.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-outcomes: dict[tuple[str, Hashable], bool] = {}  # in this process, by fast path and subject: whether it works
+outcomes: dict[tuple[str, Hashable], bool] = {}  # (path, subject) -> whether it works, as tried in this process
 
 
 def are_off() -> bool:
@@ -23,14 +23,15 @@ def are_off() -> bool:
 
 
 def works(path: str, subject: Hashable, largest_error: Callable[[], float], tolerance: float) -> bool:
-    """Return whether the fast path may be used for *subject*, for example a dtype or the shape of a layer.
+    """Return whether the fast path called *path* may be used for *subject*, such as a dtype or the shape of a layer.
 
-    The first call in a process runs *largest_error*. It runs the path once and returns the largest difference from the
-    plain path, as a fraction of the largest value. If it raises, or the error exceeds *tolerance* or is NaN, the plain
-    path is used, and the first failure of each path is logged as a warning.
+    The first call for a path and subject tries the path and records the outcome for the life of the process. For this
+    it calls *largest_error*, which runs the path once and returns its largest difference from the plain path, as a
+    fraction of the largest value. The path is not used if *largest_error* raises, or returns NaN or more than
+    *tolerance*. The first failure of each path is logged as a warning.
 
     Raises:
-        MemoryError: If memory is short, which says nothing about the path.
+        MemoryError: If memory is short. No outcome is recorded then.
     """
     if are_off():
         return False
@@ -41,7 +42,10 @@ def works(path: str, subject: Hashable, largest_error: Callable[[], float], tole
 
 
 def share_of_largest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference as a fraction of the largest expected value; NaN if a value is NaN."""
+    """Return the largest difference of two tensors, as a fraction of the largest expected value.
+
+    The result is NaN if a value is NaN.
+    """
     difference, largest = (found.float() - expected.float()).abs().max(), expected.float().abs().max()
     return float(difference / largest if largest else difference)
 

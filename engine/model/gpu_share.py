@@ -11,19 +11,19 @@ from kvtier.engine.config import Config, size_text
 # GPU memory used by a process before its first tensor, and by libraries: CUDA's context and kernels take 300 to
 # 500 MiB, cuBLAS workspaces about 40 MiB.
 LIBRARY_BYTES = 600 << 20
-# Rows per token that a step holds in memory at once: the residual, its norm, queries, keys, values, attention output
-# and copies of rows; and in the MLP gate, up and their product.
+# Vectors per token that a step holds in memory at once. HIDDEN_ROWS have the hidden size: the residual, its norm,
+# queries, keys, values, attention output and copies. MLP_ROWS have the MLP's size: gate, up and their product.
 HIDDEN_ROWS, MLP_ROWS = 8, 3
-LOGIT_COPIES = 3  # of each row that is sampled: the model's output, the changed and the sorted logits
+LOGIT_COPIES = 3  # of each request's logits: the model's output, the changed logits and the sorted logits
 _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """A division of *share* of a GPU's *total_bytes* into weights, the largest step's activations, and KV.
+    """A part of a GPU's memory, divided into weights, activations of the largest step, and KV blocks.
 
-    It corresponds to vLLM's `gpu_memory_utilization`, but *step_bytes* is estimated from the model's sizes rather than
-    measured.
+    *share* is this part as a fraction of *total_bytes*. It corresponds to vLLM's `gpu_memory_utilization`, but vLLM
+    measures the activations, and here *step_bytes* is an estimate from the model's sizes.
     """
 
     total_bytes: int
@@ -56,7 +56,8 @@ class GpuShare:
         if left <= 0:
             allowed, needed = size_text(self.total_bytes * self.share), size_text(self.weight_bytes + self.step_bytes)
             raise ValueError(
-                f"gpu_memory_utilization {self.share:g}: that is {allowed}; weights and a step need {needed}; raise it"
+                f"gpu_memory_utilization {self.share:g}: this allows {allowed}, but weights and a step need {needed}; "
+                "raise it"
             )
         return left
 

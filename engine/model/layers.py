@@ -15,9 +15,10 @@ from kvtier.engine.model.paged_segment import reads
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
-# The same without masks: on the meta device transformers cannot create masks, because it reads positions for that.
+# The same for a model on the meta device, without masks. transformers reads positions to create masks, and there are no
+# values to read on that device.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
-# With these, keys depend on the length of the prompt, so equal names would not mean equal bytes.
+# Rotary embeddings with which keys depend on the length of the prompt. Blocks of equal names could differ with them.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 STEPS_AROUND = (-2, -1, 0, 1, 2)  # offsets from the edges of a window or chunk at which masks are compared
 FAR = 1_000_003  # a position beyond every limit of known models
@@ -77,8 +78,9 @@ def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tu
 class _Observation:
     """A replacement of a model's attention and mask functions that records each layer's calls.
 
-    The model gets transformers' own masks, and the rule of each mask is recorded. A layer that passes its mask on
-    unchanged thereby shows which keys it reads at any distance. A layer that passes another mask is detected.
+    `make_mask` gives the model transformers' own masks and records each mask's rule, a function that says for any two
+    positions whether the query reads the key. A layer that passes such a mask to `attend` therefore shows which keys it
+    reads, even far beyond the two tokens. A layer that passes another mask is refused.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -110,10 +112,14 @@ class _Observation:
         if not isinstance(layer_id, int) or layer_id in self.layers:
             raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
         if key.dtype != self._model.dtype:
-            raise UnsupportedModel(f"its keys have dtype {key.dtype}, its weights {self._model.dtype}")
+            raise UnsupportedModel(
+                f"its keys have dtype {key.dtype} and its weights {self._model.dtype}; kvtier needs the same for both"
+            )
         self._check_shapes(key, value)
         if kwargs.get("position_bias") is not None:
-            raise UnsupportedModel("it adds a bias for each distance between tokens (position_bias)")
+            raise UnsupportedModel(
+                "it adds a bias for each distance between tokens (position_bias), which kvtier does not support"
+            )
         if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
             raise UnsupportedModel(f"layer {layer_id} reads tokens that come later, or another sequence")
         refuse_unknown_tensors(kwargs)
@@ -129,7 +135,7 @@ class _Observation:
         if set(self.layers) != set(range(num_layers)):
             raise UnsupportedModel(
                 f"{len(self.layers)} of its {num_layers} layers call the attention function that is registered with "
-                "transformers (AttentionInterface); the other layers keep state that is not a block of keys and values"
+                "transformers (AttentionInterface); kvtier cannot cache the state of the other layers"
             )
 
     def _check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -137,12 +143,12 @@ class _Observation:
             return
         latent = " (latent attention)" if getattr(self._config, "kv_lora_rank", None) else ""
         raise UnsupportedModel(
-            f"its keys have {key.shape[1]} heads of {key.shape[3]} numbers, its values {value.shape[1]} of "
+            f"its keys have {key.shape[1]} heads of {key.shape[3]} numbers and its values {value.shape[1]} heads of "
             f"{value.shape[3]}; kvtier's blocks need the same for both{latent}"
         )
 
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
-        """Raise `UnsupportedModel` if the mask differs from the group's at any distance."""
+        """Raise `UnsupportedModel` if the layer's mask differs from that of its group, at the edges or far away."""
         _, rule = self._masks.get(id(mask), (None, None))
         if rule is None:
             raise UnsupportedModel(
@@ -165,11 +171,16 @@ class _Observation:
             query, key = (positions[i] for i in wrong[0].tolist())
             does = "reads" if bool(asked[wrong[0][0], wrong[0][1]]) else "does not read"
             raise UnsupportedModel(
-                f"layer {layer_id} is of kind {_word(group)}, but its token at {query} {does} the one at {key}"
+                f"layer {layer_id} is configured as {_word(group)}, but in its mask the token at {query} {does} the "
+                f"token at {key}"
             )
 
     def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
-        """Return a layer's kind of attention by its configuration, which must agree with the *window* it passes."""
+        """Return a layer's kind of attention according to the configuration.
+
+        Raises:
+            UnsupportedModel: If the kind is not supported or contradicts the *window* that the layer passes.
+        """
         config, block_size = self._config, self._block_size
         layer_types = getattr(config, "layer_types", None)
         kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
@@ -183,10 +194,13 @@ class _Observation:
             case _ if "sparse" in kind or "compress" in kind or "index" in kind:
                 raise UnsupportedModel(f"layer {layer_id} chooses the keys that it reads (sparse attention, {kind})")
             case _:
-                raise UnsupportedModel(f"layer {layer_id} is of kind {kind} with window {window}")
+                raise UnsupportedModel(
+                    f"layer {layer_id} is of kind {kind} with window {window}, which kvtier does not support"
+                )
 
 
-# transformers finds both functions by a name that all threads share, but each thread has its own observation.
+# transformers finds the functions by names that all threads share. The context variable gives each thread its own
+# observation.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
 AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
 AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
@@ -211,11 +225,14 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
 
 
 def _refuse_configuration(model: PreTrainedModel) -> None:
-    """Refuse what two tokens cannot reveal: adapters, temperature tuning, length-dependent rotary embeddings."""
+    """Raise `UnsupportedModel` for features that a run on two tokens does not show.
+
+    These are loaded adapters, temperature tuning and rotary embeddings that depend on the prompt's length.
+    """
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
-            "an adapter is loaded into it, which would not become part of the block names; configure it in [lora]"
+            "an adapter is loaded into it, and block names would not depend on the adapter; configure it in [lora]"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModel("it scales attention by a row's index in the batch (attn_temperature_tuning)")
@@ -234,7 +251,7 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _edges(group: AttentionGroup) -> list[int]:
-    """Return the positions at which a mask of this kind changes, and far positions."""
+    """Return positions at which to compare masks: the edges of the group's window or chunks, and far positions."""
     match group:
         case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
             return [0, limit, 2 * limit, 3 * limit, FAR - limit, FAR]

@@ -10,10 +10,11 @@ _MAX_AT_ONCE = 1 << 22  # logits per batch of rows, which are copied to 32 MiB o
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural log probabilities of one position, before temperature and top-k, top-p and min-p.
+    """The natural log probabilities at one position, before temperature and top-k, top-p and min-p.
 
-    *logprob* belongs to the sampled token, or to the prompt's token. *top* holds the most likely tokens as pairs of
-    token id and log probability, most likely first. *rank* is 1 plus the number of more likely tokens.
+    *logprob* and *rank* belong to the token *token_id*, which was sampled or is part of the prompt. *rank* is 1 plus
+    the number of more likely tokens. *top* holds the most likely tokens as pairs of token id and log probability, most
+    likely first.
     """
 
     token_id: int
@@ -27,7 +28,8 @@ def step_logprobs(
 ) -> list[TokenLogprobs | None]:
     """Return the log probabilities of each row's token and most likely tokens, given *logits* `[rows, vocab]`.
 
-    *num_tops* has the number of most likely tokens for each row; None for a row without log probabilities.
+    *token_ids* has one token for each row. *num_tops* has the number of most likely tokens to return for each row, or
+    None for a row that needs no log probabilities, whose result is None.
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]

@@ -21,7 +21,7 @@ from kvtier.tiers.naming.block_hash import Lora
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-# With other initializations the base weights were changed before training, or the effect is unknown.
+# Names of initializations that leave the base weights unchanged. Others change them before training, or are unknown.
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal"})
 _ADAPTER = "kvtier"  # the adapter's name in peft while it is read
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
@@ -47,16 +47,14 @@ class LoraAdapter:
     key: Lora  # part of block names: the adapter's name in the configuration and a digest of its deltas
     deltas: Mapping[str, LoraDelta]  # by the layer's name in the model
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the adapter's weights."""
-        return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
-
 
 def load_adapters(
     model: PreTrainedModel, tables: Mapping[str, LoraConfig], progress: Callable[[str], None] = lambda stage: None
 ) -> list[LoraAdapter]:
-    """Load the adapters of a configuration, calling *progress* for each. Errors are those of `load_adapter`."""
+    """Load the adapters in *tables*, which are the `[lora]` tables of a configuration by adapter name.
+
+    Calls *progress* with a message before each adapter. Raises the errors of `load_adapter`.
+    """
     adapters = []
     for name, table in tables.items():
         progress(f"loading the adapter {name}")
@@ -65,10 +63,10 @@ def load_adapters(
 
 
 def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraAdapter:
-    """Load the adapter in *folder* as *name*, without changing the model, which may be on the meta device.
+    """Load the adapter in *folder* and give it the name *name*. The model is not changed.
 
-    `peft` injects the adapter into a copy of the model without weights, so that targets, ranks and scales have peft's
-    meaning.
+    `peft` itself interprets the adapter's targets, ranks and scales, by injecting the adapter into a copy of the model
+    without weights. The model may be on the meta device.
 
     Raises:
         UnusableLora: If the folder has no LoRA for this model.
@@ -82,7 +80,7 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
     except UnusableLora as error:
         raise UnusableLora(f"lora {name}: {error} ({folder})") from None
     except _ERRORS as error:
-        raise UnusableLora(f"lora {name}: peft cannot put it into {type(model).__name__}: {_line(error)}") from error
+        raise UnusableLora(f"lora {name}: peft cannot load it into {type(model).__name__}: {_line(error)}") from error
     key = Lora(name, f"sha256:{deltas_digest(deltas)}")
     return LoraAdapter(key, {layer: delta.to(model.device) for layer, delta in deltas.items()})
 
@@ -117,14 +115,19 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
             module.lora_A.to_empty(device="cpu")
             module.lora_B.to_empty(device="cpu")
         elif isinstance(module, BaseTunerLayer):
-            raise UnusableLora(f"its part for {name} is no plain LoRA of a linear layer; only those can be served")
+            raise UnusableLora(
+                f"its part for {name} is no plain LoRA of a linear layer, which is the only kind that kvtier supports"
+            )
     weights = load_peft_weights(str(folder), device="cpu")
-    for name in [name for name in weights if ".lora_" not in name]:  # the output layer's, if it is a target
+    # If the output layer is a target, peft has saved its base weights too.
+    for name in [name for name in weights if ".lora_" not in name]:
         _check_same(model, name, weights.pop(name))
     result: Any = set_peft_model_state_dict(skeleton, weights, adapter_name=_ADAPTER)  # torch's _IncompatibleKeys
     foreign = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{_ADAPTER}." in key)]
     if foreign:
-        raise UnusableLora(f"it was made for another base model (they differ in {foreign[0]}); use it with that model")
+        raise UnusableLora(
+            f"it was made for another base model (the models differ in {foreign[0]}); use it with that model"
+        )
     return {
         name: LoraDelta(
             layer.lora_A[_ADAPTER].get_parameter("weight").detach().to(model.dtype),
@@ -140,7 +143,7 @@ def _check_plain(config: "PeftConfig") -> None:
     from peft import LoraConfig
 
     if type(config) is not LoraConfig:
-        raise UnusableLora(f"it is of peft's kind {config.peft_type}; only LORA can be served")
+        raise UnusableLora(f"its peft_type is {config.peft_type}, and kvtier supports only LORA")
     more = {
         "bias": config.bias != "none",
         "init_lora_weights": isinstance(config.init_lora_weights, str) and config.init_lora_weights not in PLAIN_INITS,
@@ -153,7 +156,9 @@ def _check_plain(config: "PeftConfig") -> None:
     for field, is_used in more.items():
         if is_used:
             value = getattr(config, field)
-            raise UnusableLora(f"{field} = {value!r} changes more than a LoRA does; merge it into the base model")
+            raise UnusableLora(
+                f"{field} = {value!r} changes more than a LoRA does; merge the adapter into its base model"
+            )
 
 
 def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
@@ -163,7 +168,7 @@ def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
     # A model without weights (`kvtier serve --check-config`) can only be compared by shape.
     is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
     if not is_same:
-        raise UnusableLora(f"it comes with other weights of {name} than the base model; merge it into its base model")
+        raise UnusableLora(f"it has other weights of {name} than the base model; merge the adapter into its base model")
 
 
 def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -175,6 +180,9 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _line(error: BaseException) -> str:
-    """Return one line of an error of torch or peft; if shapes differ, the first line that names a layer."""
+    """Return the line of an error of torch or peft that says the most.
+
+    If the shapes of weights differ, this is the first line that names a layer, otherwise the first line.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return next((line for line in lines if line.startswith("size mismatch")), lines[0])

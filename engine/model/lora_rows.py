@@ -1,4 +1,4 @@
-"""LoraRows: hooks that add the deltas of its own adapter to each row of a forward pass."""
+"""LoraRows: hooks that add, to each row of a forward pass, the deltas of the adapter that the row's request uses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta
 
-# Rows that differ by this fraction of their norm belong to other tokens. Rounding in bfloat16 causes a few hundredths,
-# another token more than 1.
+# Rows that differ by more than this fraction of their norm belong to different tokens. Rounding in bfloat16 causes a
+# difference of a few hundredths, and another token one of more than 1.
 ROWS_DIFFER = 0.3
 
 
-# A context variable, like the step of attention, because two engines in two threads may share one model.
+# The engine's `LoraRows` and the spans of the running pass. A context variable, because two engines in two threads may
+# share one model.
 _current: ContextVar[tuple["LoraRows | None", Sequence["LoraSpan"]]] = ContextVar("kvtier_lora", default=(None, ()))
 
 
@@ -26,21 +27,21 @@ _current: ContextVar[tuple["LoraRows | None", Sequence["LoraSpan"]]] = ContextVa
 class LoraSpan:
     """The consecutive rows of a pass that use one adapter."""
 
-    rows: slice  # among the rows of tokens
-    logits: slice  # the same tokens among the rows of the output layer
+    rows: slice  # of most layers, which have one row for each token
+    logits: slice  # of the output layer, which has rows only for the tokens whose logits are wanted
     deltas: Mapping[str, LoraDelta]
 
 
 class LoraRows:
     """Forward hooks that add LoRA deltas to the outputs of a model's layers; owned by the model's runner.
 
-    The hooks are set by the first pass with adapter rows and removed by the next pass without any, so adapters that no
-    request uses cost nothing (an idle hook costs 1 us per layer). Switching adapters between passes needs no work,
-    because each adapter is a span of rows.
+    The first pass that uses an adapter sets the hooks, and the next pass that uses none removes them. So adapters that
+    no request uses cost nothing (an idle hook costs 1 us per layer). Switching adapters between passes needs no work,
+    because a pass only gets other spans of rows.
 
     peft's own layers cannot be used: they take one adapter per sequence of a padded batch, and a step here is a single
-    sequence of all requests' tokens. One pass for each of four adapters takes 3.7 times as long as a step without
-    adapters; these hooks take 1.22 times as long (decoding, bench/engine/lora.py).
+    sequence of all requests' tokens. When four adapters decode, a separate pass for each takes 3.7 times as long as a
+    step without adapters, and one pass with these hooks takes 1.22 times as long (bench/engine/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:
@@ -89,7 +90,8 @@ class LoraRows:
     ) -> None:
         """Raise `UnusableLora` if a layer's rows are not the tokens of the pass in order.
 
-        *both* has the layers' inputs in a pass of two chunks of *num_tokens*, *second* those of the second chunk alone.
+        *both* holds the inputs of each layer in a pass of two chunks, which have *num_tokens* tokens each. *second*
+        holds the inputs in a pass of the second chunk alone.
         """
         for name, rows in both.items():
             num_rows = 1 if self._layers[name] is self._output_layer else num_tokens
@@ -99,8 +101,8 @@ class LoraRows:
                 if error <= ROWS_DIFFER:
                     continue
             raise UnusableLora(
-                f"lora: {name} gets its tokens in another order or number (an expert?), which would mix up requests; "
-                "use adapters without it"
+                f"lora: the layer {name} gets its tokens in another order or number (is it an expert?), so its deltas "
+                "would be added to wrong requests; use adapters without this layer"
             )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.model.errors import oom_as_memory_error
 
-# Windows, chunks, top-k, block sizes and similar limits are cut to this. The product of two is shorter than a prompt.
+# Windows, chunks, top-k, block sizes and similar limits are cut to this. The prompts that miniatures are checked with
+# are longer than the product of two such limits.
 LIMIT = 16
 VOCAB = 64
 WIDTH = 64  # inner width of a feed-forward layer
@@ -48,12 +49,13 @@ class Number:
 
 
 def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[PreTrainedModel]:
-    """Yield small models of the class and configuration of *model*, whose layers have the kinds *layers*, in order.
+    """Yield small models with the class of *model* and a reduced copy of its configuration, the smallest first.
 
-    Widths, depth and vocabulary are cut as far as the model's code allows. Then every number above `LIMIT` that shapes
-    no weight becomes `LIMIT`, whatever its name: windows, top-k, block sizes, lengths at which the code changes its
-    behaviour. Weights are random but always the same. The smallest model comes first; larger ones follow in case it
-    differs too much from the original.
+    *layers* are the kinds of the model's attention layers, in order. A miniature has enough layers to include one of
+    each kind. Widths, depth and vocabulary are cut as far as the model's code allows. Then every number above `LIMIT`
+    that shapes no weight becomes `LIMIT`, whatever its name: windows, top-k, block sizes, lengths at which the code
+    changes its behaviour. Weights are random but always the same. The larger models are for callers that find that a
+    smaller one differs too much from the original.
 
     Raises:
         NoMiniature: After the last model.
@@ -69,11 +71,11 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
                 reason = reason or error
             else:
                 yield small
-    raise NoMiniature(f"{type(reason).__name__ if reason else 'none is like it'}") from reason
+    raise NoMiniature(f"{type(reason).__name__ if reason else 'every copy differs too much'}") from reason
 
 
 def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
-    """Return the configuration with fewer layers, tokens and experts and, if *is_narrow*, fewer heads."""
+    """Return a copy with *num_layers* layers, a small vocabulary, few experts and, if *is_narrow*, few heads."""
     config = copy.deepcopy(original)
     config.dtype = torch.float32
     if hasattr(config, "quantization_config"):
@@ -133,7 +135,7 @@ def _cut_heads(config: PreTrainedConfig) -> None:
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model of *config*, cutting every number that shapes no weight if the code still runs."""
+    """Build a model from *config*, with numbers that shape no weight cut to `LIMIT` unless the code then fails."""
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
         raise ValueError("even a small model has too many parameters")
@@ -142,7 +144,7 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     before = [number.get() for number in numbers]
     for number in numbers:
         number.set(LIMIT)
-    if not _runs(kind, config, shapes):  # some number must stay, so try them one by one
+    if not _runs(kind, config, shapes):  # some number must keep its value, so cut them one by one
         for number, value in zip(numbers, before, strict=True):
             number.set(value)
         for number, value in zip(numbers, before, strict=True):

@@ -22,13 +22,15 @@ class _Shared:
 
 
 _models: WeakKeyDictionary[PreTrainedModel, _Shared] = WeakKeyDictionary()
-_lock = threading.RLock()  # guards `_models` and its counts; reentrant, because garbage collection may close an engine
+# Guards `_models` and its counts. Reentrant, because garbage collection may close an engine while the lock is held.
+_lock = threading.RLock()
 
 
 class ModelClaim:
-    """A claim on a model's attention function: kvtier's while claims exist, the model's own after the last one.
+    """An engine's claim on a model. While a model has claims, it uses kvtier's attention function.
 
-    Engines in different threads may share a model, so each computes under `alone`.
+    After the release of the last claim, the model uses its own attention function again. Engines in different threads
+    may share a model, so each computes under `alone`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -37,8 +39,9 @@ class ModelClaim:
         with _lock:
             shared = _models.get(model)
             if shared is None:
+                # A copy of a model that was in use has kvtier's attention function but no claim.
                 own = model.config._attn_implementation
-                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)  # kvtier's in a model copy
+                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)
             shared.num_claims += 1
         self._shared = shared
 
@@ -59,7 +62,7 @@ class ModelClaim:
                 self.begin()
 
     def begin(self) -> None:
-        """Set kvtier's attention function."""
+        """Make the model use kvtier's attention function."""
         self._model.set_attn_implementation(IMPLEMENTATION)
 
     def check(self) -> None:
@@ -71,7 +74,10 @@ class ModelClaim:
             )
 
     def release(self) -> None:
-        """End the claim. The last one restores the model's own attention, unless its owner has set another one."""
+        """End the claim. May be called repeatedly.
+
+        The end of the last claim restores the model's own attention function, unless the model's owner set another one.
+        """
         with _lock:
             if self._is_released:
                 return

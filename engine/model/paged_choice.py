@@ -1,15 +1,15 @@
-"""Choice: whether a segment's attention reads blocks in place or gathers them, whichever was faster on this device.
+"""Choice: whether a segment's attention reads blocks in place or gathers (copies) them, whichever is faster here.
 
 The speeds are measured once per process for each `Shape`, when a model's attention runs for the first time. This
-happens at load, when `ModelRunner` compares the model with its own attention, so no request waits for it. For one class
-of queries and keys the choice is fixed as long as the process lives, also for a second engine, so a request's path does
-not depend on earlier requests. Blocks are gathered on a CPU, without Triton, and if the kernel does not compile or its
-results differ. No choice is made for single tokens on a CPU that `cpu.row_attention` computes.
+happens at load, when `ModelRunner` compares the model with its own attention, so no request waits for it. The choice
+for a class of segments is then fixed for the life of the process, even for a second engine. So a request's path does
+not depend on earlier requests. Blocks are always gathered on a CPU, without Triton, or if the kernel does not compile
+or gives other results. Single tokens on a CPU take neither path if `cpu.row_attention` computes them.
 
-Equal names do not imply equal last bits: the two paths round differently, and another process may measure other speeds,
-just as another chunk size or batch rounds differently. A name stands for equal tokens under equal weights, and bytes
-published under it never change: a request that recomputes a block adopts the first copy, and tiers only copy. Nothing
-compares the bytes of two computations.
+Two computations of a block may differ in the last bits, because the two paths round differently and another process may
+measure other speeds. Another chunk size or batch has the same effect. This is harmless. A block's name stands for equal
+tokens under equal weights, and nothing compares the bytes of two computations. Bytes that are published under a name
+never change: a request that recomputes the block adopts the first copy, and tiers only copy.
 """
 
 import bisect
@@ -30,17 +30,19 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 log = logging.getLogger(__name__)
 
-# Measured sizes, and the bounds between their classes (about halfway on a logarithmic scale).
+# Numbers of queries and prompt lengths that are measured. The bounds between the classes of queries and of keys are
+# about halfway between them on a logarithmic scale.
 NUM_QUERIES, QUERY_BOUNDS = (1, 64, 1024), (1, 256)
 ENDS, KEY_BOUNDS = (512, 4096, 32768), (1448, 11585)
 NUM_DECODING = 8  # requests per measured decoding step, because decoding runs in batches
-# Several calls follow each other as layers do, so that launch overhead counts where it is the bottleneck.
+# A round makes several calls without waiting, as a model's layers do, so that launch overhead counts only where it is
+# the bottleneck.
 NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything except the numbers of queries and keys that determines the speed of a layer's attention."""
+    """The properties of a layer's attention that determine its speed, besides the numbers of queries and keys."""
 
     device: torch.device
     dtype: torch.dtype
@@ -66,7 +68,6 @@ class Choice:
         return class_of(part) not in self.gathered
 
 
-ALL_IN_PLACE = Choice(frozenset())
 ALL_GATHERED = Choice(frozenset(product(range(len(NUM_QUERIES)), range(len(ENDS)))))
 
 
@@ -96,21 +97,36 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         or not supports(shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group)
     ):
         return ALL_GATHERED
-    # The model being loaded must draw the same random numbers as without the measurement.
+    # Restored below, so that a model that is being loaded draws the same random numbers as without the measurement.
     state = torch.cuda.get_rng_state(shape.device)
     try:
         error = largest_error(shape)
         if not error <= TOLERANCE[shape.dtype]:
-            log.warning("attention in place differs from gathered by %.1e for %s; gathering blocks", error, shape)
+            log.warning(
+                "attention that reads blocks in place differs by %.1e from attention over gathered blocks, for %s; "
+                "blocks will be gathered",
+                error,
+                shape,
+            )
             return ALL_GATHERED
         gathered = frozenset(_slower_in_place(shape, slab))
     except Exception as reason:  # no compiler, too few registers, another Triton: gathering always works
-        log.warning("attention in place is not used for %s: %s: %s", shape, type(reason).__name__, reason)
+        log.warning(
+            "attention cannot read blocks in place for %s: %s: %s; blocks will be gathered",
+            shape,
+            type(reason).__name__,
+            reason,
+        )
         return ALL_GATHERED
     finally:
         torch.cuda.set_rng_state(state, shape.device)
         torch.cuda.empty_cache()  # free the memory that gathering used for the longest context
-    log.info("attention of %s: gathering blocks for classes %s of queries and keys", shape, sorted(gathered))
+    log.info(
+        "attention of %s: blocks will be gathered for these classes of numbers of queries and keys, and else read in "
+        "place: %s",
+        shape,
+        sorted(gathered),
+    )
     return Choice(gathered)
 
 
@@ -129,7 +145,10 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
 
 
 def largest_error(shape: Shape) -> float:
-    """Return the paths' largest difference as a fraction of the largest value, for a short prompt and a decoding."""
+    """Return the largest difference between the two paths, for a short prompt and for a decoding step.
+
+    It is a fraction of the largest value.
+    """
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
     segments = _segments(shape, len(slab), 24, min(300, 40 * shape.group.block_size), 2)
@@ -143,7 +162,10 @@ def largest_error(shape: Shape) -> float:
 
 
 def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: int) -> list[Segment]:
-    """Return *count* segments that compute the *num_queries* tokens before *end*, with blocks all over the slab."""
+    """Return *count* segments, each of which computes the *num_queries* tokens before position *end*.
+
+    Their blocks are scattered over the slab.
+    """
     num_blocks = -(-end // shape.group.block_size)
     places = [(7919 * i) % num_slots for i in range(count * num_blocks)]  # a prime scatters them deterministically
     return [
@@ -162,9 +184,9 @@ def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: i
 def both_ways(
     shape: Shape, slab: torch.Tensor, segments: list[Segment]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """Return calls that compute one layer's attention in place and gathered, respectively.
+    """Return two functions that compute one layer's attention: in place, and over gathered blocks.
 
-    The work that a step does once for all layers is done here rather than in the calls.
+    The work that a step does once for all layers is done before they are returned.
     """
     num_tokens, device, dtype = segments[-1].rows.stop, shape.device, shape.dtype
     query = torch.randn(1, num_tokens, shape.num_heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
@@ -186,7 +208,7 @@ def both_ways(
 
 
 def plan_for(shape: Shape, segments: list[Segment]) -> LaunchPlan:
-    """Return the plan of the segments of a step that are read in place."""
+    """Return the launch plan of *segments*, whose blocks are read in place."""
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 
 

@@ -16,22 +16,25 @@ class Scoring:
 
     scale: float
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
-    sinks: torch.Tensor | None = None  # [num_heads], scores that take weight and add no value
+    sinks: torch.Tensor | None = None  # [num_heads], one more score in the softmax, without a value
 
 
 class Scratch:
     """A buffer for the keys and values of one segment in one layer, reused by every layer, segment and step.
 
-    It grows to the size of the longest context. Without it every layer of a long context touches new memory, because
-    the allocator gets every allocation above 32 MiB from the kernel: 170 ms for 256 MiB on a CPU where the copy takes
-    15 ms. Only the engine's thread uses it.
+    The buffer grows to the size of the longest context. Without it, every layer of a long context would touch new
+    memory, because the allocator gets every allocation above 32 MiB from the kernel. On one CPU, this took 170 ms for
+    256 MiB, and the copy itself took 15 ms. Only the engine's thread uses the buffer.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def of(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor [num_rows, like.shape[1]] of undefined content, valid until the next call."""
+        """Return a tensor [num_rows, like.shape[1]] of undefined content, valid until the next call.
+
+        The first call determines dtype and device: those of *like*.
+        """
         size = num_rows * like.shape[1]
         if self._memory is None or self._memory.numel() < size:
             self._memory = None  # free it before allocating more
@@ -70,7 +73,8 @@ def attend_gathered(
 def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a segment's keys and values, each [1, num_kv_heads, num_keys, head_dim], valid until the next call."""
     num_slots, num_layers, _, _, num_kv_heads, head_dim = slab.shape
-    halves = slab.view(num_slots * num_layers * 2, -1)  # rows: a block's keys in a layer, its values, the next layer …
+    # Each row is half of a block's part in one layer: its keys, then its values, then its keys in the next layer …
+    halves = slab.view(num_slots * num_layers * 2, -1)
     rows = part.half_rows(num_layers) + layer * 2
     copy = scratch.of(len(rows), halves)
     torch.index_select(halves, 0, rows, out=copy)
@@ -79,7 +83,10 @@ def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> 
 
 
 def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the segment's mask; on CUDA, if flash attention supports it, as SDPA's causal bias object."""
+    """Return the segment's mask in the form with which SDPA is fastest.
+
+    This is torch's causal bias object if flash attention supports the mask (on CUDA), otherwise a tensor or None.
+    """
     is_lower_right = part.num_queries > 1 and part.reads_all_before and not part.is_causal
     if part.device.type == "cuda" and dtype.itemsize == 2 and is_lower_right:
         return causal_lower_right(part.num_queries, part.num_keys)

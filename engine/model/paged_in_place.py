@@ -5,7 +5,8 @@ other function of this module may be called.
 
 FlexAttention was rejected. It needs keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a
 new BlockMask in every step, which in vLLM took memory proportional to the whole pool (vllm#55977). It recompiles for
-new shapes while a request waits (pytorch#141486), and sinks must be added afterwards from its log-sum-exp.
+new shapes while a request waits (pytorch#141486). It has no attention sinks, so they would have to be added to its
+result by means of its log-sum-exp.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ from kvtier.engine.model.paged_segment import Segment
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256  # a tile's queries and sums are in registers
+MAX_HEAD_DIM = 256  # because a tile's queries and sums are kept in registers
 MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MIN_ROWS = 16  # the smallest size of a tensor core operation
-# A split writes heads * head_dim * 4 bytes, which are read again, and reads 256 * 2 * kv_heads * head_dim * 2 bytes:
-# an overhead of 3 % in bf16 with four query heads per KV head.
+# A split of this size reads 256 * 2 * kv_heads * head_dim * 2 bytes of keys and values in bf16. It also writes sums of
+# heads * head_dim * 4 bytes, which are read again: an overhead of 3 % with four query heads per KV head.
 MIN_SPLIT_KEYS = 256
 PROGRAMS_PER_PROCESSOR = 2  # a segment is cut into this many programs per processor, to fill the GPU when it is alone
 TILE_SPLITS = 16
@@ -51,7 +52,7 @@ class LaunchPlan:
     """A step's segments in the kernels' format, for all layers of the group."""
 
     segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
-    slots: torch.Tensor  # int32
+    slots: torch.Tensor  # int32: the block tables of all segments, one after the other
     launches: tuple[Launch, ...]
 
 
@@ -76,13 +77,17 @@ def plan(
     head_dim: int,
     itemsize: int,
     device: torch.device,
-    num_programs: int | None = None,  # to cut a segment into; by default derived from the device's processors
+    num_programs: int | None = None,  # programs to cut a segment into; by default derived from the device's processors
 ) -> LaunchPlan:
-    """Cut *segments* into tiles and splits that do not depend on the batch, and copy them to the device at once."""
+    """Cut each segment into tiles and splits, and copy the plan to the device in one transfer.
+
+    The cuts of a segment do not depend on the other segments, so its results are the same in any batch.
+    """
     heads_per_kv = num_heads // num_kv_heads
     num_programs = _num_programs(device) if num_programs is None else num_programs
     small = max(MIN_ROWS, _power_of_two(heads_per_kv))
-    # These fit into registers: ptxas spills nothing for sm_90. Larger tiles in float32 spill up to 8 KiB per thread.
+    # Tiles of these sizes fit into registers: ptxas spills nothing for sm_90. Larger tiles in float32 spill up to 8 KiB
+    # per thread.
     large = max(small, MIN_ROWS if itemsize == 4 else MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2)
     fields = np.zeros((len(segments), SEGMENT_FIELDS), np.int32)
     first_slot = 0
@@ -141,7 +146,7 @@ def attend_in_place(
     on_tensor_cores = slab.dtype.itemsize == 2
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         for launch in plan.launches:
-            num_partials = max(1, launch.num_partials)  # always a pointer, because Triton recompiles for another type
+            num_partials = max(1, launch.num_partials)  # tensors even if unused, because Triton recompiles for None
             sums = output.new_empty((num_partials, num_heads, head_dim), dtype=torch.float32)
             weights = output.new_empty((num_partials, num_heads, 2), dtype=torch.float32)
             kernel.attend_tiles[(len(launch.tiles), num_kv_heads, launch.max_splits)](
@@ -171,7 +176,7 @@ def attend_in_place(
                 TILE_ROWS=launch.tile_rows,
                 TILE_QUERIES=launch.tile_queries,
                 TILE_KEYS=(64 if on_tensor_cores else 32) // (1 if padded_dim <= 128 else 2),
-                PRECISION="tf32" if on_tensor_cores else "ieee",  # float32 means float32, as torch's default does
+                PRECISION="tf32" if on_tensor_cores else "ieee",  # float32 stays exact, as is torch's default
                 num_warps=4 if on_tensor_cores and (launch.tile_rows == MIN_ROWS or padded_dim <= 64) else 8,
                 num_stages=3 if on_tensor_cores else 2,
             )
@@ -193,7 +198,10 @@ def attend_in_place(
 
 
 def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
-    """Return into how many splits the keys of a segment's tiles are cut, independent of the batch."""
+    """Return the number of splits into which the keys of each tile of a segment are cut.
+
+    The segment would have *num_programs_alone* programs without splits, and should have about *num_programs*.
+    """
     match part.group:
         case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):
             num_keys = min(part.num_keys, span + tile_queries)
@@ -218,7 +226,7 @@ def _pairs(segment_id: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def _copy(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy *parts* to the device at once, each aligned to 16 bytes."""
+    """Copy *parts* to the device in one transfer, each aligned to 16 bytes."""
     starts, size = [], 0
     for part in parts:
         starts.append(size)
@@ -248,7 +256,7 @@ def _has_triton() -> bool:
 
 
 def _is_interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU with numpy: TRITON_INTERPRET=1 when it is imported."""
+    """Return whether Triton interprets kernels on the CPU, because TRITON_INTERPRET=1 was set at its import."""
     if not _has_triton():
         return False
     import triton

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (Values of Triton's language have no Python types, and its decorator is untyped.)
-"""Triton kernels that compute attention with keys and values in place in the slab. Imported only if Triton is there.
+"""Triton kernels that compute attention with keys and values in place in the slab. Import it only if Triton is there.
 
 In `attend_tiles` a program handles a tile of one segment's queries with all query heads of one KV head, so that it
 reads keys and values once for all of them. It iterates over the keys, *TILE_KEYS* at a time, with an online softmax in
-float32 (FlashAttention). With several splits, each handles a part of the keys, and `merge_splits` merges their sums
-(flash-decoding).
+float32 (FlashAttention). If the keys of a tile are cut into splits, one program handles each split, and `merge_splits`
+merges their sums (flash-decoding).
 
-Masks are computed from positions. No key is loaded that no query of the tile reads, so the content of other slots and
-of the tail of the last block has no effect, even if it is NaN.
+Masks are computed from positions. A key is loaded only if some query of the tile reads it. So the content of other
+slots and of the tail of the last block has no effect, even if it is NaN.
 
 Keys are addressed individually, so any block size works: a tile may span several blocks or a part of one. Tiles of keys
 begin at multiples of TILE_KEYS counted from the start of the prompt, not of the chunk.
@@ -25,7 +25,7 @@ NOTHING = tl.constexpr(float("-inf"))  # the maximum of no scores
 
 @triton.jit
 def _oldest_key(position, span, MASK: tl.constexpr):
-    """Return the first token that the token at *position* reads."""
+    """Return the position of the first token that the token at *position* reads."""
     if MASK == SLIDING:
         oldest = tl.maximum(position - span + 1, 0)
     elif MASK == CHUNKED:
@@ -53,7 +53,7 @@ def _attend_keys(
     scale,
     softcap,
     span,
-    EDGE: tl.constexpr,  # whether some query does not read some of these keys
+    EDGE: tl.constexpr,  # whether some of these keys are masked for some query
     MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,

@@ -34,13 +34,17 @@ class PagedLayout:
         num_slots = capacity_bytes // sum(self.block_bytes)
         if num_slots < 2:
             raise ValueError(
-                f"device capacity: {capacity_bytes} bytes hold {num_slots} blocks of {sum(self.block_bytes)}; "
-                "raise device.capacity or lower device.block_size"
+                f"device capacity: {capacity_bytes} bytes hold {num_slots} blocks of {sum(self.block_bytes)} bytes; "
+                "raise device.capacity or lower device.block_size, so that it holds 2 blocks or more"
             )
         return num_slots
 
     def slabs(self, capacity_bytes: int, device: torch.device) -> list[DeviceSlab]:
-        """Allocate a slab of `num_slots` for each group. Raise ValueError if the device is short of memory."""
+        """Allocate a slab for each group, all with the same number of slots, in *capacity_bytes* of memory.
+
+        Raises:
+            ValueError: If the capacity is too small, or the device is short of memory.
+        """
         num_slots = self.num_slots(capacity_bytes)
         try:
             return [

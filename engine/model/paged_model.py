@@ -18,14 +18,14 @@ from kvtier.engine.model.paged_layout import paged_layout
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
-# How long a step waits for the layers of a prefix; no other request computes meanwhile. After that its tokens are
-# discarded and computed again once the prefix is loaded, which is cheap.
+# How long a step waits for the layers of prefixes that are still being loaded. No other request computes meanwhile.
+# Tokens that were computed after a wait timed out are discarded, and computed again once their prefix is loaded.
 ARRIVAL_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one request to compute in a step. The request leases the blocks of *tables*."""
+    """Consecutive tokens of one request to compute in a step. The request holds leases on the blocks of *tables*."""
 
     token_ids: Sequence[int]
     start: int  # position of the first token
@@ -39,7 +39,7 @@ class PagedModel:
     """A model together with its device slabs, which computes steps. Only one thread may call it.
 
     Layers of equal attention and geometry form a group, and each group has a slab of *num_slots* blocks. This class
-    does not yet compare the paged attention with the model's own; `ModelRunner` does.
+    does not check that paged attention gives the same results as the model's own attention; `ModelRunner` does.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.

@@ -11,10 +11,10 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, SlidingWind
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens *start* to *end* of a request, in *rows* of the packed batch.
+    """The tokens *start* to *end* - 1 of a request, which are *rows* of the packed batch.
 
-    They read keys *first_key* to *end*, which are in the blocks of *table*. Only gathering needs masks and rows, so
-    these are created on demand, once per step: a mask for 4k tokens after 128k takes half a gigabyte.
+    The tokens read the keys *first_key* to *end* - 1, which are in the blocks of *table*. Only gathering needs `mask`
+    and `half_rows`, so they are created on demand, once per step. A mask for 4k tokens after 128k takes half a GB.
     """
 
     group: AttentionGroup
@@ -42,18 +42,19 @@ class Segment:
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads every key up to its own, so that only later keys are masked."""
+        """Whether each token reads every key from *first_key* to its own, so that only later keys are masked."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries and keys are the same, more than one tokens, so that SDPA's causal mask suffices."""
+        """Whether SDPA's causal mask suffices: the queries and keys belong to the same tokens, at least two."""
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
     def half_rows(self, num_layers: int) -> torch.Tensor:
-        """Return the slab rows of the first layer's keys, then of its values: [2 * num_blocks] int64.
+        """Return the rows of the table's blocks in a slab of *num_layers* layers: [2 * num_blocks] int64.
 
-        A row holds the keys, or the values, of one block in one layer. Rows of the next layer are 2 rows further on.
+        A row of the slab holds the keys, or the values, of one block in one layer. The result has the rows of keys in
+        the first layer, then the rows of values. Add 2 for each further layer.
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:
@@ -74,7 +75,10 @@ class Segment:
 def segment(
     group: AttentionGroup, table: Sequence[int], rows: slice, start: int, num_tokens: int, device: torch.device
 ) -> Segment:
-    """Return the segment of a request that computes *num_tokens* tokens from *start* on in this step."""
+    """Return the segment of a request that computes *num_tokens* tokens from position *start* on in this step.
+
+    *table* holds the device slots of all the request's blocks. *rows* are the tokens' rows in the packed batch.
+    """
     first_block = group.first_needed(start)
     needed = table[first_block : -(-(start + num_tokens) // group.block_size)]
     return Segment(group, rows, start, first_block * group.block_size, needed, device)
@@ -92,7 +96,7 @@ def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> t
 
 
 def oldest_key(group: AttentionGroup, position: int) -> int:
-    """Return the first token that the token at *position* reads."""
+    """Return the position of the first token that the token at *position* reads."""
     match group:
         case SlidingWindow(window_tokens=window):
             return max(0, position - window + 1)

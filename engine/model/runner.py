@@ -58,7 +58,7 @@ class ModelRunner(PagedModel):
             raise
 
     def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
-        """Return the namespace of this model's keys and values. Reads every weight once."""
+        """Return the namespace of this model's keys and values. Reads every weight to compute a digest."""
         config = self.model.config
         return Namespace(
             model=str(getattr(config, "model_type", type(self.model).__name__)),
@@ -76,7 +76,7 @@ class ModelRunner(PagedModel):
         num_host_slots = host_capacity_bytes // sum(self.block_bytes)
         if host_capacity_bytes and not num_host_slots:
             raise ValueError(
-                f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)}; "
+                f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)} bytes; "
                 "raise host.capacity, or set it to 0 for no host tier"
             )
         memories: list[BlockMemory] = []
@@ -93,7 +93,7 @@ class ModelRunner(PagedModel):
         return memories
 
     def attached_memories(self) -> list[AttachedMemory]:
-        """Create the memory of each group for the host slots of a sidecar, which are attached later."""
+        """Create the memory of each group. Its host slots belong to a sidecar and are attached later."""
         memories: list[AttachedMemory] = []
         with ExitStack() as undo:
             for slab in self.slabs:
@@ -112,7 +112,7 @@ class ModelRunner(PagedModel):
         return self._change is not None
 
     def check_unchanged(self) -> bool:
-        """Return whether samples of the weights show that the model is unchanged since load. Takes about 2 ms.
+        """Return whether the model seems unchanged since load, by samples of its weights. Takes about 2 ms.
 
         Once a change is detected, every pass raises `ChangedModel`.
         """
@@ -130,7 +130,7 @@ class ModelRunner(PagedModel):
         self._note(self._watch.change())
         if self._change is not None:
             raise ChangedModel(
-                f"the model was changed after kvtier had cached blocks that it computed: {self._change}; "
+                f"the model was changed ({self._change}) and no longer matches the blocks that kvtier cached for it; "
                 "close the engine, and create a new one for the changed model"
             )
         if self._watch.is_training:
@@ -159,7 +159,7 @@ class ModelRunner(PagedModel):
             may still be running.
 
         Raises:
-            ChangedModel: If the model was changed since it was loaded.
+            ChangedModel: If the model was changed since it was loaded, or is in training mode.
         """
         self.refuse_changed()
         with self.claim.alone(), self._packed_linears.on():
@@ -177,7 +177,7 @@ class ModelRunner(PagedModel):
         return torch.cat([by_chunk[i] for i in range(len(chunks))])
 
     def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
-        """Return the spans of rows that use one adapter. Chunks of one adapter must follow each other."""
+        """Return the span of rows of each adapter in *chunks*. Chunks of the same adapter must be consecutive."""
         spans = []
         first_row = first_logits = 0
         for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):

@@ -15,7 +15,10 @@ MAX_BIAS = 100.0  # the limit of OpenAI and vLLM
 
 
 class InvalidParameter(ValueError):
-    """An error for an unusable sampling parameter. *name* is the parameter, *what* the rest of the message."""
+    """An error for an unusable sampling parameter.
+
+    *name* is the parameter's name, with which the message begins. *what* is the rest of the message.
+    """
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
@@ -25,26 +28,30 @@ class InvalidParameter(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request. The defaults are greedy sampling of 16 tokens.
+    """Sampling parameters of one request. The defaults give greedy sampling of 16 tokens.
 
-    *temperature* 0 is greedy; *min_p* 0, *top_k* 0 and *top_p* 1 keep every token. *min_p* removes tokens less likely
-    than this fraction of the most likely token, then *top_k* keeps this many tokens, and *top_p* is applied last. The
-    same *seed* draws the same tokens; None draws different tokens each time.
+    *temperature* 0 is greedy. Otherwise *min_p* removes the tokens less likely than this fraction of the most likely
+    token, then *top_k* keeps this many of the most likely tokens, and then *top_p* keeps the most likely tokens with
+    this total probability. *min_p* 0, *top_k* 0 and *top_p* 1 keep every token. The same *seed* draws the same tokens;
+    None draws different tokens each time.
 
-    Before that, logits are changed as in vLLM. *logit_bias* is added by token id, clamped to -100 to 100.
-    *repetition_penalty* divides positive logits of tokens in prompt and output, and multiplies negative ones.
-    *frequency_penalty* is subtracted once per occurrence of the token in the output, *presence_penalty* once if there
-    is any. The output never completes one of the *bad_words*.
+    Before these steps, logits are changed as in vLLM. *logit_bias* maps token ids to numbers that are added to their
+    logits, limited to -100 to 100. *repetition_penalty* divides positive logits of tokens in prompt and output, and
+    multiplies negative ones. *frequency_penalty* is subtracted once per occurrence of the token in the output.
+    *presence_penalty* is subtracted once if the token occurs in the output. The output never completes one of the
+    *bad_words*.
 
-    Generation ends after *max_tokens* (0: the prompt is computed and nothing is generated), before a *stop* string
-    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*. The
-    last three do not apply within the first *min_tokens*. With *logprobs* each token has its log probability and those
-    of this many most likely tokens, before all of the above changes; None disables them. *prompt_logprobs* does the
-    same for the prompt's tokens, which are then all computed even if they are cached. Special tokens are not part of
-    the text, except those of *shown_token_ids*.
+    Generation ends after *max_tokens* tokens (with 0, the prompt is computed and nothing is generated), before a *stop*
+    string (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*.
+    Only *max_tokens* ends it within the first *min_tokens* tokens. Special tokens are not part of the text, except
+    those of *shown_token_ids*.
 
-    With *structured_outputs* the text follows a schema or a grammar, regardless of other changes to the logits, and
-    ends when that is complete, regardless of *min_tokens*.
+    If *logprobs* is a number, each token has its log probability and those of this many most likely tokens, before all
+    changes to the logits. None disables log probabilities. *prompt_logprobs* does the same for the prompt's tokens,
+    which are then all computed even if they are cached.
+
+    With *structured_outputs* the text follows a schema or a grammar, regardless of other changes to the logits. It ends
+    when it is complete by the schema or grammar, even within the first *min_tokens* tokens.
     """
 
     max_tokens: int = 16
@@ -84,18 +91,18 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value is None or _is_whole(value), name, value, "use a whole number")
 
-        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "ask for 1 or more, or 0 for none")
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "use 1 or more, or 0 to generate nothing")
         in_range = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(in_range, "temperature", self.temperature, "use 0 for greedy, about 1 for the model's own spread")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0, and 1 to keep every token")
-        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 to keep every token")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use 0 to keep every token, and 1 at most")
+        _require(in_range, "temperature", self.temperature, "use 0 for greedy sampling, or a positive number")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0 and at most 1, which keeps every token")
+        _require(self.top_k >= 0, "top_k", self.top_k, "use 1 or more, or 0 to keep every token")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use at most 1, or 0 to keep every token")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require((value or 0) >= 0, name, value, "use 0 for the token's own, None for none")
+            _require((value or 0) >= 0, name, value, "use 0 for those of the token only, or None to disable them")
         in_range = 0 <= self.min_tokens <= self.max_tokens
-        _require(in_range, "min_tokens", self.min_tokens, f"use 0 or more, and max_tokens {self.max_tokens} at most")
+        _require(in_range, "min_tokens", self.min_tokens, f"use 0 to {self.max_tokens} (max_tokens)")
         self._check_penalties()
 
     def _check_texts(self) -> None:
@@ -109,9 +116,9 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         factor = self.repetition_penalty
         in_range = math.isfinite(factor) and factor > 0
-        _require(in_range, "repetition_penalty", factor, "use 1 for none, and more than 1 for fewer repetitions")
+        _require(in_range, "repetition_penalty", factor, "use 1 for no penalty, or more for fewer repetitions")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "use -2 to 2, and 0 for none")
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "use -2 to 2, where 0 is none")
         for token_id, bias in self.logit_bias.items():
             fine = _is_whole(token_id) and token_id >= 0 and not math.isnan(bias)
             _require(fine, "logit_bias", {token_id: bias}, "give token ids and numbers between -100 and 100")

@@ -29,7 +29,7 @@ class SamplingDefaults:
         found: dict[str, object] = {} if generation is None else generation.to_diff_dict()
         names = {field.name: field.name for field in fields(cls)} | {"max_tokens": "max_new_tokens"}
         settings = {ours: found.get(theirs) for ours, theirs in names.items()}
-        if settings["top_k"] == -1:  # also means to keep every token
+        if settings["top_k"] == -1:  # like 0, this means to keep every token
             settings["top_k"] = 0
         defaults = cls(**settings)  # type: ignore[arg-type]  # checked next
         try:

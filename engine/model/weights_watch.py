@@ -22,7 +22,7 @@ class WeightsWatch:
     `change` detects tensors that were written to in place (torch counts writes), replaced, moved or cast, and modules
     that were replaced. `sampled_change` also detects added parts, hooks, changes of the configuration, and writes that
     torch does not count, such as through `.data` or numpy, if they reach one of a few sampled numbers of each tensor.
-    Neither detects other writes of single numbers through `.data`, or changes of attributes that are not tensors.
+    Neither method detects other uncounted writes, or changes of attributes that are not tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -53,7 +53,10 @@ class WeightsWatch:
         return None
 
     def sampled_change(self) -> str | None:
-        """Return a description of a change like `change`, also comparing sampled numbers. Takes about 2 ms."""
+        """Return a description of a change, or None, after more checks than `change`. Takes about 2 ms.
+
+        In addition it compares sampled numbers, hooks, the configuration and the number of parts.
+        """
         return self.change() or self._change_of_code() or self._change_of_samples()
 
     def _change_of_code(self) -> str | None:
@@ -61,7 +64,7 @@ class WeightsWatch:
             if (code := find_hook_or_forward(module, _HARMLESS)) is not None:
                 return f"{name or 'the model'} has {code} now"
         if sum(1 for _ in _parts(self._model)) != len(self._parts):
-            return "parts were added to it"
+            return "parameters, buffers or modules were added to it"
         return None if self._config_digest() == self._config else "its configuration was changed"
 
     def _change_of_samples(self) -> str | None:
@@ -71,7 +74,7 @@ class WeightsWatch:
 
     @torch.no_grad()
     def _take(self) -> list[bytes]:
-        """Return the sampled numbers of each tensor, with one copy for each device and dtype."""
+        """Return the bytes of the sampled numbers of each tensor, copied at once for each device and dtype."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for i, (_, tensor, _) in enumerate(self._sampled):
             groups[tensor.device, tensor.dtype].append(i)

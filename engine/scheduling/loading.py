@@ -20,26 +20,27 @@ if TYPE_CHECKING:
     from kvtier.engine.scheduling.request import Request
 
 MAX_PROMOTIONS = 3  # per request: a corrupt block shortens one promotion, the next loads what is left
+# If a promotion ended early for one of these reasons, the rest of the prefix is looked up and promoted again.
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK, Reason.EVICTED_FROM_REMOTE})
 ARRIVAL_POLL_S = 0.01
-# How long to wait for the blocks that an early step was computed with: their verification ends when copying ends, or
-# hangs. No request computes meanwhile.
+# An early step computes on the layers of a prefix that have arrived, while the others are still being copied. After the
+# step, wait up to this long until all blocks are copied and verified. No request computes meanwhile.
 SETTLE_S = 1.0
-ROOM_SHARE = 0.5  # share of a load's time that may pass before it begins; the rest is for the load itself
+ROOM_SHARE = 0.5  # share of a load's time limit that may be spent waiting for room; the rest is for the load itself
 HIT_LASTS_S = 0.05  # reuse a lookup result for this long: looking up 8,192 blocks on disk takes 36 ms
 
 
 class LoadingState(StrEnum):
     """State of a loading."""
 
-    QUEUED = "queued"  # its hit has not been looked up, or is outdated
-    FOUND = "found"  # its hit is known; the request waits for its turn and for slots
-    ROOM = "room"  # the request has slots, and room is being made for the hit; the load's time limit runs
+    QUEUED = "queued"  # the hit has not been looked up, or is outdated
+    FOUND = "found"  # the hit is known; the request waits for its turn and for slots
+    ROOM = "room"  # dirty blocks are copied down to make room for the hit; the load's time limit runs
     PARKED = "parked"  # the hit is being promoted; the request computes nothing meanwhile
-    EARLY = "early"  # a step computes on those layers of the hit that have come
-    LATE = "late"  # such a step was discarded: the request is parked until all layers have come
+    EARLY = "early"  # a step computes on the layers of the hit that have arrived
+    LATE = "late"  # such a step was discarded; the request is parked until all layers have arrived
     SPLIT = "split"  # the request computes the beginning of the hit while the rest is promoted
-    LOADED = "loaded"  # the part of the hit that came is in the request's tables, which own its leases
+    LOADED = "loaded"  # the part of the hit that arrived is in the request's tables, which own the leases
     GIVEN_UP = "given up"  # the request has ended, or starts again from the queue; nothing is leased
 
 
@@ -76,8 +77,8 @@ class LoadingContext:
 
     cache: TieredCache
     clock: Callable[[], float]
-    max_s: float  # time limit of a load: from asking for room until its request starts with what has come
-    room: CircuitBreaker  # of waiting for room, so that slow copies hold up the queue once, not once per request
+    max_s: float  # time limit of a load, from asking for room until the request starts with the blocks that arrived
+    room: CircuitBreaker  # stops waits for room after a slow one, so that not every request holds up the queue
     busy_s: Callable[["Request"], float]  # how long the device will compute for requests other than the given one
 
 
@@ -94,21 +95,22 @@ class Loading:
 
     | event          | from                 | to                                                                   |
     |----------------|----------------------|----------------------------------------------------------------------|
-    | `look_up`      | queued, found, room  | found; room stays room                                               |
-    | `defer`   | queued, found, room  | queued: another request computes what this one needs                 |
-    | `wait_turn`    | room                 | found: the load's time has not begun. Other states stay as they are  |
+    | `look_up`      | queued, found, room  | found, but room stays room                                           |
+    | `defer`        | queued, found, room  | queued, because another request computes what this one needs         |
+    | `wait_turn`    | room                 | found; the load's time limit stops. Other states do not change       |
     | `ask_for_room` | found, room          | room                                                                 |
     | `begin`        | room                 | split if a part is computed; loaded if all is on device; else parked |
-    | `take_in`      | parked, late         | loaded; parked again if a damaged block cut it and more is below     |
+    | `take_in`      | parked, late         | loaded; or parked, if a damaged block cut the hit, to promote more   |
     |                | split                | loaded, once the beginning is computed too                           |
-    | `begin_early`  | parked, late         | early, if layers come one by one and there are slots. Late stays     |
-    | `settle`       | early                | loaded if all came as expected; late if it is still coming;          |
-    |                |                      | else as `take_in` of what has come                                   |
+    | `begin_early`  | parked               | early, if layers arrive one by one and slots are free; else parked   |
+    |                | late                 | late                                                                 |
+    | `settle`       | early                | loaded if all blocks arrived; late if some are still in flight;      |
+    |                |                      | as for `take_in` if some failed                                      |
     | `give_up`      | all but the last two | given up                                                             |
 
-    It leases nothing while the request waits (`WAITING`). While the hit is promoted (`COMING`) it leases the
-    promotion's slots; in state *early* also slots for the tokens of the step; in state *split* also the slots in
-    the request's tables, which the request releases.
+    In the states `WAITING`, a loading leases nothing. In the states `COMING`, it leases the promotion's slots. In state
+    *early* it also leases slots for the tokens of the step. In state *split* the slots in the request's tables are
+    leased, too, and the request releases them.
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
@@ -135,12 +137,12 @@ class Loading:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a tier has yet to answer an inquiry, so that a lookup would find more in a moment."""
+        """Whether a slow tier has not answered the inquiry yet. A lookup after its answer may find more blocks."""
         return not self._inquiry.is_done
 
     @property
     def has_come(self) -> bool:
-        """Whether `take_in` may be called: no block is in flight, and all tokens before a split hit are computed."""
+        """Whether `take_in` may be called: no block is in flight, and the beginning of a split hit is computed."""
         promotion = self._promotion
         if promotion is None or not promotion.done:
             return False
@@ -148,12 +150,12 @@ class Loading:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the request's prefix once all of it has come."""
+        """Length in tokens of the prefix being promoted, including the blocks that are still in flight."""
         return self._coming.num_tokens
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens of a split hit's beginning that the request has yet to compute while the rest is loaded."""
+        """Number of tokens at the beginning of a split hit that the request still has to compute; otherwise 0."""
         return max(0, self._coming.start - self._request.num_computed)
 
     @property
@@ -177,7 +179,7 @@ class Loading:
         return self._coming.balance(len(self._request.prompt_token_ids))
 
     def trail(self) -> Trail:
-        """Return, once loaded, the prompt's trail through the cache."""
+        """Return, once loaded, the origin of each block of the prompt."""
         promotion, request = self._coming, self._request
         num_names = len(request.prompt_token_ids) // promotion.chain.block_size
         return Trail(
@@ -219,15 +221,18 @@ class Loading:
             self._become(LoadingState.QUEUED)
 
     def wait_turn(self) -> None:
-        """Stop waiting for room, if the loading does, because the request must wait for slots or its turn."""
+        """Stop waiting for room, because the request must wait for slots or for its turn.
+
+        Do nothing if the loading is not waiting for room.
+        """
         if self.state is LoadingState.ROOM:
             self._withdraw()
             self._become(LoadingState.FOUND)
 
     def ask_for_room(self) -> bool:
-        """Make room for the hit by copies down, and return whether the load may begin.
+        """Start copies down that make room for the hit, and return whether the load may begin.
 
-        The load may begin when there is room, when waiting for it took too long, or when waiting is known to be
+        The load may begin when there is room, when waiting for room took too long, or when waiting is known to be
         useless. Call this in every step until it returns True; in a step without this call, call `wait_turn`.
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
@@ -285,7 +290,7 @@ class Loading:
             self._arrive()
 
     def begin_early(self, max_tokens: int) -> int:
-        """Lease slots for a step that computes on the layers that have come, and return its number of tokens.
+        """Lease slots for a step that computes on the layers that have arrived, and return its number of tokens.
 
         Returns 0 if no such step is possible. The promotion keeps its leases.
         """
@@ -308,10 +313,10 @@ class Loading:
         return num_tokens
 
     def settle(self) -> bool:
-        """Wait briefly for the blocks that an early step was computed with; return True if all came as expected.
+        """Wait briefly for all blocks that an early step used, and return True if they arrived and were verified.
 
-        Otherwise the computed tokens are discarded. The request starts again from the blocks that came, or keeps
-        waiting for them while other requests compute.
+        Otherwise the computed tokens are discarded. The request then starts again from the blocks that arrived. If some
+        are still in flight, it keeps waiting for them while other requests compute.
         """
         self._expect({LoadingState.EARLY})
         request, promotion = self._request, self._coming
@@ -401,11 +406,14 @@ class Loading:
         return hit
 
     def _left_s(self) -> float:
-        """Return the seconds until the request starts with what has come."""
+        """Return how many seconds of the load's time limit are left."""
         return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
-        """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""
+        """Give the request the hit's first blocks, which are on the device, and promote the blocks from `start` on.
+
+        The request computes the tokens between them meanwhile.
+        """
         front = self._cache.promote(self._cache.plans.on_device(hit))
         assert front.done, "a promotion of blocks that are on the device is not done at once"
         self._promotion = self._cache.promote(hit, self._left_s())
@@ -414,7 +422,7 @@ class Loading:
         self._become(LoadingState.SPLIT)
 
     def _join(self) -> None:
-        """Append the loaded blocks to the request's tables, because the tokens before them are computed."""
+        """Append the loaded blocks of a split hit to the request's tables, now that all tokens before are computed."""
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
@@ -443,7 +451,7 @@ class Loading:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Count the promotion's tokens as the request's, whose tables own its slots and leases now."""
+        """Count the promotion's tokens as computed by the request, whose tables now own the slots and leases."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied

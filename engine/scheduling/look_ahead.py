@@ -15,15 +15,15 @@ NUM_REQUESTS = 64  # requests at the head of the queue to prefetch for
 class LookAhead:
     """A prefetcher that pins the cached prefixes of the first waiting prompts in host memory, in queue order.
 
-    It has a budget, so that a long queue does not flush host memory. Each prompt is looked up once. Owned by the
-    engine's thread.
+    Its byte budget keeps a long queue from evicting everything else from host memory. Each prompt is looked up once.
+    Owned by the engine's thread.
     """
 
     def __init__(self, cache: TieredCache, pins: TimedPins, max_bytes: Callable[[], int], lasts_s: float) -> None:
         """Create a prefetcher without pins.
 
-        *max_bytes* returns the current budget. *lasts_s* is how long a waiting prompt keeps its pin; afterwards its
-        blocks may be evicted.
+        *max_bytes* returns the current budget in bytes. A waiting prompt keeps its pin for *lasts_s* seconds at most;
+        afterwards its blocks may be evicted.
         """
         self._cache = cache
         self._timed = pins
@@ -44,7 +44,7 @@ class LookAhead:
                 return
 
     def forget(self, request: Request) -> None:
-        """End the pin of a request that no longer waits; its promotion holds its own leases."""
+        """End the pin of a request that no longer waits. Leases of the request's promotion are not affected."""
         pin = self._pins.pop(request, None)
         if pin is not None:
             self._timed.unpin(pin)

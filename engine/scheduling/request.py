@@ -55,8 +55,8 @@ DEFAULT_OPTIONS = RequestOptions()
 class PromptScores:
     """Log-probabilities of the tokens of one prompt, in order. Owned by the request.
 
-    A token is scored by the logits of the token before it; the first token has no score. So cached tokens are of no
-    use, except those that were computed and scored before the request was preempted.
+    A token is scored by the logits of the token before it, so the first token has no score. The cache holds no logits.
+    So cached tokens are of use only if they were scored before the request was preempted.
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
@@ -76,11 +76,11 @@ class PromptScores:
         return len(self.told) >= len(self._token_ids)
 
     def wanted(self, start: int, end: int) -> range:
-        """Return those of the request's tokens *start* to *end* whose logits are still needed."""
+        """Return the positions of the request's tokens in *start* to *end* - 1 whose logits are still needed."""
         return range(max(start, self.num_used), min(end, len(self._token_ids) - 1))
 
     def add(self, logits: torch.Tensor) -> None:
-        """Score the next tokens by the *logits* `[tokens, vocab]` of those before them."""
+        """Score the next tokens of the prompt; *logits* `[tokens, vocab]` are those of the tokens before each."""
         first = len(self.told)
         scored = self._token_ids[first : first + len(logits)]
         self.told += step_logprobs(logits, scored, [self._num_top] * len(scored))
@@ -96,7 +96,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt. *tokens* says where the prompt's tokens came from and adds up to the prompt."""
+    """The answer to one prompt. *tokens* says where the prompt's tokens came from."""
 
     text: str
     token_ids: list[int]  # generated tokens only
@@ -130,7 +130,8 @@ class Request:
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # computed tokens whose full blocks are named in the cache
-    junction: int | None = None  # tokens up to which the prompt's prefix was seen before, but not kept in all groups
+    # Length of a prefix that is longer than the hit, and of which only groups that forget old blocks lack some.
+    junction: int | None = None
     loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None
     finish_reason: FinishReason | None = None
@@ -234,7 +235,7 @@ class Request:
     def balance(self) -> TokenBalance:
         """Return where the prompt's tokens came from.
 
-        If the request ended before its prefix came, all tokens count as recomputed with the reason ABORTED.
+        If the request ended before its prefix was loaded, all tokens count as recomputed with the reason ABORTED.
         """
         num_tokens = len(self.prompt_token_ids)
         return self.tokens or TokenBalance(recomputed=num_tokens, reasons={Reason.ABORTED: num_tokens})

@@ -9,10 +9,11 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Names and numbers of an ended request, without text or tokens. A number that an endpoint cannot know is None.
+    """Names and numbers of an ended request, without its text or token ids.
 
-    *tokens* adds up to the prompt. *queue_s* is the time in the queue, *load_s* the time until the cached prefix had
-    come, *ttft_s* the time from arrival to the first token, and *total_s* the time from arrival to the end.
+    *tokens* adds up to the prompt's length. Times are in seconds: *queue_s* in the queue, *load_s* from there until the
+    cached prefix was loaded, *ttft_s* from arrival to the first token, *total_s* from arrival to the end. A number is
+    None if the process that made the record cannot know it; a sidecar, for example, knows only the lookup.
     """
 
     request_id: str
@@ -29,7 +30,7 @@ class RequestRecord:
     total_s: float | None = None
     num_preempted: int = 0
     traceparent: str | None = None
-    timeline: Timeline | None = None  # complete: the request has ended
+    timeline: Timeline | None = None  # does not change any more, because the request has ended
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:

@@ -37,7 +37,7 @@ class Work:
 
     @property
     def scored(self) -> range:
-        """Those of the tokens whose logits score the prompt: its last ones, except the prompt's very last token."""
+        """Positions of those tokens whose logits score the prompt; empty unless prompt logprobs were requested."""
         scores, start = self.request.scores, self.request.num_computed
         return range(0) if scores is None else scores.wanted(start, start + self.num_tokens)
 
@@ -63,9 +63,9 @@ class Scheduler:
     ) -> None:
         """Create a scheduler without requests.
 
-        *load_timeout_s* after it first asks for room, a request starts with the part of its hit that has come. *trails*
-        receives each request's trail, which its owner takes out. *max_scored* limits the prompt tokens per step whose
-        logits are wanted.
+        A load may take *load_timeout_s* seconds, counted from the first `ask_for_room`; then the request starts with
+        the part of its hit that has arrived. *trails* receives a `Trail` for each admitted request; the owner of
+        *trails* removes it. *max_scored* limits the number of prompt tokens that a step scores.
         """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -91,7 +91,7 @@ class Scheduler:
         return bool(self.waiting or self.promoting or self.running)
 
     def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """Return what a request with this prompt would hit and load if it came now. Changes nothing."""
+        """Return the hit that a request with this prompt would load if it started now. Change nothing."""
         hit = self._cache.lookup(chain, num_tokens)
         return self._cache.plans.worth_loading(hit, num_tokens, self._busy_s(None))
 
@@ -137,7 +137,8 @@ class Scheduler:
             budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
-        # Otherwise its load's time limit would run while another request asks for room.
+        # A request that asked for room in the last step, but not in this one, stops waiting for room. Otherwise its
+        # load's time limit would run while another request asks for room.
         if asked is not None and asked is not self._asking:
             asked.wait_turn()
         if self._look_ahead is not None and self.waiting:
@@ -163,7 +164,7 @@ class Scheduler:
         return lost
 
     def on_computed(self, work: Sequence[Work]) -> None:
-        """Count the step's tokens as computed, now that they are in their slots, and name the blocks that are full."""
+        """Count the step's tokens as computed, now that their KV is in its slots, and name the blocks that are full."""
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
@@ -192,7 +193,7 @@ class Scheduler:
         self._release(request)
 
     def check(self) -> None:
-        """Raise AssertionError if a request is in the wrong queue for its loading's state, or that state is wrong."""
+        """Raise AssertionError if a request's queue does not match its loading's state, or a loading is invalid."""
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {LoadingState.SPLIT})):
             for request in requests:
                 assert _loading_of(request).state in states, (
@@ -207,7 +208,7 @@ class Scheduler:
                 request.loading.check()
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
-        """Admit waiting requests more urgent than *before*, in order, and return the rest of the budget."""
+        """Admit waiting requests with a priority below *before*, in order, and return the rest of the budget."""
         while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
             request = self._next_request()
             if request is None or request.options.priority >= before or not self._admit(request, step):
@@ -216,9 +217,10 @@ class Scheduler:
         return budget
 
     def _next_request(self) -> Request | None:
-        """Return the first waiting request that waits for neither another request's prefill nor a tier's answer.
+        """Return the first waiting request that can start now.
 
-        Requests that wait for a prefill drop their hit, because a later lookup finds more.
+        Requests that wait for a slow tier's answer are passed over. So are requests that wait until another request has
+        computed a prefix that both share; they drop their hit, because a later lookup finds more.
         """
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
@@ -258,10 +260,10 @@ class Scheduler:
         return len(self.running) + len(self.promoting) < self._max_running
 
     def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
-        """Ensure slots for the request, preempting less urgent ones if necessary; return False if there are none.
+        """Return whether there are device slots for the request, if necessary after preempting less urgent requests.
 
-        A request that has waited for slots is looked up again only when its last hit would fit now, because looking up
-        8,192 blocks on disk takes 36 ms, which would be spent in each step.
+        The prefix of a request that has waited for slots is looked up again only once its last hit would fit. A lookup
+        in each step would be too slow: it takes 36 ms for 8,192 blocks on disk.
         """
         last_hit = loading.last_hit
         if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:
@@ -290,7 +292,7 @@ class Scheduler:
         return None if victim is None or victim.options.priority <= request.options.priority else victim
 
     def _busy_s(self, besides: Request | None) -> float:
-        """Return for how many seconds the device will compute prompts of other admitted requests, as far as known."""
+        """Return the estimated seconds of prefill left for all admitted requests except *besides*."""
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
@@ -302,7 +304,7 @@ class Scheduler:
         return busy_s
 
     def _take_in(self) -> None:
-        """Complete the loadings whose prefix has come, so that their requests run from now on."""
+        """Complete the loadings whose prefix has arrived, so that their requests run from now on."""
         for request in [parked for parked in self.promoting if _loading_of(parked).has_come]:
             _loading_of(request).take_in()
             self.promoting.remove(request)
@@ -355,7 +357,7 @@ class Scheduler:
         return num_tokens
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
-        """Return how many next tokens of the request fit the limit on scored tokens, after the step's other work."""
+        """Return how many of the request's next *num_tokens* tokens the step's limit on scored tokens still allows."""
         scored = Work(request, num_tokens).scored
         left = self._max_scored - sum(len(work.scored) for work in step)
         return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
@@ -405,7 +407,7 @@ def _priority(request: Request) -> int:
 
 
 def _num_left(request: Request) -> int:
-    """Return how many tokens the request can compute now, without those of a split hit that are being loaded."""
+    """Return how many tokens the request can compute now; of a split hit, only those before the loaded part."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
@@ -418,19 +420,19 @@ def _loading_of(request: Request) -> Loading:
 class SharedPrefill:
     """The choice of requests that wait for another request's prefill of a prefix they share.
 
-    Of ten questions about a new document that arrive together, one computes the document's whole chunks. When less than
-    a chunk of the document is left, every request computes it.
+    Example: ten questions about the same new document arrive together. One request computes the document chunk by chunk
+    while the others wait. When less than a chunk of the document is left, every request computes the rest itself.
     """
 
     def __init__(self, min_tokens: int) -> None:
-        """Create the policy; no request waits for fewer than *min_tokens* tokens, which it computes in one step."""
+        """Create the policy. No request waits for fewer than *min_tokens* tokens, which it can compute in one step."""
         self._min_tokens = min_tokens
 
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
         """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
 
-        Requests that are less urgent do not count, because they may be preempted. Nor do requests that do not take all
-        hits, because this request may find in the cache at once what they compute.
+        Requests that are less urgent do not count, because they may be preempted. Requests that load only a part of
+        their hits do not count either: the blocks that they compute may be in the cache already.
         """
         return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._min_tokens
@@ -440,16 +442,16 @@ class SharedPrefill:
 
     @staticmethod
     def _num_tokens_ahead(request: Request, other: Request) -> int:
-        """Return how many tokens of the common prefix the other request has yet to compute."""
+        """Return how many tokens of the common prefix the other request still has to compute."""
         there = other.num_computed if other.loading is None else other.loading.num_tokens
         return num_common_tokens(request, other) - there
 
 
 def num_common_tokens(one: Request, other: Request) -> int:
-    """Return how many tokens the full blocks have that both prompts begin with.
+    """Return the length of the common prefix of two prompts, in tokens of full blocks.
 
-    A block's name identifies everything before it, so binary search finds the last common block. Two prompts without a
-    common block, as most are, cost one comparison.
+    A block's name identifies everything before it, so a binary search finds the last common block. Most pairs of
+    prompts have no common block, which takes one comparison.
     """
     names, others = one.chain.names, other.chain.names
     low, high = 0, min(len(names), len(others))

@@ -14,7 +14,7 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
 class SlotDemand:
-    """The number of device slots that requests will lease if up to *chunk* tokens are computed per step."""
+    """The number of device slots that requests will lease if a step computes up to *chunk* tokens of each."""
 
     def __init__(self, cache: TieredCache, chunk: int) -> None:
         self._cache = cache
@@ -25,9 +25,9 @@ class SlotDemand:
         return max_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
-        """Return whether there are slots for all of the request; always True without *active* requests.
+        """Return whether the device has enough slots for the whole request; always True without *active* requests.
 
-        Slots that *active* requests have, or will need for the rest of their prompts, are not available.
+        Slots that *active* requests hold, or will need for the rest of their prompts, are not available.
         """
         if not active:
             return True
@@ -43,9 +43,9 @@ class SlotDemand:
         return self.of(len(request.token_ids) + 1)
 
     def _to_come(self, request: Request) -> list[int]:
-        """Return for each group how many more slots the request needs to compute its prompt.
+        """Return for each group how many slots the request still needs to compute its prompt.
 
-        Slots that it has or that are reserved for it do not count.
+        These are in addition to the slots that the request holds or that are reserved for it.
         """
         leased = [num_leased(table) for table in request.tables]
         if request.loading is not None:
@@ -54,13 +54,13 @@ class SlotDemand:
 
 
 def num_leased(table: Sequence[int]) -> int:
-    """Return the number of slots in a table."""
+    """Return the number of slots in a block table, without its NO_SLOT entries."""
     return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 
 @lru_cache(maxsize=4096)
 def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
-    """Return for each group the maximum number of blocks of a request of *num_tokens* computed in chunks.
+    """Return for each group how many blocks a request of *num_tokens* holds at most while it is computed in chunks.
 
     A chunk may start at any token, because of a hit, a preemption or a small budget.
     """
@@ -71,11 +71,12 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 
 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
-    """Return `max_blocks` for one group that forgets.
+    """Return `max_blocks` for one group that forgets old blocks, such as one with a sliding window.
 
-    Among the starts with the same first needed block, the last one needs the most blocks. So only starts just before a
-    step of `first_needed` are tried. The number of blocks repeats after at most as many steps as a block has tokens.
-    (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
+    The number of blocks depends on the token at which a chunk starts. Among the starts with the same first needed
+    block, the last start needs the most blocks. So only the last start before each change of `first_needed` is tried.
+    The numbers repeat after at most as many changes as a block has tokens. (Trying all starts took 47 ms for a prompt
+    of a new length; this takes 0.1 ms.)
     """
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):
@@ -92,8 +93,9 @@ def longest_request(
 ) -> int:
     """Return the length in tokens of the longest request that can run alone, computed in chunks of *chunk* tokens.
 
-    *num_slots* is by group. The result is at most *model_limit*. If that is None and all layers have windows, it is
-    limited as if each token needed its own slot.
+    *num_slots* is the number of device slots of each group. The result is at most *model_limit*, the model's context
+    length. If *model_limit* is None, the result is at most the number of tokens for which a group has slots, even if
+    every group forgets old blocks and could run longer requests.
     """
 
     def fits(num_tokens: int) -> bool:

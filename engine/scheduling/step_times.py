@@ -1,4 +1,4 @@
-"""Step times: they are fed to `PrefillSpeed`, even if the device still computes when a step's call has returned."""
+"""StepTimes: measures how fast steps compute prompts. Stall: detects that no step can compute anything."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +10,11 @@ MIN_S = 60.0  # longer than all deadlines
 
 
 class StepTimes:
-    """The summed times of steps, reported once a step ends with a sampled token.
+    """The summed times of steps, reported to `PrefillSpeed` once a step ends with a sampled token.
 
-    Only then is the computation of all these steps known to be done. Steps without prefill are left out, because they
-    say nothing about its speed. Owned by the engine's thread.
+    The device may still compute after the call of a step has returned. Sampling waits for the device, so a sampled
+    token shows that all steps before are done. Steps without prefill are not reported, because they say nothing about
+    its speed. Owned by the engine's thread.
     """
 
     def __init__(self, prefill: PrefillSpeed, min_tokens: int) -> None:
@@ -27,7 +28,10 @@ class StepTimes:
         self._seconds = 0.0
 
     def on_step(self, work: Sequence[Work], depths: Sequence[int], seconds: float, has_sampled: bool) -> None:
-        """Count one step that computed *work*, each item after *depths* tokens of its request."""
+        """Count one step that computed *work* in *seconds*.
+
+        *depths* has, for each item of *work*, the number of its request's tokens that were computed before the step.
+        """
         self._num_steps += 1
         for item, depth in zip(work, depths, strict=True):
             self._num_tokens += item.num_tokens
@@ -43,7 +47,7 @@ class StepTimes:
 
 
 class CopyHangs(Exception):
-    """Copies that never end hold the slots that requests need; only a restart frees them."""
+    """Raised if copies that never end hold the slots that requests need. Only a restart frees these slots."""
 
 
 class Stall:
@@ -54,7 +58,7 @@ class Stall:
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a watchdog; *deadline_s* is how long a request may wait for its hit."""
+        """Create a watchdog; *deadline_s* is the maximum time that loading a request's hit may take."""
         self._max_s = MIN_S + 2 * deadline_s
         self._clock = clock
         self._since: float | None = None

@@ -44,11 +44,14 @@ class TimedPins:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of a prefix until *until*, a time by `now`; see `TieredCache.pin`.
+        """Pin the cached blocks of a prefix until *until*, a time on the clock of `now`; see `Pins.pin`.
 
         Blocks before token *start* are left out, because another pin of *owner* keeps them. The new pin replaces
-        *instead_of*, an earlier pin of *owner*, and may take *max_bytes* in addition to the bytes of that pin. If it
-        needs more, returns None and leaves *instead_of* unchanged.
+        *instead_of*, an earlier pin of *owner*. It may take *max_bytes* (default: `Pins.free_bytes`); if *max_bytes* is
+        given, the bytes of *instead_of* are added.
+
+        Returns:
+            The new pin, or None if it would need more bytes. Then *instead_of* is unchanged.
         """
         if max_bytes is not None and instead_of in self._owners:
             max_bytes += instead_of.num_bytes
@@ -62,7 +65,7 @@ class TimedPins:
         return pin
 
     def prolong(self, pin: Pin, until: float) -> None:
-        """Extend the pin to *until*, a time by `now`; ignores earlier times and pins that have ended."""
+        """Extend the pin to *until*, a time on the clock of `now`. Ignore earlier times and pins that have ended."""
         if pin in self._owners and until > self._ends[pin]:
             self._end_at(pin, until)
 
@@ -71,7 +74,7 @@ class TimedPins:
         return pin in self._owners
 
     def unpin(self, pin: Pin) -> None:
-        """End the pin before its time; ignores a pin that has ended."""
+        """End the pin before its time. Ignore a pin that has ended."""
         if pin in self._owners:
             self._cache.pins.unpin(pin)
             owner = self._owners.pop(pin)
@@ -86,7 +89,7 @@ class TimedPins:
             self.unpin(pin)
 
     def num_bytes(self, owner: Hashable) -> int:
-        """Return the bytes of host memory that the owner's pins take when they are complete."""
+        """Return the bytes of host memory that the owner's pins take once all their blocks are loaded."""
         return self._num_bytes[owner]
 
     @property

@@ -27,7 +27,7 @@ class Stage(StrEnum):
     QUEUE = "queue"
     LOOKUP = "lookup"  # find the tiers of its prefix
     PLAN = "plan"  # choose the part of the hit to load
-    SPILL = "spill"  # copy blocks down to make room for it
+    SPILL = "spill"  # copy other blocks down to make room for the hit
     PROMOTE_HOST = "promote.host"  # load blocks from host memory
     PROMOTE_DISK = "promote.disk"
     PROMOTE_REMOTE = "promote.remote"
@@ -55,7 +55,7 @@ class Timeline:
     lookup_s: float = 0.0  # total time of its lookups
     num_preempted: int = 0
     begun_at: float | None = field(default=None, init=False)  # when it left the queue
-    loaded_at: float | None = field(default=None, init=False)  # when its cached prefix had come
+    loaded_at: float | None = field(default=None, init=False)  # when its cached prefix was loaded
     first_token_at: float | None = field(default=None, init=False)
     last_token_at: float | None = field(default=None, init=False)
     token_gap_s: float | None = field(default=None, init=False)  # between the last two tokens; None before the second
@@ -69,7 +69,7 @@ class Timeline:
 
     @property
     def load_s(self) -> float | None:
-        """Seconds from leaving the queue until its cached prefix had come; None before that."""
+        """Seconds from leaving the queue until its cached prefix was loaded; None before that."""
         return _between(self.begun_at, self.loaded_at)
 
     @property

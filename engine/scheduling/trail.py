@@ -11,10 +11,10 @@ from kvtier.tiers.naming.tier import Reason
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """Where the blocks of a request's prompt came from, once its prefix has come; contains names, but no tokens.
+    """The origin of each block of a request's prompt, known once its prefix is loaded. Holds names, but no token ids.
 
-    `len(depths)` blocks came from the cache, then *num_copied* tokens from a block that shares only its first tokens
-    with the prompt; the rest was computed.
+    The first `len(depths)` blocks came from the cache. The next *num_copied* tokens were copied from a cached block
+    that shares only its first tokens with the prompt. All other tokens were computed.
     """
 
     block_size: int
@@ -30,7 +30,7 @@ TrailListener: TypeAlias = Callable[[RequestRecord, Trail], None]
 
 
 class Trails:
-    """Trails of running requests, from the arrival of their prefix to their end. Owned by the engine's thread."""
+    """Trails of unfinished requests whose prefix has been loaded. Owned by the engine's thread."""
 
     def __init__(self) -> None:
         self._trails: dict[Hashable, Trail] = {}
@@ -40,5 +40,5 @@ class Trails:
         self._trails.setdefault(request, trail)
 
     def end(self, request: Hashable) -> Trail | None:
-        """Return and remove the trail of a request that has ended; None if its prefix never came."""
+        """Return and remove the trail of a request that has ended; None if its prefix was never loaded."""
         return self._trails.pop(request, None)

@@ -31,16 +31,16 @@ class FairShare:
 
 
 class Turns:
-    """The units of *share*, each used by a task that gives it back. Owned by the event loop.
+    """A limited number of units that tasks take and give back, shared fairly among tenants. Owned by the event loop.
 
-    A free unit goes to the waiting tenant that uses the fewest units; of several such tenants, to the one served
-    longest ago. No tenant gets more than the share's `max_of_one`.
+    There are `share.total` units. A free unit goes to the waiting tenant that uses the fewest units; of several such
+    tenants, to the one served longest ago. No tenant gets more than `share.max_of_one`.
     """
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
         self._taken: Counter[str | None] = Counter()
-        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # by tenant, the last served one last
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # by tenant; the tenant served last is last
 
     @property
     def num_taken(self) -> int:

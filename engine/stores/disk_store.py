@@ -16,8 +16,8 @@ from kvtier.store.process.channel import SharedMemory
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.ssd_life import SsdLife
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.namespace import Namespace
-from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.block_memory import BlockMemory
 
 MIN_BLOCKS = 8  # of all groups together; with fewer, LMDB's index alone fills the store
@@ -30,10 +30,10 @@ def open_store(
 ) -> ReopeningStore:
     """Begin to open the configured store in a process of its own; its folder stays within the capacity.
 
-    A folder that cannot be opened does not raise here, see `ReopeningStore`.
+    Return before the store is open. A folder that cannot be opened is not an error here: see `ReopeningStore`.
 
     Raises:
-        ValueError: If the capacity holds almost no blocks, or the encryption key cannot be read.
+        ValueError: If the capacity is less than `MIN_BLOCKS` blocks, or the encryption key cannot be read.
     """
     block_bytes = sum(memory.block_bytes for memory in memories)
     refuse_small(config, block_bytes)
@@ -79,11 +79,11 @@ def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
 
 
 def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
-    """Return *namespace* for the blocks of every tier of an engine with this disk.
+    """Return *namespace* with the rounding of the disk's codec, for all tiers of an engine with this disk.
 
-    A block read from a disk with a lossy codec is rounded, and no tier records that: host memory holds such blocks and
-    copies them on. So all blocks of such an engine, rounded or not, have names that differ from those of engines with
-    exact blocks.
+    A disk with a lossy codec rounds blocks. Once read, they are in host memory and may be copied to other tiers, and no
+    tier records which blocks are rounded. So such an engine has a namespace of its own, in which any block may be
+    rounded, and engines with exact blocks never find these blocks.
     """
     if disk is None:
         return namespace
@@ -93,13 +93,18 @@ def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace
 
 
 def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
-    """Return the store as a tier of this namespace, whose records use at most one encryption key.
+    """Return the store as the disk tier of *namespace*, to which the id of the encryption key is added.
+
+    So blocks stored under another key are misses.
 
     Raises:
-        ValueError: If the store's codec is lossy and *namespace* does not say so, see `with_rounding_of`.
+        ValueError: If *namespace* does not have the rounding of the store's codec, see `with_rounding_of`.
     """
     if with_rounding_of(namespace, config) != namespace:
-        raise ValueError(f"disk: codec {config.codec} in a namespace of {namespace.kv_quantization!r} KV")
+        raise ValueError(
+            f"disk: codec {config.codec} does not fit a namespace with kv_quantization {namespace.kv_quantization!r}; "
+            "apply with_rounding_of to the namespace"
+        )
     cipher = store.settings.cipher
     namespace = replace(namespace, encryption_key_id="" if cipher is None else cipher.key_id.hex())
     tier = DiskTier(

@@ -25,7 +25,7 @@ NUM_ASKERS = 2
 
 
 def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
-    """Return the configured store; *dtype* is that of the blocks' elements, None for blocks of foreign engines.
+    """Return the configured store. *dtype* is the dtype of the blocks' elements; None for blocks of foreign engines.
 
     Raises:
         ValueError: If a URL, a password or a key cannot be used.
@@ -84,14 +84,14 @@ def _password(config: RemoteConfig) -> str | None:
     except OSError as error:
         raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"remote: the password in {path} is no text in UTF-8; write the file again") from None
+        raise ValueError(f"remote: the password in {path} is not UTF-8 text; write the file again") from None
     if file.exposure is not None:
         raise ValueError(f"remote: the password in {path}: {file.exposure}")
     return password
 
 
 class OpenRemote:
-    """A remote store in use. It connects on first use, and an address that does not answer is not an error."""
+    """A remote store with its lanes. It connects on first use; an address that does not answer raises no error here."""
 
     def __init__(self, store: RemoteStore, records: SealedRemote, cipher: Cipher | None, finished: Finished) -> None:
         """Take ownership of *store*. The results of queries are delivered through *finished*."""
@@ -114,12 +114,15 @@ class OpenRemote:
         }
 
     def tier(self, namespace: bytes) -> RemoteTier:
-        """Return the store as a tier of *namespace*."""
-        log.info("remote: blocks are put into %s as %s", self._store.where, namespace.hex())
+        """Return the store as the remote tier of the namespace with this digest."""
+        log.info("remote: blocks are put into %s under namespace %s", self._store.where, namespace.hex())
         return RemoteTier(self._records, namespace, self._asks, time.monotonic)
 
     def tier_of(self, namespace: Namespace) -> RemoteTier:
-        """Return the store as a tier of *namespace*, whose records use at most one encryption key."""
+        """Return the store as the remote tier of *namespace*, to which the id of the encryption key is added.
+
+        So blocks stored under another key are misses.
+        """
         key_id = "" if self._cipher is None else self._cipher.key_id.hex()
         return self.tier(replace(namespace, encryption_key_id=key_id).digest)
 

@@ -64,13 +64,13 @@ class StoreStanding:
     not_open: WhyClosed | None  # None if it is open
     why: str = ""  # one line that says why it is not open
     num_gone: int = 0  # how often the folder was removed or replaced while the store was open
-    num_restarts: int = 0  # of its process
-    num_ended: int = 0  # processes that ended by themselves, or hung and were killed
-    why_ended: str = ""  # why the last of them ended
+    num_restarts: int = 0  # how often the store's process was started again
+    num_ended: int = 0  # store processes that ended by themselves, or hung and were killed
+    why_ended: str = ""  # why the last of these processes ended
 
 
 class ReopeningStore:
-    """A `BlobStore` in a `StoreProcess`, which a thread opens, retrying until it succeeds.
+    """A `BlobStore` that runs in a `StoreProcess`. A thread opens it, and retries until that succeeds.
 
     While the store is not open, every call raises `StoreUnavailable` at once. If the folder is removed or replaced
     under the open store, its process is killed, because its writes would be lost, and the store is reopened.
@@ -86,8 +86,8 @@ class ReopeningStore:
     ) -> None:
         """Start to open the store.
 
-        *rest* waits for an event up to a number of seconds, and returns whether it occurred. A process that should
-        answer is killed after *timeout_s* of silence.
+        *rest* is called as `rest(event, seconds)` to wait, like `Event.wait`, and returns whether the event is set. A
+        store process that does not answer within *timeout_s* seconds is killed.
         """
         self.settings = settings
         self._memories = memories
@@ -114,12 +114,15 @@ class ReopeningStore:
         return self.opening() != 0
 
     def opening(self) -> int:
-        """Return the number of the current opening, 0 while not open; each opening may have different content."""
+        """Return how often the store has been opened so far, or 0 while it is not open.
+
+        The number tells the owner that the store was opened again, possibly with different content.
+        """
         with self._lock:
             return self._num_openings if self._not_open is None else 0
 
     def standing(self) -> StoreStanding:
-        """Return whether the store is open, and what became of its processes. Does not block."""
+        """Return whether the store is open, and how often its process ended or was restarted. Does not block."""
         with self._lock:
             process, (restarts, ended) = self._process, self._before
             return StoreStanding(
@@ -175,7 +178,10 @@ class ReopeningStore:
         self._open_process().check()
 
     def stop_opening(self) -> None:
-        """Open no more processes, and end at once one that is being opened; for an owner about to close."""
+        """Start no more processes, and end at once a process that is still opening the store.
+
+        An owner that is about to call `close` calls this first, so that nothing waits for the store to open.
+        """
         self._closing.set()
         with self._lock:
             process = self._process
@@ -227,7 +233,7 @@ class ReopeningStore:
             self._begin_again()
 
     def _open(self) -> "_Folder":
-        """Open the store and return its folder, held open. Raises what opening raises."""
+        """Open the store, and return its folder, which stays open. If opening fails, raise its error."""
         self._process.open()
         folder = _Folder(self.settings.folder)
         try:
@@ -248,7 +254,10 @@ class ReopeningStore:
         self._attempted.set()
 
     def _watch(self, folder: "_Folder") -> bool:
-        """Watch the folder; return True when the thread must stop, False after killing the process of a lost folder."""
+        """Watch the folder until the thread must stop (return True) or the folder is lost.
+
+        If the folder was removed or replaced, kill the store's process and return False.
+        """
         with folder:
             while folder.is_there():
                 if self._rest(WATCH_S):
@@ -281,7 +290,7 @@ class _Folder:
             raise
 
     def is_there(self) -> bool:
-        """Return whether the path still leads to the folder, and the folder to the process's lock file."""
+        """Return whether the folder is still at its path and still contains the lock file of the store's process."""
         try:
             return samestat(os.stat(self._path), os.fstat(self._file)) and samestat(
                 os.stat(LOCK_FILE, dir_fd=self._file), self._lock
@@ -302,7 +311,7 @@ class _Folder:
 
 
 def _empty(capacity_bytes: int) -> StoreStatistics:
-    return StoreStatistics(0, 0, capacity_bytes, 0, 0, 0, 0, 0, 0, {}, {})
+    return StoreStatistics(0, 0, capacity_bytes, 0, 0, 0, 0, 0, {}, {})
 
 
 def _in_one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from kvtier.engine.text.min_tokens import PromptLimit, TooManyTokens
 from kvtier.engine.text.template_traits import TemplateTraits
 
 _MAX_BEHIND = 1024  # limit on the tokens after a document, including the question; templates add a handful
-_QUESTIONS = ("What", "7")  # two that have no token in common
+_QUESTIONS = ("What", "7")  # two questions that have no token in common
 
 
 def chat_token_ids(
@@ -32,8 +32,8 @@ def chat_token_ids(
 def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
     """Return the token ids that begin every conversation whose first user message begins with *document*.
 
-    A *system* message may come before it. The *limit* applies to these token ids. Raises the errors of
-    `chat_token_ids`.
+    If *system* is given, each conversation begins with this system message. The *limit* applies to the returned token
+    ids. Raises the errors of `chat_token_ids`.
     """
     whole = replace(limit, max_tokens=limit.max_tokens + _MAX_BEHIND)
     try:

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 TemplateValue: TypeAlias = Any  # any JSON value
 
 PART_SEPARATOR = "\n"  # between the parts of one message
-# Includes what the template's filters raise.
+# Errors of rendering a template, including those that its filters raise.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
-_NOT_THE_TEMPLATES = frozenset({"messages"})  # rejected as variables, as are the parameters of `apply_chat_template`
+_NOT_THE_TEMPLATES = frozenset({"messages"})  # reserved names, in addition to the parameters of `apply_chat_template`
 _END_MARK = "\ue000kvtier end\ue001"  # private-use characters, which no message contains
 
 
@@ -23,7 +23,7 @@ class LostContent(ValueError):
 
 
 class ReservedVariable(ValueError):
-    """Raised for a variable that is a parameter of applying the template, which callers may not set."""
+    """Raised for a variable with a reserved name, such as a parameter of `apply_chat_template`."""
 
 
 def chat_text(
@@ -40,19 +40,19 @@ def chat_text(
     Args:
         tokenizer: Tokenizer with the template.
         messages: Messages whose contents have the form that the template takes, see `TemplateTraits.content`.
-        variables: Variables of the template itself.
+        variables: Additional variables for the template, by name.
         tools: Tools that the assistant may call.
         is_continued: Whether the text ends with the last message's content, so that the answer continues it.
         is_asked: Whether the text ends with the start of the assistant's next message, unless *is_continued*.
 
     Raises:
         jinja2.exceptions.TemplateError: If the template rejects the messages.
-        ReservedVariable: If a variable is a parameter of applying the template.
+        ReservedVariable: If a variable has a reserved name.
         LostContent: If the template leaves out the message that is to be continued.
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
-            raise ReservedVariable(f"{name}: is no variable of the template's own; leave it out")
+            raise ReservedVariable(f"the variable {name} is reserved, so the template cannot get it; leave it out")
     text = tokenizer.apply_chat_template(
         [*map(dict, messages[:-1]), _with_end_mark(messages[-1]) if is_continued else dict(messages[-1])],
         tools=[dict(tool) for tool in tools] or None,
@@ -78,13 +78,13 @@ def _with_end_mark(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_end_mark(text: str, content: str) -> str:
-    """Return the text before the end mark, without trailing spaces of *content* if the template strips them.
+    """Return the text before the end mark, without trailing spaces of *content* if the template strips such spaces.
 
-    A template strips them if it stripped the space after the mark. Spaces before the content come from the template,
-    and stay.
+    If the space after the mark is missing, the template strips trailing spaces. Spaces that the template writes before
+    the content are kept.
     """
     before, mark, behind = text.rpartition(_END_MARK)
     if not mark:
-        raise LostContent("it leaves out the last message, which the answer was to continue")
+        raise LostContent("it leaves out the last message, which the answer should continue")
     num_blanks = len(content) - len(content.rstrip()) if content.strip() else 0
     return before[: len(before) - num_blanks] if num_blanks and not behind.startswith(" ") else before

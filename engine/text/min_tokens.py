@@ -9,14 +9,17 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-PIECE = 4  # characters per token of the limit to tokenize at a time: about what a token of ordinary text has
-_FREE = 2  # texts of up to this many pieces are not examined, because tokenizing them is as fast
+PIECE = 4  # characters of a piece, per token of the limit; a token of ordinary text has about as many
+_FREE = 2  # texts of up to this many pieces are not examined, because tokenizing them takes no longer
 _MAX_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and similar; NFC)
 _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # these drop no part of a text
 
 
 class TooManyTokens(ValueError):
-    """Raised if a text has at least *min_num_tokens* tokens, more than its limit; not all of it was tokenized."""
+    """Raised if a text has more tokens than its *limit*.
+
+    *min_num_tokens* is a lower bound for their number, because the text was not tokenized to its end.
+    """
 
     def __init__(self, min_num_tokens: int, limit: int) -> None:
         super().__init__(f"it has at least {min_num_tokens} tokens, more than the limit of {limit}; shorten it")
@@ -27,12 +30,13 @@ class TooManyTokens(ValueError):
 class MinTokens:
     """A check that rejects texts that are too long, faster than tokenizing them. Many threads may use it.
 
-    The first check is by length: no token is longer than the longest of the vocabulary. That bound holds only if the
-    tokenizer drops no part of a text and has no token for a run of unknown characters. So the check reads the
-    tokenizer's own description, and is skipped if that has parts that this module does not know.
+    The first check divides the text's length by the length of the longest token. This bound holds only if the tokenizer
+    drops no part of a text and has no token that stands for several unknown characters. So the check reads the
+    tokenizer's own description, and is skipped if the description has parts that this module does not know.
 
-    The second check tokenizes one piece after another until the limit is exceeded. The tokens before the last word of a
-    piece count, because they do not depend on the text after it. A tokenizer that knows no words skips this check.
+    The second check tokenizes one piece of the text after another until the limit is exceeded. It counts the tokens
+    before the last word of a piece, because these do not depend on the text after the piece. The check is skipped for a
+    tokenizer that does not divide texts into words.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,7 +62,7 @@ class MinTokens:
             words = encoding.word_ids
             last = next((word for word in reversed(words) if word is not None), None)
             if last is None or (span := encoding.word_to_chars(last)) is None or not span[0]:
-                return  # the piece is one word, or has none that counts
+                return  # the piece has at most one word, so no tokens before its last word
             min_num_tokens += words.index(last)
             if min_num_tokens > limit:
                 raise TooManyTokens(min_num_tokens, limit)
@@ -126,7 +130,7 @@ class UnknownToken(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """A limit of *max_tokens* tokens, for a tokenizer with ids below *num_ids*."""
+    """A limit of *max_tokens* tokens on a prompt. The tokenizer's token ids are below *num_ids*."""
 
     min_tokens: MinTokens
     num_ids: int

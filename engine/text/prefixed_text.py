@@ -8,7 +8,7 @@ from kvtier.engine.text.min_tokens import PromptLimit
 
 
 class PrefixedText:
-    """The tokens of a prompt's text, with only the special tokens that the text contains. Owned by its caller."""
+    """The tokens of a prompt's text, to which the tokenizer adds no special tokens. Owned by its caller."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, limit: PromptLimit) -> None:
         """Tokenize *text*. Raises `TooManyTokens` if it exceeds the *limit*."""
@@ -35,6 +35,6 @@ class PrefixedText:
 
 def num_common(one: str | list[int], other: str | list[int]) -> int:
     """Return the length of the common prefix of *one* and *other*, in characters or token ids."""
-    # Binary search: comparing half a document takes microseconds, a loop over its characters milliseconds.
+    # Binary search, because comparing half a document takes microseconds and a loop over its characters milliseconds.
     longest = min(len(one), len(other))
     return bisect_left(range(longest), True, key=lambda place: one[: place + 1] != other[: place + 1])

@@ -1,4 +1,4 @@
-"""The forms of messages, tools and calls that a chat template expects, found by rendering probes with it."""
+"""TemplateTraits: how a chat template expects messages, tools and tool calls, found by rendering test conversations."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -33,14 +33,14 @@ _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "a0b1c2d3e"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The forms that a template expects. The defaults are those of most templates."""
+    """The forms of messages, tools and tool calls that a template expects. The defaults are those of most templates."""
 
-    writes_tools: bool = True
-    arguments_are_text: bool = False  # it takes the arguments of past calls as text, which it copies; else as an object
-    ids_are_short: bool = False  # it rejects ids of calls that do not have nine characters
+    writes_tools: bool = True  # whether the template renders tools
+    arguments_are_text: bool = False  # whether arguments of past calls must be JSON text; otherwise they are an object
+    ids_are_short: bool = False  # whether the ids of calls must have nine characters
     call: str | None = None  # a call of PROBE as the template renders it; None if it renders no calls
-    roles_of_parts: frozenset[str] = frozenset()  # roles whose text it renders only from a list of parts
-    lost_roles: frozenset[str] = frozenset()  # roles whose text it leaves out in either form
+    roles_of_parts: frozenset[str] = frozenset()  # roles whose text is rendered only if it is in a list of parts
+    lost_roles: frozenset[str] = frozenset()  # roles whose text is left out of the prompt in either form
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = True) -> Self:
@@ -87,8 +87,8 @@ def _content_forms(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return the roles whose text is rendered only from a list of parts, and the roles whose text is always lost.
 
-    A marker in the role's message must appear in the rendered prompt. A role that the template rejects is in neither
-    set, because it also rejects requests with that role, so no text is lost unnoticed.
+    To find out, a conversation with a marker text in the role's message is rendered in both forms. A role that the
+    template rejects is in neither set: the template rejects requests with that role too, so no text is lost unnoticed.
     """
     of_parts: set[str] = set()
     lost: set[str] = set()
@@ -135,7 +135,7 @@ def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]
 def _call(
     tokenizer: PreTrainedTokenizerBase, user: Mapping[str, Any], content: object, call_id: str, arguments: object
 ) -> str | None:
-    """Return how the template renders an answer that is a call; None if it rejects the call or leaves it out."""
+    """Return a tool call of the assistant as the template renders it; None if it rejects or leaves out the call."""
     before = _written(tokenizer, [user], [_TOOL])
     whole = _written(tokenizer, [user, _calling(content, call_id, arguments)], [_TOOL])
     if before is None or whole is None:

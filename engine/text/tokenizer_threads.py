@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 
 class TokenizerThreads:
-    """A thread pool for work with a tokenizer. Tenants take turns, and none can use all threads.
+    """A thread pool for work with a tokenizer. Tenants take turns, and one of several tenants cannot use all threads.
 
-    Fast tokenizers release the interpreter lock (a text of 3 MB blocked another thread for at most 0.1 s), and several
-    threads may use one as long as its settings do not change. A slow tokenizer gets one thread. Owned by the event
-    loop.
+    Fast tokenizers release the interpreter lock (a text of 3 MB blocked another thread for at most 0.1 s). Several
+    threads may use a fast tokenizer as long as its settings do not change. A slow tokenizer gets one thread. Owned by
+    the event loop.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:

@@ -11,7 +11,7 @@ from kvtier.web.event_stream import named_event
 
 
 class BlockStream:
-    """A writer of the events of an answer's blocks, of which one is open at a time. Owned by one reply.
+    """A writer of the events of an answer's blocks, one block after another. Owned by one reply.
 
     An answer without a tool call has a block of text, even if the text is empty.
     """
@@ -35,7 +35,7 @@ class BlockStream:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def last_events(self) -> Iterator[bytes]:
-        """Yield the end of the last block."""
+        """Yield the event that ends the last block."""
         if not self._num_blocks:
             yield from self._open_text()
         yield typed_event("content_block_stop", index=self._num_blocks - 1)
@@ -58,14 +58,15 @@ class BlockStream:
 def whole_blocks(answer: ReadAnswer) -> list[MessageBlock]:
     """Return the blocks of a whole answer.
 
-    Arguments that were cut off become an empty object, because a client would take a part of them for the whole.
+    Arguments that were cut off become an empty object, because a client could take incomplete arguments for complete
+    ones.
     """
     calls: list[MessageBlock] = [_use(call.name, _input(call.arguments)) for call in answer.calls]
     return calls if calls and not answer.text else [MessageText(answer.text), *calls]
 
 
 def typed_event(kind: str, **fields: object) -> bytes:
-    """Return an event whose name is also its type."""
+    """Return an event named *kind*, with a JSON object of the type *kind* and the given *fields*."""
     return named_event(kind, {"type": kind, **fields})
 
 

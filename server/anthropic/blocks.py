@@ -37,7 +37,7 @@ class ContentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class FileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """A document of `/v1/kvtier/documents`, by its id there."""
+    """A document stored with `/v1/kvtier/documents`. *file_id* is its id there."""
 
     file_id: str
 
@@ -51,7 +51,7 @@ class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
         raise ValueError(self.why)
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Raise NotImplementedError, because no such block exists."""
+        """Raise NotImplementedError, because such a block cannot be created."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     def parts(self) -> list[TextPart | DocumentPart]:
         """Return the block as parts of a chat's message.
 
-        A stored document is a part of its own, so that its precomputed blocks are hit.
+        A stored document is a part of its own, so that its text is unchanged, and hits the blocks computed ahead.
         """
         before = [text for text in (self.title, self.context) if text]
         match self.source:
@@ -110,7 +110,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
     thinking: str = ""
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return no parts."""
+        """Return no parts, because thoughts become a field of the message."""
         return []
 
 
@@ -121,7 +121,7 @@ class RedactedThinkingBlock(ThinkingBlock, frozen=True, tag="redacted_thinking")
 class ImageBlock(_Unsupported, frozen=True, tag="image"):
     """An image."""
 
-    why = "images are not supported: the model reads text"
+    why = "images are not supported, because the model reads only text; send the image's text"
 
 
 class SearchResultBlock(_Unsupported, frozen=True, tag="search_result"):
@@ -143,7 +143,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
         return []
 
     def call(self) -> PastCall:
-        """Return the call of a chat's message."""
+        """Return the block as a tool call of a chat's message."""
         return PastCall(self.id, CalledFunction(self.name, self.input))
 
 
@@ -151,7 +151,7 @@ ResultBlock: TypeAlias = TextBlock | DocumentBlock | ImageBlock | SearchResultBl
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """The result of a tool. Only its text shows a failure, because templates have no field for that."""
+    """The result of a tool. *is_error* is ignored, because templates have no field for it."""
 
     tool_use_id: str
     content: str | list[ResultBlock] = ""
@@ -163,7 +163,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
         return []
 
     def message(self) -> Message:
-        """Return the message of a chat."""
+        """Return the block as a chat's message with the role tool."""
         return Message("tool", [*parts_of(self.content)], self.cache_control, tool_call_id=self.tool_use_id)
 
 

@@ -32,7 +32,7 @@ class MessageReply:
     """A `Reply` with one choice. Its stream begins with the prompt's usage, and ends with the answer's usage."""
 
     def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, is_warmup: bool) -> None:
-        """Create a reply; with *is_warmup* it contains nothing of the answer."""
+        """Create a reply. If *is_warmup*, it has no content, because the request only computes the prompt."""
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._usage = usage

@@ -30,12 +30,12 @@ IGNORED = frozenset(
         "anthropic_beta",
         "anthropic_version",
         "betas",
-        "context_management",  # would edit the conversation to save tokens; all of it is used
+        "context_management",  # would shorten the conversation; kvtier always uses all of it
         "diagnostics",
         "inference_geo",
         "metadata",
         "service_tier",
-        "thinking",  # the template decides about it, see chat_template_kwargs
+        "thinking",  # depends on the chat template; set its variables with chat_template_kwargs
         "user_profile_id",
         "workspace_id",
     }
@@ -55,7 +55,7 @@ class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """Options of the answer. The template gets *effort* like OpenAI's `reasoning_effort`; the rest is ignored."""
+    """Options of the answer. *effort* has the effect of OpenAI's `reasoning_effort`. Unknown options are ignored."""
 
     effort: Text | None = None
     format: JsonOutput | None = None
@@ -71,7 +71,8 @@ class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/messages/count_tokens`: a conversation. *cache_control* applies to the last block.
 
-    In addition to Anthropic's: *cache_salt* and *chat_template_kwargs*, as in OpenAI's chats.
+    *cache_salt* and *chat_template_kwargs* are not in Anthropic's API. They have the same meaning as in
+    `/v1/chat/completions`.
     """
 
     model: str
@@ -126,7 +127,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
-    """Yield the assistant's message; a prompt can be kept up to the end of its calls, not between them."""
+    """Yield the assistant's message. A cache control of any of its calls applies to the end of its last call."""
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     controls = [use.cache_control for use in uses if use.cache_control is not None]
     calls = [use.call() for use in uses] or None
@@ -136,7 +137,7 @@ def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
 
 
 def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """Yield the tools' results, one message each, then the message without them if it has more."""
+    """Yield one message for each tool result among *blocks*, then one message with the other blocks, if any."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
         yield result.message()
@@ -145,9 +146,10 @@ def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Itera
 
 
 class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer. With *max_tokens* 0 its prompt is computed and kept, without an answer.
+    """The body of `POST /v1/messages`: a conversation to answer.
 
-    In addition to Anthropic's: *kvtier*, *priority* and *seed*, as in OpenAI's chats.
+    With *max_tokens* 0, the prompt is computed and cached, and the answer is empty. *kvtier*, *priority* and *seed* are
+    not in Anthropic's API. They have the same meaning as in `/v1/chat/completions`.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -166,7 +168,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
         return self.max_tokens == 0
 
     def chat(self) -> ChatRequest:
-        """Return the chat to answer, with at least one new token, because only then its prompt is computed."""
+        """Return the chat to answer. Its *max_tokens* is at least 1, which is the minimum of a chat."""
         return msgspec.structs.replace(
             super().chat(),
             max_tokens=max(1, self.max_tokens),

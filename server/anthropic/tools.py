@@ -10,9 +10,10 @@ from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 
 
 class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the client runs. *eager_input_streaming* has no effect.
+    """A tool that the client runs.
 
-    Fields for Anthropic's servers rather than for the model are ignored: the model sees all tools.
+    *eager_input_streaming*, *defer_loading*, *input_examples* and *allowed_callers* are accepted and ignored. The model
+    always sees all tools.
     """
 
     name: FunctionName
@@ -29,7 +30,7 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.type not in (None, "custom"):
             raise ValueError(
-                "type: a tool that the server runs is not supported; describe a tool of yours by input_schema"
+                "type: a tool that the server runs is not supported; send a tool of your own, with an input_schema"
             )
         if self.input_schema is None:
             raise ValueError("input_schema: is missing")
@@ -42,7 +43,7 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """A choice of the tools that the model must use. By default it may use several at once."""
+    """A choice of whether the model uses tools, and which. By default, an answer may use several tools."""
 
     disable_parallel_tool_use: bool = False
 

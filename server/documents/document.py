@@ -14,15 +14,15 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class Form(StrEnum):
     """The place of a document in its prompts, which determines the tokens that are computed ahead."""
 
-    TEXT = "text"  # the prompt begins with its tokens
-    CHAT = "chat"  # the first user message of a chat begins with it, in the chat template's format
+    TEXT = "text"  # the prompt begins with the document's tokens
+    CHAT = "chat"  # the first user message of a chat begins with the document, in the chat template's format
 
 
 @dataclass(eq=False, slots=True)
 class Document:
     """One document of one tenant. Owned by the event loop; the fields that the engine's thread reads never change.
 
-    *token_ids*, which are computed ahead, are the common prefix of all prompts about the document.
+    All prompts about the document begin with *token_ids*, whose KV is computed before these prompts arrive.
     """
 
     id: str
@@ -50,6 +50,6 @@ class Document:
 
 
 def check_id(document_id: str) -> None:
-    """Raise ValueError if *document_id* is not valid; "." and ".." have another meaning in a path."""
+    """Raise ValueError if *document_id* is not a valid id. "." and ".." are not, because they mean folders in a path."""
     if not _ID.fullmatch(document_id) or document_id in (".", ".."):
         raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

@@ -38,12 +38,13 @@ class TooManyDocuments(Exception):
 class Documents:
     """Documents by tenant and id; a tenant can reach only its own. Owned by the event loop.
 
-    With a folder, each change is on disk before the call returns. Without one, documents end with the process. A change
-    runs to completion even if its caller is cancelled, so that the folder, this object and the engine's thread agree.
+    With a folder, each change is on disk before the call returns. Without a folder, documents are lost when the process
+    ends. A change runs to completion even if its caller is cancelled, so that the folder, this object and the engine's
+    thread agree.
     """
 
     def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
-        """Create an empty instance; `open` also reads the *folder*. Only the thread of *llm* calls *worker*."""
+        """Create an instance without documents, see `open`. Only the engine's thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder
@@ -63,8 +64,8 @@ class Documents:
     ) -> Self:
         """Open the folder of *config*, restore its documents and pins, and queue documents that were never computed.
 
-        *salt_of* returns the cache_salt that a document's blocks are named with. *num_tenants* share the memory for
-        pins.
+        *salt_of* returns the cache_salt with which a document's blocks are named. *num_tenants* tenants share the memory
+        for pins.
 
         Raises:
             OSError: The folder cannot be used.
@@ -137,12 +138,12 @@ class Documents:
         return await self._make_change(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> DocumentState:
-        """Return where the document is now."""
+        """Return the document's status, and how much of it each tier has now."""
         (residence,) = await self.residences([document])
         return residence
 
     async def residences(self, documents: Sequence[Document]) -> list[DocumentState]:
-        """Return where several documents are now; not a snapshot, because the engine steps in between."""
+        """Return the `residence` of several documents. It is not one snapshot, because the engine steps in between."""
         found: list[DocumentState] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
@@ -181,13 +182,13 @@ class Documents:
         return await self._ask(lambda worker: worker.prefixes.keep(prompt))
 
     async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is kept already; this counts as a read of it."""
+        """Return the part of a prompt that is kept already. The call counts as a read of that part."""
         return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide the memory for pins among *num_tenants*, from the engine's next step on.
+        """Divide the memory for pins among *num_tenants* tenants, from the engine's next step on.
 
-        Pins beyond the new share stay until they end or are renewed.
+        Pins of a tenant beyond its new share stay until they end or are renewed.
         """
         self._llm.tell(lambda _: self._worker.share_among(num_tenants))
 
@@ -202,8 +203,8 @@ class Documents:
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
 
-        The engine keeps its pins until it ends. Closing continues if the caller is cancelled; a second call waits for
-        it.
+        The engine keeps the pins until the engine ends. If the caller is cancelled, closing continues, and a second call
+        waits for it.
         """
         self._stop()
         if self._closing is None:
@@ -224,7 +225,7 @@ class Documents:
         await self._folder.close()
 
     async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
-        """Run *change* in its turn, even if the caller is cancelled, and return its result."""
+        """Run *change* after the tenant's earlier changes, even if the caller is cancelled, and return its result."""
         return await asyncio.shield(self._start_change(tenant, change))
 
     def _start_change(
@@ -330,7 +331,7 @@ class Documents:
             raise ValueError("the document has 0 tokens; give it at least one")
 
     def _longest(self, max_tokens: int | None) -> int:
-        """Return the maximum number of tokens of a document."""
+        """Return the maximum number of tokens of a document, at most *max_tokens* unless that is None."""
         longest = self._llm.longest_request - 2  # room for a question and an answer of one token each
         return longest if max_tokens is None else min(longest, max_tokens)
 
@@ -368,7 +369,7 @@ def _pinned_s(document: Document) -> float:
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
-        log.info("documents end with this process; %s", persistence_advice(config.sidecar))
+        log.info("documents are lost when this process ends; %s", persistence_advice(config.sidecar))
         return MemoryFiles()
     cipher = await llm.ask(lambda core: core.cipher)
     tokenizer = await llm.with_tokenizer(tokenizer_digest)
@@ -376,9 +377,10 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 
 
 def documents_path(config: Config) -> Path | None:
-    """Return the folder of documents: the configured one, else one next to the store's folder.
+    """Return the folder of documents: `documents.path`, or else a folder next to the one of [disk].
 
-    Returns None without a [disk] of the engine's own, because a sidecar's disk may not be writable for this process.
+    Return None if neither is configured. A sidecar has [disk] instead of the engine, and this process may not be allowed
+    to write to the sidecar's folder.
     """
     if config.documents.path is not None:
         return Path(config.documents.path)

@@ -18,8 +18,8 @@ from kvtier.tiers.naming.request_text import check_text
 class Draft:
     """A document to put, as *text* or as *token_ids*.
 
-    Without a *form*, a text is for chats if the tokenizer has a chat template. Raises ValueError for text that is not
-    valid Unicode.
+    If *form* is None, a text becomes a document for chats if the tokenizer has a chat template. Raises ValueError for
+    text that is not valid Unicode.
     """
 
     text: str | None
@@ -36,16 +36,16 @@ class Draft:
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
-    """Tokenize the draft; return its form in prompts, and the token ids to compute ahead.
+    """Tokenize the draft; return its form, and the token ids to compute ahead.
 
-    Raises ValueError for a text beyond *limit* (`TooManyTokens`), for unknown token ids, and for a form or a system
-    message that the draft cannot have. Errors of the chat template pass through.
+    Raises ValueError for a text that exceeds *limit* (`TooManyTokens`), for unknown token ids, and for a form or a
+    system message that the draft cannot have. Errors of the chat template are raised unchanged.
     """
     form = draft.form
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
     if draft.system is not None and form is Form.TEXT:
-        raise ValueError('system: only a document with "as": "chat" can have one; leave it out')
+        raise ValueError('system: only a document with "as": "chat" can have a system message; leave it out')
     if draft.text is None:
         if form is Form.CHAT:
             raise ValueError('as: token ids cannot be a document for chats; send text, or "as": "text"')

@@ -1,4 +1,4 @@
-"""DocumentFolder: documents on disk, one file each, readable only by their owner, and encrypted if blocks are.
+"""DocumentFolder: documents on disk, one file each. The files are private, and encrypted if blocks on disk are.
 
 A file is magic ‖ digest (xxh3_128, 16 bytes) ‖ content, where content is the msgpack of a `_Record`. With a key, the
 output of `Cipher.encrypt` replaces digest and content. The file's name consists of digests of tenant and id.
@@ -31,7 +31,7 @@ _UNFINISHED = ".new"  # suffix of a file that is being written
 
 
 class Damaged(ValueError):
-    """Error for a file that is not a document, or not one for this configuration; the message says why."""
+    """Error for a file that is not a document, or that this configuration cannot read; the message says why."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -52,7 +52,8 @@ class _Record(msgspec.Struct, frozen=True):
 class DocumentFolder:
     """The folder with the files of documents. One thread at a time may use it; every method may block.
 
-    A lock keeps other processes out. They would remove files that this process is writing, and miss its changes.
+    A lock keeps other processes out, because they would remove files that this process is writing, and would not see
+    its changes.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
@@ -169,7 +170,7 @@ class DocumentFolder:
         magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
         if magic == ENCRYPTED and self._cipher is None:
             raise Damaged("it is encrypted; give [disk] the key")
-        if magic == CLEAR and self._cipher is not None:  # another process could have written it without the key
+        if magic == CLEAR and self._cipher is not None:  # not trusted, because it can be written without the key
             raise Damaged("it is not encrypted, but [disk] has a key; put the document again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)
@@ -180,7 +181,7 @@ class DocumentFolder:
         elif self._cipher is None and magic == CLEAR:
             digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
         else:
-            raise Damaged("it does not begin like a document's file")
+            raise Damaged("its first bytes are not those of a document's file")
         if xxhash.xxh3_128_digest(content) != digest:
             raise Damaged("its bytes do not match their digest")
         return bytes(content)

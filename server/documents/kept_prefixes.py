@@ -1,4 +1,4 @@
-"""PinnedPrefixes: prefixes of prompts that stay in host memory until they have not been read for a while."""
+"""PinnedPrefixes: prefixes of prompts that stay in host memory until a time after their last read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.tiers.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a prompt. The prefix before it is kept until it has not been read for *ttl_s* seconds."""
+    """A position in a prompt. The prefix before the position is kept until *ttl_s* seconds after its last read."""
 
     num_tokens: int  # before the breakpoint
     ttl_s: float
@@ -20,7 +20,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedPrompt:
-    """A prompt, its breakpoints in order, and the keys that the names of its blocks depend on."""
+    """A prompt with its breakpoints in order, and with the adapter and the salt with which its blocks are named."""
 
     tenant: str | None
     token_ids: Sequence[int]
@@ -33,8 +33,8 @@ class MarkedPrompt:
 class Keeping:
     """The part of a prompt that is kept."""
 
-    num_before: int = 0  # tokens that were kept already
-    breakpoints: Sequence[Breakpoint] = ()  # those up to which the prompt is kept now, at block ends
+    num_before: int = 0  # tokens that were kept before the call
+    breakpoints: Sequence[Breakpoint] = ()  # up to which the prompt is kept now; each is moved to the end of a block
 
 
 @dataclass(eq=False, slots=True)
@@ -48,9 +48,9 @@ class _Kept:
 class PinnedPrefixes:
     """Pinned prefixes of prompts, within each tenant's share. Owned by the engine's thread.
 
-    A prefix is pinned from the end of the longest kept prefix that it extends, so shared tokens count once. A prefix
-    lasts as long as each prefix that extends it: a read of the longer one also reads the shorter one, whose ttl is the
-    maximum of theirs.
+    The pin of a prefix begins at the end of the longest kept prefix that it extends, so shared tokens are pinned once.
+    Therefore, a prefix must be kept as long as the prefixes that extend it. A read of a longer prefix also counts as a
+    read of the shorter one, and the shorter one's ttl is at least the longer one's.
     """
 
     def __init__(self, core: EngineCore, shares: PinShares) -> None:
@@ -61,8 +61,9 @@ class PinnedPrefixes:
     def keep(self, prompt: MarkedPrompt) -> Keeping:
         """Pin the cached part of a prompt up to its breakpoints.
 
-        Breakpoints are moved back to the end of a block. The tenant's kept prefixes of the prompt count as read. A
-        breakpoint is skipped if it lies within the first block, or if the tenant's share has no room for it.
+        Breakpoints are moved back to the end of a block. The call counts as a read of the prefixes of the prompt that
+        are kept already. A breakpoint is skipped if it lies within the first block, or if the tenant's share has no
+        room for it.
         """
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
@@ -74,7 +75,7 @@ class PinnedPrefixes:
         return Keeping(num_before, kept)
 
     def read(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is kept already; this counts as a read of it."""
+        """Return the part of a prompt that is kept already. The call counts as a read of that part."""
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
         kept = [each for each in self._in_whole_blocks(prompt, chain) if each.num_tokens <= _end_of(path)]
@@ -111,7 +112,7 @@ class PinnedPrefixes:
         for name in [name for name in chain.names if name in mine]:
             if mine[name].start <= _end_of(path):
                 path.append(mine[name])
-            else:  # the prefix that it extends has just ended, so its own time is over too
+            else:  # the prefix that this one extends has just ended, so this one ends too
                 self._core.pins.unpin(mine.pop(name).pin)
         return path
 

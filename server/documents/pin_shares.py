@@ -9,9 +9,9 @@ from kvtier.tiers.pins import Pin
 class PinShares:
     """Pins of documents and prompts. Tenants have equal shares of the half of host memory that may be pinned.
 
-    Whether there is room depends on the tenant's own pins alone, so it reveals nothing about other tenants. Owned by
-    the engine's thread. *num_tenants* may be set. When it grows, pins beyond the new share stay until they end or are
-    renewed.
+    Whether there is room depends on the tenant's own pins alone, so it reveals nothing about other tenants.
+    *num_tenants* may be changed. Pins beyond a smaller share stay until they end or are renewed. Owned by the engine's
+    thread.
     """
 
     def __init__(self, core: EngineCore, num_tenants: int) -> None:
@@ -33,9 +33,9 @@ class PinShares:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of tokens *start* to *num_tokens*, replacing the tenant's earlier pin *instead_of*.
+        """Pin the cached blocks of tokens *start* to *num_tokens*, and end the tenant's earlier pin *instead_of*, if any.
 
-        Another pin of the tenant keeps the tokens before *start*.
+        Another pin of the tenant must keep the tokens before *start*. The pin ends at the time *until*.
 
         Returns:
             None if the tenant's share has no room; the earlier pin then stays as it was.

@@ -1,4 +1,4 @@
-"""DocumentPins: keeps pinned documents in host memory until their pin ends, and warming ones until they are loaded."""
+"""DocumentPins: keeps pinned documents in host memory until their pins end, and warming ones until they are loaded."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from kvtier.tiers.pins import Pin
 
 RENEW_S = 30.0  # how often a pin is renewed, which reloads lost blocks
 WARM_S = 600.0  # timeout for loading a document into host memory
-MAX_LOOKED_AT = 64  # documents to check after one step, which takes 50 us
+MAX_LOOKED_AT = 64  # documents to check after one step; checking that many takes 50 us
 
 
 class NoRoomToPin(Exception):
@@ -21,7 +21,7 @@ class NoRoomToPin(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Times until which a document is kept because it is pinned or because it is warming; 0 if it is not."""
+    """The times until which a document is kept because it is pinned, and because it is warming; 0 if it is not."""
 
     pinned: float = 0.0
     warming: float = 0.0
@@ -47,8 +47,8 @@ class _Kept:
 class DocumentPins:
     """Pins of documents within each tenant's share of host memory. Owned by the engine's thread.
 
-    A pin ends by itself (`TimedPins`), and its document is then forgotten. Until then the pin is renewed every half
-    minute, which reloads lost blocks.
+    A pin ends by itself at its end time (`TimedPins`), and its document is then forgotten here. Until then, the pin is
+    renewed every half minute, which reloads lost blocks.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class DocumentPins:
         compute: Callable[[Document], None],
         shares: PinShares,
     ) -> None:
-        """Pin nothing yet; *chain_of* names a document's blocks, *compute* computes blocks that no tier holds."""
+        """Create an instance without pins.
+
+        *chain_of* returns the names of a document's blocks. *compute* computes a document's blocks that no tier holds.
+        """
         self._core = core
         self._chain_of = chain_of
         self._compute = compute
@@ -68,14 +71,17 @@ class DocumentPins:
         self._turns: deque[tuple[Document, _Kept]] = deque()
 
     def warm(self, document: Document) -> None:
-        """Load a document into host memory, then release it; raise NoRoomToPin if it does not fit."""
+        """Start to load a document into host memory, and keep it there until all of it is loaded.
+
+        Raises NoRoomToPin if the document does not fit.
+        """
         self._keep(document, replace(self._ends(document), warming=self._core.pins.now() + WARM_S))
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
         """Keep a document in host memory for *ttl_s* seconds from now.
 
-        If there is no room and *must_have_room*, raises NoRoomToPin, and an earlier pin stays as it was. Otherwise the
-        document waits for room.
+        If there is no room, *must_have_room* decides. If it is true, NoRoomToPin is raised, and an earlier pin stays as
+        it was. If it is false, the document waits for room.
         """
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
@@ -106,7 +112,7 @@ class DocumentPins:
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Check the next documents in turn, until one of them was forgotten or its pin was renewed."""
+        """Check the next documents in turn, and stop after forgetting one or renewing its pin, because that is slow."""
         for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -116,7 +122,7 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Forget a document whose time is over, or renew a pin that is due; return whether it did either (slow)."""
+        """Forget a document whose time is over, or renew a pin that is due; return whether either was done."""
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
@@ -156,8 +162,8 @@ class DocumentPins:
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
         """Replace the document's pin by one until *ends*, and compute blocks that no tier holds.
 
-        If the tenant's share has no room and *must_have_room*, returns False without a change. If it has no room
-        otherwise, the earlier pin ends, and the next renewal tries again.
+        If the tenant's share has no room, *must_have_room* decides. If it is true, nothing changes, and the result is
+        False. If it is false, the earlier pin ends, and the next renewal tries again.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

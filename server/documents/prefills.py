@@ -27,10 +27,10 @@ class _Running:
 
 
 class DocumentPrefills:
-    """A queue of documents, one of which at a time is a low-priority request. Tenants take turns.
+    """A queue of documents that are computed one at a time, each as a request of low priority. Tenants take turns.
 
-    The documents of one tenant keep their order. A document without progress for a minute becomes a request of ordinary
-    priority, so that it waits only for requests that arrived before it. Owned by the engine's thread.
+    The documents of one tenant keep their order. If a document makes no progress for a minute, its request gets the
+    ordinary priority, so that it waits only for requests that arrived before it. Owned by the engine's thread.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class DocumentPrefills:
         on_ended: Callable[[Document, str | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty queue; *extra_of* returns the extra keys of a document's block names.
+        """Create an empty queue. *extra_of* returns the extra keys with which a document's blocks are named.
 
-        *on_ended* is called with each finished document, and with the reason if it could not be computed.
+        *on_ended* is called with each finished document, and with None or the reason why it could not be computed.
         """
         self._core = core
         self._extra_of = extra_of
@@ -54,7 +54,7 @@ class DocumentPrefills:
         self._begun: dict[str | None, int] = {}  # by tenant: the number of its last started document
 
     def add(self, document: Document) -> None:
-        """Queue a document unless it is queued already; its turn loads or computes it on the device."""
+        """Queue a document unless it is queued already. In its turn, it is loaded to the device, or computed there."""
         if not self.has(document):
             self._queue.append(document)
 
@@ -68,7 +68,7 @@ class DocumentPrefills:
 
     @property
     def num_computed(self) -> int:
-        """Number of computed tokens of the running document, which drops when its request is preempted."""
+        """Number of computed tokens of the running document. The number drops when its request is preempted."""
         if self._running is None:
             return 0
         return min(self._running.request.num_computed, self._running.document.num_tokens)

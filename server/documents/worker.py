@@ -29,15 +29,15 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DocumentState:
-    """A snapshot of where a document is. Each token counts for the warmest tier that has it."""
+    """A snapshot of a document's status and place. A token in several tiers counts for the fastest of them."""
 
     status: Status
     error: str | None
-    num_computed: int  # tokens so far while prefilling; otherwise all or none
+    num_computed: int  # tokens so far while the document is prefilling; all tokens if it is ready; else 0
     tokens: Mapping[str, int]  # by tier, and "nowhere"
     num_bytes: Mapping[str, int]  # by tier
-    load_s: float | None  # time to load it to the device, from the lanes' speeds and queues; None: unknown yet
-    compute_s: float | None  # time to compute all of it; None: unknown yet
+    load_s: float | None  # estimated time to load the document to the device now; None: unknown yet
+    compute_s: float | None  # estimated time to compute all of the document; None: unknown yet
     is_warming: bool  # being loaded into host memory
     is_held: bool  # all of it is in host memory, and stays there while it is pinned
 
@@ -45,12 +45,12 @@ class DocumentState:
 class DocumentWorker:
     """A worker that computes documents, and keeps documents and prompts in host memory.
 
-    Owns their queue, their pins and the tenants' shares. It is created, called and ended in the engine's thread, which
-    calls `tick` after every step (`AsyncLLM.add_attendant`).
+    It owns the queue of documents, the pins and the tenants' shares. It is created, called and ended in the engine's
+    thread, which calls `tick` after every step (`AsyncLLM.add_attendant`).
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
-        """Create a worker; *salt_of* returns the cache_salt that a document's blocks are named with."""
+        """Create a worker. *salt_of* returns the cache_salt with which a document's blocks are named."""
         self._core = core
         self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
@@ -62,7 +62,7 @@ class DocumentWorker:
         self.prefixes = PinnedPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
-        """Return the extra keys of a document's block names; raise ValueError if its adapter is not configured."""
+        """Return the extra keys with which a document's blocks are named; raise ValueError for an unknown adapter."""
         return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
 
     def add(self, document: Document, on_ready: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class DocumentWorker:
         return False
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide the memory for pins among *num_tenants* from now on."""
+        """Divide the memory for pins among *num_tenants* tenants from now on."""
         self._shares.num_tenants = num_tenants
 
     def drop(self, document: Document) -> None:
@@ -127,7 +127,7 @@ class DocumentWorker:
         self._pins.tick()
 
     def residence(self, document: Document) -> DocumentState:
-        """Return where the document is now."""
+        """Return the document's status, and how much of it each tier has now."""
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)

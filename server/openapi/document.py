@@ -46,7 +46,8 @@ _SCHEMES = {
 def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict: bool) -> Object:
     """Return the document as a JSON object.
 
-    *needs_key*: the server has a key file. *is_strict*: tenants share nothing, so some routes are for few tenants.
+    *needs_key* is whether the server has a key file. *is_strict* is whether tenants are isolated from each other, so
+    that some routes may answer 403.
     """
     kinds = list(_kinds(operations))
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -69,7 +70,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict
 
 
 class _Writer:
-    """A writer of operations; *schemas* has the schemas of their types by identity."""
+    """A writer of operations. *schemas* maps the `id` of each type that they use to the schema of the type."""
 
     def __init__(self, schemas: Mapping[int, Object], needs_key: bool, is_strict: bool) -> None:
         self._schemas = schemas
@@ -125,7 +126,7 @@ class _Writer:
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
-    """Yield the types that need schemas; some come several times."""
+    """Yield the types that need schemas. Some are yielded several times."""
     yield ErrorAnswer
     yield AnthropicErrorAnswer
     for operation in operations:
@@ -137,7 +138,7 @@ def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
 
 
 def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping[str, Object]) -> None:
-    """Add the ignored and neutral fields, which the structs lack, to their schemas."""
+    """Add the ignored and the neutral fields of *body* to the schemas of its structs, which do not have them."""
     for kind in body.kinds:
         name = schemas[id(kind)]["$ref"].rpartition("/")[2]
         properties = components[name].setdefault("properties", {})
@@ -149,7 +150,7 @@ def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping
 
 
 def _tidy(schema: Object) -> Object:
-    """Return the schema of a struct with its docstring as one line."""
+    """Return the schema of a struct, with the docstring in its description joined to one line."""
     if "description" in schema:
         schema["description"] = " ".join(schema["description"].split())
     return schema

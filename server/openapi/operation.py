@@ -8,9 +8,10 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object that is parsed as one of *kinds*, which are structs.
+    """A request's body: a JSON object that is parsed as one of *kinds*, which are structs.
 
-    Fields in *ignored* may have any value, fields in *neutral* only the values there, see `request_body.fit`.
+    Additional fields in *ignored* may have any value. Those in *neutral* may only have the values listed there, see
+    `request_body.fit`.
     """
 
     kinds: Sequence[type]
@@ -21,9 +22,9 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The content of an answer with one status: by media type a struct, or None if it is not JSON."""
+    """The answer with one status. *content* maps its media types to the struct of a JSON answer, or to None."""
 
-    what: str
+    what: str  # a description in a few words
     content: Mapping[str, object]
 
 

@@ -52,7 +52,7 @@ def _json(what: str, kind: object) -> Outcome:
 
 
 def _answered(what: str, kind: object) -> dict[int, Outcome]:
-    """Return the outcome of an answer that is whole or a stream."""
+    """Return the outcome of a request whose answer is one JSON object, or a stream of events."""
     return {200: Outcome(what, {JSON: kind, EVENTS: None})}
 
 

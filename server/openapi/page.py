@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def docs_page(document: Mapping[str, Any], document_path: str) -> str:
-    """Return the page as HTML without scripts; *document_path* is where programs find the document."""
+    """Return the page as HTML without scripts. It links to the OpenAPI *document* at *document_path*."""
     return "".join(_parts(document, document_path))
 
 
@@ -79,7 +79,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
 
 
 def _content(told: Mapping[str, Any]) -> str:
-    """Return the media types of the content, each with its type."""
+    """Return the media types of a body or an answer, each followed by the type of its schema."""
     return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 
@@ -95,7 +95,7 @@ def _fields(schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """Return a type in a few words; structs are links."""
+    """Return the type of *schema* in a few words. A struct becomes a link to its section."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -16,7 +16,7 @@ from kvtier.web.paths import DOCS, OPENAPI
 class OpenApiRoutes:
     """The two routes of one app. Owned by the event loop.
 
-    Both documents are written once. They contain nothing of a tenant's, so they need no key.
+    Both documents are created once. They contain no tenant's data, so clients need no key to read them.
     """
 
     def __init__(self, needs_key: bool, is_strict: bool) -> None:

@@ -1,4 +1,4 @@
-"""CallGrammar: grammars of answers that call tools, in a family's shape, with arguments that follow their schemas."""
+"""CallGrammar: grammars that make an answer call tools in a model family's format, with arguments by their schemas."""
 
 import json
 import re
@@ -16,18 +16,18 @@ _TAIL = r"/[ \n]{1,4}/"
 class CallGrammar:
     """A writer of grammars in llguidance's variant of Lark's notation.
 
-    An answer has one call of one of the *functions* or, if it *is_parallel*, one or more calls.
+    An answer may call one of the *functions* once. If *is_parallel*, it may have several calls.
     """
 
     def __init__(
         self, shape: CallShape, functions: Sequence[Function], special: Mapping[str, int], *, is_parallel: bool
     ) -> None:
-        """Prepare grammars; *special* maps the text of special tokens, which grammars cannot match, to their ids."""
+        """Prepare grammars. *special* maps special tokens to their ids, because grammars cannot match them as text."""
         self._shape = shape
         self._functions = functions
         self._special = special
         more = f"( {self._literal(shape.separator)} call )*" if is_parallel else ""
-        # A model that continues with a line feed may still end without another call.
+        # After a line feed, a model may end without another call.
         self._end = f"{more} {self._literal(shape.closing)}" + (f" ( {_TAIL} )?" if is_parallel else "")
 
     def forced(self) -> str:
@@ -39,7 +39,10 @@ class CallGrammar:
         return self._with_rules("start: calls | other", f"other: {_json(schema, 'response_format.', strict=strict)}")
 
     def free(self, trigger: str) -> str:
-        """Return the grammar of any text, in which *trigger*, a prefix of the shape, starts calls up to the end."""
+        """Return the grammar of an answer of any text, in which the text *trigger* must be followed by calls.
+
+        *trigger* is a prefix of the shape's marker. The calls last until the end of the answer.
+        """
         if trigger in self._special:
             begun = [f"begun: TEXT {self._literal(trigger)}"]
         else:
@@ -50,7 +53,7 @@ class CallGrammar:
         return self._with_rules(start, f"TEXT: {_ANY_TEXT}", *begun)
 
     def free_except_json(self) -> str:
-        """Return the grammar of calls, or of any text that does not begin with a bracket of JSON."""
+        """Return the grammar of an answer that consists of calls, or of text that does not begin with `{` or `[`."""
         return self._with_rules("start: calls | TEXT", r"TEXT: /[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/")
 
     def _with_rules(self, *rules: str) -> str:
@@ -76,7 +79,7 @@ class CallGrammar:
 
 
 def _arguments(function: Function) -> str:
-    """Return the rule of the arguments: always an object, an empty one if the function takes none."""
+    """Return the rule of the function's arguments: a JSON object, which is empty if the function takes none."""
     if not function.takes_arguments:
         return json.dumps("{}")
     where = f"tools.{function.name}.parameters."
@@ -84,9 +87,10 @@ def _arguments(function: Function) -> str:
 
 
 def _json(schema: Mapping[str, Any], where: str, *, strict: bool) -> str:
-    """Return the rule of JSON that follows a schema.
+    """Return the rule of JSON that follows *schema*.
 
-    Unless *strict*, keywords that no grammar can express are left out, and reported with the schema's location *where*.
+    Unless *strict*, keywords that no grammar can express are left out. They are reported with the prefix *where*, which
+    locates the schema in the request.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options, '$comment': where}, ensure_ascii=False)}"

@@ -1,4 +1,4 @@
-"""CallSyntax: how one family of models writes tool calls, and how they are read."""
+"""CallSyntax: how one family of models writes tool calls, and how such calls are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class NotACall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call that was read: the tool's name, and its arguments as the text of a JSON object."""
+    """A call that was read: the tool's name, and the arguments as the text of a JSON object."""
 
     name: str
     arguments: str
@@ -19,7 +19,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One or more calls that are written together, and where they end in the text."""
+    """One or more calls that are written together, such as a JSON list, and the index in the text where they end."""
 
     end: int
     calls: Sequence[ParsedCall]
@@ -29,22 +29,22 @@ class BlockReader(Protocol):
     """A reader of one block in a growing text."""
 
     def read(self, text: str) -> Block | None:
-        """Return the block once *text* has all of it, else None; raise `NotACall` once it cannot be one."""
+        """Return the block, or None if its end has not arrived yet. Raise `NotACall` if *text* cannot be a block."""
 
 
 class BlockBegin(Protocol):
     """A factory of block readers."""
 
     def __call__(self, start: int) -> BlockReader:
-        """Return the reader of the block that may begin at *start*."""
+        """Return the reader of the block that may begin at index *start* of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The exact text of a family's calls that the grammar enforces.
+    """The exact format of a family's calls, which a grammar enforces.
 
-    An answer is *opening*, calls with the *separator* between them, *closing*. A call is *before*, the tool's name,
-    *between*, the arguments, *after*.
+    The calls of an answer are written as *opening*, the calls with the *separator* between them, and *closing*. One call
+    is written as *before*, the tool's name, *between*, the arguments, and *after*.
     """
 
     before: str
@@ -62,11 +62,11 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The format of a family's calls without a grammar.
+    """The way in which a family of models writes calls: exactly like *shape* with a grammar, more freely without one.
 
-    *markers* begin blocks, and one of the *trailers* may follow a block. A family that *is_bare* may also begin its
-    answer with a block, without a marker. *special* are the texts of tokens that a tokenizer may treat as special and
-    drop from decoded text, although they are a part of calls.
+    Without a grammar, one of the *markers* begins a block of calls, which the reader from *block* reads. One of the
+    *trailers* may follow the block. If *is_bare*, an answer may also begin with a block without a marker. *special* has
+    the parts of calls that may be special tokens of the tokenizer, which would be dropped from decoded text.
     """
 
     name: str

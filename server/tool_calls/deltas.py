@@ -1,4 +1,4 @@
-"""Deltas: the pieces by which an answer grows, text and tool calls, in the order in which they are sent."""
+"""Deltas: the pieces of text and of tool calls by which an answer grows, in the order in which they are sent."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from typing import Protocol, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer's text."""
+    """The next piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of call number *index* of the answer, to the tool *name*."""
+    """The beginning of the answer's call number *index*, which calls the tool *name*."""
 
     index: int
     name: str
@@ -22,7 +22,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of the arguments, as JSON text, of call number *index*."""
+    """The next piece of the arguments of call number *index*. All pieces together are JSON text."""
 
     index: int
     text: str
@@ -32,10 +32,10 @@ Delta: TypeAlias = TextDelta | CallBegin | ArgumentsDelta
 
 
 class Reader(Protocol):
-    """A reader of one answer that arrives in pieces. The result does not depend on how the text is cut."""
+    """A reader of one answer that arrives in pieces. What it reads does not depend on how the answer is cut."""
 
     def push(self, text: str) -> list[Delta]:
-        """Return the deltas that *text*, the next piece, makes certain."""
+        """Read *text*, the answer's next piece, and return the deltas that are now certain."""
 
     def end(self) -> list[Delta]:
         """Return the remaining deltas, now that the answer has ended."""

@@ -68,10 +68,11 @@ SYNTAXES: dict[str, CallSyntax] = {syntax.name: syntax for syntax in _SYNTAXES}
 
 
 def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> CallSyntax:
-    """Return how a model with this tokenizer writes calls, or the syntax named *asked*.
+    """Return the syntax in which a model with this tokenizer writes calls, or the syntax named *asked*.
 
-    The first family that can read a call as the model's template writes it is chosen. If there is none, or only plain
-    JSON, it is the family whose marker the template or the tokenizer has; else it is plain JSON.
+    The chat template renders a probe call, and the first family is chosen that can read it. If no family can, or only
+    plain JSON, the first family is chosen whose marker is in the template or in the vocabulary. If there is none, it is
+    plain JSON.
     """
     if asked is not None:
         return SYNTAXES[asked]
@@ -86,14 +87,14 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
 
 
 def _writes(syntax: CallSyntax, call: str | None) -> bool:
-    """Return whether *call*, a call of PROBE, is in the family's format."""
+    """Return whether *call*, a call of the tool PROBE as the chat template renders it, is in the family's format."""
     if call is None or _key(syntax) not in call:
         return False
     return any(each.name == PROBE for each in read_whole(FreeReader(syntax, [PROBE]), call).calls)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
-    """Return whether the template or the tokenizer has a marker of the family."""
+    """Return whether the chat template or the vocabulary has a marker of the family, and its key of arguments."""
     template = [] if tokenizer.chat_template is None else [tokenizer.get_chat_template(tools=[{}])]
     known = [*template, *tokenizer.get_added_vocab()]
     key = _key(syntax)
@@ -102,5 +103,5 @@ def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
 
 
 def _key(syntax: CallSyntax) -> str:
-    """Return the text between name and arguments, without JSON's punctuation."""
+    """Return the text between the tool's name and the arguments, without JSON's punctuation."""
     return syntax.shape.between.strip('", :')

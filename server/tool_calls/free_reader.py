@@ -1,4 +1,4 @@
-"""FreeReader: reads an answer whose model was free to call tools or not. Text that is not a call stays text."""
+"""FreeReader: reads an answer in which no grammar enforced calls. Text that is not a call stays text."""
 
 from collections.abc import Collection
 
@@ -10,12 +10,15 @@ from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Te
 class FreeReader:
     """A `Reader` that reports a call once it is complete and valid, because a delta cannot be taken back.
 
-    White space before a call is dropped, and so is the separator between calls. Invariant: the held text is white
-    space, then a possible marker or an incomplete block. Owned by one answer.
+    White space before a call is dropped, and so is the separator between calls. The held text, which is not reported
+    yet, is always white space, then a possible marker or an incomplete block. Owned by one answer.
     """
 
     def __init__(self, syntax: CallSyntax, names: Collection[str], *, is_parallel: bool = True) -> None:
-        """Create a reader; calls of other *names* stay text. Unless it *is_parallel*, only the first call counts."""
+        """Create a reader of calls of the tools *names*. Calls of other tools stay text.
+
+        Unless *is_parallel*, only the first call is reported.
+        """
         self._syntax = syntax
         self._names = names
         self._is_parallel = is_parallel
@@ -24,8 +27,8 @@ class FreeReader:
         self._block_at = 0  # where the block, with its marker, begins in the held text
         self._body_at = 0  # where the block's marker ends
         self._is_behind_block = False
-        self._has_text = False  # other than white space
-        self._follows_call = False  # with no text in between
+        self._has_text = False  # text other than white space was reported
+        self._follows_call = False  # the last reported delta was of a call
         self._num_calls = 0
         self._deltas: list[Delta] = []
 
@@ -43,7 +46,7 @@ class FreeReader:
         return self._deltas
 
     def _step(self, is_last: bool) -> bool:
-        """Read on; return whether there may be more to read."""
+        """Read the next part of the held text; return whether there may be more to read."""
         if self._is_behind_block:
             return self._skip_trailer(is_last)
         if self._block is None:
@@ -66,7 +69,10 @@ class FreeReader:
         return False
 
     def _begin(self) -> tuple[int, int] | None:
-        """Return where the first marker begins and ends, or twice where a block without a marker begins."""
+        """Return where the next block and its content begin: a marker and its end, or the same index twice if bare.
+
+        Return None if no block begins in the held text.
+        """
         found = [(place, place + len(m)) for m in self._syntax.markers if (place := self._held.find(m)) >= 0]
         if self._syntax.is_bare and not self._has_text:
             place = len(self._held) - len(self._held.lstrip())

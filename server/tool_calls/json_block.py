@@ -7,7 +7,7 @@ import msgspec
 from kvtier.server.tool_calls.call_syntax import Block, NotACall, ParsedCall
 from kvtier.server.tool_calls.json_extent import JsonExtent, NotJson
 
-_FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # the text may end anywhere in it
+_FIRST_KEY = re.compile(r'\[?\s*\{\s*(?:"(?P<key>\w*)(?P<ended>")?)?')  # optional parts, as the text may end anywhere
 _ABSENT = msgspec.Raw()
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 
@@ -41,9 +41,10 @@ class JsonBlock:
 
 
 class BareBlock(JsonBlock):
-    """A JSON block without a marker that distinguishes it from an answer in JSON.
+    """A `BlockReader` of a JSON block without a marker. Only its keys distinguish it from an ordinary answer in JSON.
 
-    Its first key must be a key of a call. Otherwise an answer would be held back without need.
+    The first key must be one that calls have, or else the text is not a call. So the first key of an ordinary answer
+    shows that the answer need not be held back.
     """
 
     def read(self, text: str) -> Block | None:
@@ -74,7 +75,10 @@ def _call(written: _Written) -> ParsedCall:
 
 
 def arguments_of(text: str) -> str:
-    """Return the JSON object in *text*, or in the string that *text* is; raise `NotACall` if there is none."""
+    """Return the JSON text of the arguments in *text*, which is a JSON object, or a JSON string with an object in it.
+
+    Raises `NotACall` if *text* is neither.
+    """
     try:
         value = msgspec.json.decode(text)
         if isinstance(value, str):
@@ -87,5 +91,5 @@ def arguments_of(text: str) -> str:
 
 
 def skip_space(text: str, place: int) -> int:
-    """Return the first place from *place* on that is not white space."""
+    """Return the index of the first character from *place* on that is not white space; the length if there is none."""
     return len(text) - len(text[place:].lstrip())

@@ -46,7 +46,7 @@ class JsonExtent:
         self._place = place
 
     def _skip_mark(self, text: str) -> bool:
-        """Go behind the next bracket or quote; return whether the first bracket is closed now."""
+        """Move past the next bracket or quote; return whether that bracket closes the whole value."""
         place = _end(_OUTSIDE, text, self._place) if self._depth else self._place
         if place < len(text):
             mark = text[place]

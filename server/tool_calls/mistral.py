@@ -13,7 +13,7 @@ _MAX_NAME = 256  # characters
 
 
 class MistralBlock:
-    """A `BlockReader` of both formats."""
+    """A `BlockReader` of both of Mistral's formats."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -30,7 +30,7 @@ class MistralBlock:
 
 
 class _NamedBlock:
-    """A reader of a name, an optional id, and arguments."""
+    """A reader of the newer format: a name, an optional id, [ARGS] and arguments."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -64,7 +64,7 @@ class _NamedBlock:
             rest = text[place:]
         if rest.startswith(ARGS):
             place += len(ARGS)
-        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # an empty rest too, because the name may continue
+        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # or the rest is empty, so the name may continue
             return False
         place = skip_space(text, place)
         if place == len(text):

@@ -37,9 +37,9 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 def _as_object(arguments: str | None) -> dict[str, Any]:
-    """Return the arguments as the object that templates iterate over, even if they are not an object.
+    """Return the arguments as a JSON object, because templates iterate over its items.
 
-    A model may have written other JSON, or `max_tokens` may have cut it off: it is then the object's only value.
+    If a model wrote other JSON, or if `max_tokens` cut the arguments off, they become the only value of the object.
     """
     try:
         read = msgspec.json.decode(arguments or "null")
@@ -53,7 +53,7 @@ def _as_object(arguments: str | None) -> dict[str, Any]:
 
 
 def template_id(call_id: str, traits: TemplateTraits) -> str:
-    """Return a call's id in the format of the template, the same for the call and for its result."""
+    """Return a call's id in the format that the template accepts. The result of the call gets the same id."""
     fits = len(call_id) == _SHORT_ID and call_id.isalnum()
     if not traits.ids_are_short or fits:
         return call_id

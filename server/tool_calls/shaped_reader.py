@@ -1,4 +1,4 @@
-"""ShapedReader: reads an answer whose grammar enforces a family's shape, and reports calls as they are written."""
+"""ShapedReader: reads an answer in which a grammar enforced the format of calls, and reports calls as they grow."""
 
 from enum import Enum, auto
 
@@ -16,10 +16,13 @@ class _In(Enum):
 
 
 class ShapedReader:
-    """A `Reader`. An answer that was cut off may end within the arguments. Owned by one answer."""
+    """A `Reader` of calls in the exact format of *shape*. Owned by one answer.
+
+    If an answer is cut off, the arguments of its last call may be incomplete.
+    """
 
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
-        """Create a reader; after *trigger*, a prefix of the shape's marker, the model must continue with a call."""
+        """Create a reader. *trigger* is the prefix of the shape's marker after which the grammar enforces a call."""
         self._shape = shape
         self._trigger = trigger
         self._held = ""
@@ -38,7 +41,7 @@ class ShapedReader:
         return self._deltas
 
     def end(self) -> list[Delta]:
-        """Return the held text, unless it is a call that was cut off."""
+        """Return the text that was not reported yet, unless it is the beginning of a call that was cut off."""
         begun = self._held.lstrip()
         is_call = begun.startswith(self._trigger)
         is_text = self._place is _In.TEXT and self._held != "" and not is_call

@@ -15,7 +15,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name and the description of a tool, and the JSON schema of its arguments.
 
-    With *strict* the arguments follow the schema even if the model itself decides whether to call.
+    With *strict*, the arguments follow the schema even if the model itself decides whether to call the tool.
     """
 
     name: FunctionName
@@ -26,7 +26,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         kind = (self.parameters or {}).get("type")
         if kind not in (None, "object"):
-            raise ValueError("parameters: is not the schema of an object; use the type object")
+            raise ValueError("parameters: is not the schema of an object; set its type to object")
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the format of templates.
 
-        It has all keys that a template may use, in a fixed order, so that equal tools become equal text.
+        The result has all keys that a template may use, in a fixed order, so that equal tools become equal text.
         """
         tool = self.function
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.schema}
@@ -74,11 +74,13 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raise ValueError for two tools of one name, and for a *choice* that no tool matches."""
+    """Raise ValueError for two tools with one name, and for a *choice* that none of the *tools* matches."""
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"tools: there are two of the name {twice}; give each tool a unique name")
+        raise ValueError(f"tools: two tools have the name {twice}; give each tool a unique name")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ValueError(f"tool_choice: there is no tool of that name among {', '.join(names) or 'none'}")
+        raise ValueError(f"tool_choice: the request has no tool of that name; its tools: {', '.join(names) or 'none'}")
     if choice == "required" and not tools:
-        raise ValueError("tool_choice: is required, and there are no tools; send some, or leave it out")
+        raise ValueError(
+            "tool_choice is 'required', but the request has no tools; send tools, or leave tool_choice out"
+        )

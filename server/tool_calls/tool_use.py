@@ -21,14 +21,14 @@ from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The syntax of the served model's calls, and the ids of the special tokens in them by text."""
+    """The syntax of the served model's calls, and the special tokens in them (texts with their ids)."""
 
     syntax: CallSyntax
     special: Mapping[str, int]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> Self:
-        """Return the format of a model with this tokenizer, or the one *asked* for."""
+        """Return the format of a model with this tokenizer. *asked* names a syntax; None finds it out."""
         syntax = syntax_of(tokenizer, asked)
         tokens = tokenizer.added_tokens_decoder.items()
         special = {token.content: token_id for token_id, token in tokens if token.special}
@@ -38,8 +38,9 @@ class ToolFormat:
 class ToolUse:
     """The tools of one request. Each choice of its answer has a reader of its own.
 
-    A grammar enforces the family's shape if a call is required, or if a tool is strict. Calls are then reported as they
-    are written. Otherwise a call is reported once it is complete.
+    A grammar enforces the exact format of calls if a call is required, or if a tool is strict. A call is then streamed
+    while it is written, unless the answer's text could be mistaken for a call. Without a grammar, a call is sent once it
+    is complete.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ToolUse:
         form: ToolFormat,
         answer: StructuredOutputs | None,
     ) -> None:
-        """Prepare the tools; *answer* is the required format of an answer without a call, None if any will do."""
+        """Prepare the tools. *answer* is the required format of an answer without a call; None: any text."""
         self._form = form
         self._answer = answer
         self._is_used = bool(tools) and choice != "none"
@@ -65,7 +66,7 @@ class ToolUse:
         syntax = self._form.syntax
         if not self._is_used:
             return TextReader()
-        is_free = syntax.is_bare or self._answer is not None  # then the text itself may contain what looks like a call
+        is_free = syntax.is_bare or self._answer is not None  # then an answer's text may look like a call
         if self._is_forced:
             return ShapedReader(syntax.shape)
         if self._is_strict and not is_free:
@@ -73,12 +74,15 @@ class ToolUse:
         return FreeReader(syntax, {function.name for function in self._functions}, is_parallel=self._is_parallel)
 
     def shown(self, sampling: SamplingParams) -> SamplingParams:
-        """Return *sampling* with the special tokens of calls shown in the text."""
+        """Return *sampling*, changed so that decoding keeps the special tokens of calls in the text."""
         return replace(sampling, shown_token_ids=tuple(self._form.special.values())) if self._is_used else sampling
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text, calls included. Raises `InvalidParameter` if calls rule it out."""
+        """Required format of the answer's text, calls included; None: any text.
+
+        Raises `InvalidParameter` if the format that the request requires cannot be combined with calls.
+        """
         answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
             return answer
@@ -94,7 +98,7 @@ class ToolUse:
 
     def _schema(self, answer: StructuredOutputs) -> Mapping[str, Any]:
         if answer.kind not in ("json", "json_object") or self._form.syntax.is_bare:
-            advice = 'cannot be combined with tools here; send tool_choice "none" or "required"'
+            advice = 'cannot be combined with optional tool calls; set tool_choice to "none" or "required"'
             raise InvalidParameter(answer.parameter_name, advice)
         schema: dict[str, Any] = json.loads(answer.text)
         return schema

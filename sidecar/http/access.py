@@ -20,15 +20,16 @@ from kvtier.web.request_ids import RequestIds, request_id_of
 
 log = logging.getLogger(__name__)
 
-# Needs no token, because a supervisor that probes it has none. The page needs none either, because it contains no data.
+# A path that needs no token, because a supervisor that probes it has none. The dashboard's page needs none either,
+# because it contains no data.
 HEALTH = "/health"
 
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
     """Return the token that requests must carry; None if they need none.
 
-    Logs a warning if other users may use the token's file. Raises ValueError if the token is too short, or if the file
-    cannot be read.
+    Logs a warning if other users may read or change the token's file. Raises ValueError if the token is too short, or
+    if the file cannot be read.
     """
     if not config.has_token:
         return None
@@ -50,7 +51,7 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
 
 
 def browser_rules(config: HttpConfig) -> BrowserRules:
-    """Return what pages of other sites may request through a browser if no token is needed."""
+    """Return the rules for requests from browsers, which protect a server that needs no token."""
     return BrowserRules.of(
         config.host,
         config.allowed_hosts,
@@ -63,8 +64,8 @@ def browser_rules(config: HttpConfig) -> BrowserRules:
 class Access:
     """The outermost ASGI layer: gives each request its id, refuses requests without the token, and counts all requests.
 
-    Requests are counted by path and status. Without a token any process of this machine may send requests, but no page
-    that a browser on it shows: see `BrowserRules`.
+    Requests are counted by path and status. Without a token, any process of this machine may send requests, but pages
+    of other sites that a browser on this machine shows may not: see `BrowserRules`.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Access:
     ) -> None:
         """Wrap *app*.
 
-        Paths that are not in *paths* are counted as one, because a client could make up any number. With
-        *has_operators* there are paths of operators' verbs, which check the operators' own tokens.
+        *paths* are the paths that are counted separately. All others are counted as one, because a client could make up
+        any number of paths. *has_operators* says whether there are operators' verbs; their paths check the operators'
+        own tokens.
         """
         self._has_operators = has_operators
         self._app = app
@@ -130,5 +132,5 @@ class Access:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:
             return None
-        message = "no token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+        message = "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
         return ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})

@@ -1,4 +1,4 @@
-"""Operators' actions that take a while, during which the event loop polls the owner's thread."""
+"""Operators' actions that take a while. Meanwhile the event loop polls the thread that owns the tiers."""
 
 import asyncio
 import logging
@@ -25,7 +25,8 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
         if not saving.num_left:
             return
         if not saving.is_possible:
-            raise ApiError(503, f"{saving.num_left} chunks are left: writing to the disk fails", code="disk")
+            message = f"{saving.num_left} chunks are only in host memory, because writing to the disk fails"
+            raise ApiError(503, message, code="disk")
         if time.monotonic() >= give_up_at:
             message = f"{saving.num_left} chunks are not on disk after {timeout_s:g} s"
             raise ApiError(504, message, code="timeout")
@@ -35,8 +36,8 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 async def checked(owner: Owner) -> list[Layout]:
     """Verify the bookkeeping of all layouts, endpoints and pins; return the layouts.
 
-    The owner's thread serves engines between two layouts. Raises ApiError with the sentence that says what is
-    inconsistent.
+    The thread that owns the tiers serves engines between two layouts. Raises ApiError if something is inconsistent; the
+    message says what.
     """
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:
@@ -44,6 +45,6 @@ async def checked(owner: Owner) -> list[Layout]:
             await owner.ask(partial(owner.sidecar.check, layout), CHECK_S)
         await owner.ask(owner.sidecar.check_endpoints, CHECK_S)
     except AssertionError as error:
-        log.error("http: the books do not agree: %s", error)
-        raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+        log.error("http: the bookkeeping is inconsistent: %s", error)
+        raise ApiError(500, f"the bookkeeping is inconsistent: {error}", code="check") from None
     return layouts

@@ -51,7 +51,7 @@ Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class SidecarRoutes:
-    """Routes that are answered by asking the thread that owns the tiers. Owned by the event loop."""
+    """The routes, most of which ask the thread that owns the tiers. Owned by the event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class SidecarRoutes:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _spill(self, request: Request) -> Response:
-        """Wait until no chunk is only in host memory. The owner's thread writes the chunks in any case."""
+        """Wait until no chunk is only in host memory. The sidecar writes chunks to disk without being asked to."""
         timeout_s = _seconds(_options(request, {"timeout_s"}).get("timeout_s"))
         await spilled(self._owner, timeout_s)
         return json_response({"num_left": 0})
@@ -156,7 +156,7 @@ class SidecarRoutes:
     async def _check(self, request: Request) -> Response:
         """Verify all bookkeeping; an error names what is inconsistent.
 
-        The owner's thread serves engines between two layouts.
+        The thread that owns the tiers serves engines between two layouts.
         """
         _options(request, frozenset())
         layouts = await checked(self._owner)

@@ -26,9 +26,9 @@ EXPLAIN = "/v1/kvtier/explain"
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of the `POST` request: the token ids of a prompt, because a sidecar has no tokenizer.
+    """Body of the `POST` request. *prompt* has token ids, because a sidecar has no tokenizer.
 
-    With *request_id* the past lookup of that request is explained; it must have had this prompt.
+    With *request_id*, the past lookup of the request with this id is explained, which must have had the same prompt.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -54,13 +54,14 @@ class ExplainRoutes:
         asked = parse(await read_body(request, BODY), ExplainRequest, (), {})
         explainer = self._layouts.explainer
         if explainer is None:
-            raise ApiError(404, "kvtier's own engines explain their requests themselves: ask them", code="no_endpoint")
+            message = "this sidecar receives no prompts; send the request to the kvtier engine that got the prompt"
+            raise ApiError(404, message, code="no_endpoint")
         chain = BlockChain(explainer.block_size, ExtraKeys(cache_salt=asked.cache_salt or None))
         await asyncio.to_thread(chain.extend, asked.prompt)
         if asked.request_id is None:
             found = await self._owner.ask(lambda: explained_prompt(self._layouts, explainer, asked.model, chain))
             if not found:
-                message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} has the models of all"
+                message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} lists the known models"
                 raise ApiError(404, message, code="no_model", param="model")
             return _answer([await asyncio.to_thread(each.explanation) for each in found])
         pasts = await self._pasts(asked.request_id)
@@ -69,13 +70,14 @@ class ExplainRoutes:
             return any(explainer.is_prompt_of(past, chain, len(asked.prompt)) for past in pasts)
 
         if not await asyncio.to_thread(is_prompt_of_one):
-            raise ApiError(409, "that lookup was of another prompt or cache_salt", code="other_prompt", param="prompt")
+            message = "the request with this id had another prompt or salt; leave out request_id to explain this prompt"
+            raise ApiError(409, message, code="other_prompt", param="prompt")
         return _answer(await self._explained(explainer, pasts))
 
     async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
         """Explain one lookup after the other.
 
-        The owner's thread only collects evidence, and serves engines in between.
+        The thread that owns the tiers only collects the evidence of each lookup, and serves engines in between.
         """
         found = []
         for past in pasts:
@@ -84,13 +86,13 @@ class ExplainRoutes:
         return found
 
     async def _pasts(self, request_id: str) -> Sequence[Past]:
-        """Return the lookups of that id. Raise ApiError 404 if there is none."""
+        """Return the past lookups of the request with this id. Raise ApiError 404 if none is remembered."""
         explainer = self._layouts.explainer
         found = [] if explainer is None else await self._owner.ask(lambda: explainer.find(request_id, None))
         if not found:
             message = (
-                "no lookup of that id is remembered: thousands of lookups have come since, or one of kvtier's "
-                "own engines made it, which explains its requests itself"
+                "no lookup of that id is remembered: thousands of lookups have come since, or it was a request to one "
+                "of kvtier's own engines, which explain their requests themselves"
             )
             raise ApiError(404, message, code="request_not_found")
         return found

@@ -23,17 +23,17 @@ from kvtier.sidecar.http.views import LANES, Snapshot
 from kvtier.sidecar.statistics import SidecarStatistics
 from kvtier.transfer.transfer_engine import Route
 
-_COPIES = (Route.HOST_TO_DISK, Route.DISK_TO_HOST)  # the other lanes move no bytes: they take and compare digests
+_COPIES = (Route.HOST_TO_DISK, Route.DISK_TO_HOST)  # the other lanes copy nothing: they compute and compare digests
 
 
 class SidecarMetrics:
     """The answer to `/metrics`: a snapshot of the sidecar, and the counters of the HTTP server.
 
-    Clients cannot choose labels, so no label is a model's name, a layout or a client. Owned by the event loop.
+    No label is a model's name, a layout or a client, so that clients cannot create labels. Owned by the event loop.
     """
 
     def __init__(self, compat: Sequence[str] = ()) -> None:
-        """Create the HTTP server's counters. *compat* is as in the configuration."""
+        """Create the HTTP server's counters. *compat* is `compat` of `[metrics]` in the configuration."""
         self._registry = CollectorRegistry()
         self._compat = compat
         self.requests = RequestMetrics(self._registry)

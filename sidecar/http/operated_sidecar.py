@@ -7,7 +7,7 @@ from kvtier.sidecar.http.actions import checked, spilled
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.pin_routes import PinRequest, PinRoutes
 from kvtier.tiers.lower.purge import PurgeOrder
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_error import ApiError
 from kvtier.web.operating.verbs import Answer, Check, Evict, Pin, Reset, Spill, Unpin, tiers_answer, until_done
@@ -18,7 +18,7 @@ BELOW = frozenset({Tier.HOST, Tier.DISK})
 class OperatedSidecar:
     """The operators' verbs, see `Operated`. Owned by the event loop.
 
-    The thread that owns the tiers carries out each verb in parts.
+    The thread that owns the tiers carries out each verb in parts, and serves engines in between.
     """
 
     def __init__(self, owner: Owner, pins: PinRoutes) -> None:
@@ -55,7 +55,8 @@ class OperatedSidecar:
         """Keep the cached part of a prompt in host memory."""
         if asked.model is None or asked.token_ids is None:
             what = "token_ids" if asked.token_ids is None else "model"
-            raise ApiError(400, f"{what} is missing: a sidecar has no tokenizer and serves many models", param=what)
+            message = f"{what} is missing; a sidecar needs model and token_ids, because it has no tokenizer"
+            raise ApiError(400, message, param=what)
         salt = asked.salt or asked.tenant or ""
         answer = await self._pins.carry_out(PinRequest(asked.model, asked.token_ids, asked.seconds, salt))
         return {name: answer[name] for name in ("pin", "num_chunks", "num_tokens")}
@@ -71,7 +72,7 @@ class OperatedSidecar:
         if not asked.now and any(client.leases for client in await self._owner.ask(self._sidecar.clients)):
             raise ApiError(
                 409,
-                "engines are loading or storing, and would have to wait; retry, or set now",
+                "engines are loading or storing, and would have to wait; retry later, or set now",
                 code="busy",
                 param="now",
             )

@@ -22,7 +22,8 @@ class Owner:
     async def ask(self, question: Callable[[], _Answer], answer_s: float | None = None) -> _Answer:
         """Run *question* on the owner's thread, and return its result or raise its exception.
 
-        Raises ApiError 503 after *answer_s* seconds. The question is then not run later either, unless it has begun.
+        Raises ApiError 503 if there is no result after *answer_s* seconds, by default those given to `__init__`. A
+        question that has not begun by then is never run.
         """
         wait_s = self._answer_s if answer_s is None else answer_s
         answer = asyncio.wrap_future(self.sidecar.ask(question))
@@ -36,4 +37,4 @@ class Owner:
         try:
             return answer.result()
         except QueueFull as error:
-            raise ApiError(503, f"{error}; it is stuck", code="stuck") from None
+            raise ApiError(503, f"{error}; the thread is stuck", code="stuck") from None

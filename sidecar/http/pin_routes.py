@@ -24,8 +24,8 @@ from kvtier.web.request_body import parse, read_body
 
 BODY = ServerConfig(max_body=parse_bytes("8MiB"), body_timeout_s=20.0)  # a million token ids
 MAX_S = 7 * 86_400.0
-COMING_S = 10.0  # longest wait of an answer for reads from disk
-LOOK_S = 0.05  # polling interval meanwhile
+COMING_S = 10.0  # longest time that an answer waits for reads from disk
+LOOK_S = 0.05  # polling interval during this wait
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1, max_length=1 << 20)]  # more than any model's context
@@ -48,9 +48,10 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PinRoutes:
-    """Pins through the thread that owns the tiers. Owned by the event loop.
+    """The routes that make and end pins, by asking the thread that owns the tiers. Owned by the event loop.
 
-    The names of a prompt's chunks are computed on another thread.
+    The names of a prompt's chunks are computed on another thread, so that neither the event loop nor the thread that
+    owns the tiers is delayed.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -58,20 +59,20 @@ class PinRoutes:
         self._sidecar = owner.sidecar
 
     async def pin(self, request: Request) -> Response:
-        """Keep the cached part of a prompt in host memory, and answer once it is there."""
+        """Keep the cached part of a prompt in host memory, and answer when reads from disk for it have ended."""
         if request.query_params:
             raise ApiError(400, "/pin has no options; send what to pin as a JSON body")
         return json_response(await self.carry_out(parse(await read_body(request, BODY), PinRequest, (), {})))
 
     async def carry_out(self, asked: PinRequest) -> dict[str, object]:
-        """Carry out the request, and return the answer. Raise ApiError if that is not possible."""
+        """Make, renew or end the pin, and return the answer's fields. Raise ApiError if that is not possible."""
         if not asked.seconds:
             pin_id = asked.pin_id
             await self._owner.ask(lambda: self._sidecar.pins.unpin(pin_id))
             return _answer(pin_id, 0.0, [])
         sizes = {layout.chunk_tokens for layout, _ in await self._owner.ask(lambda: self._layouts(asked.model))}
         if not sizes:
-            message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} has the models of all"
+            message = f"no engine of the model {asked.model[:64]!r} has attached; {STATS} lists the known models"
             raise ApiError(404, message, code="no_model", param="model")
         blocks = {size: await asyncio.to_thread(blocks_of_tokens, size, asked.salt, asked.token_ids) for size in sizes}
         pin_id = asked.pin_id
@@ -97,7 +98,7 @@ class PinRoutes:
         return json_response(_answer(pin_id, 0.0, []))
 
     async def _settled(self, pin_id: str) -> list[PinnedLayout]:
-        """Return what the pin keeps once no more reads are in flight, or after `COMING_S`."""
+        """Wait until no reads for the pin are in flight, at most `COMING_S` seconds; return what the pin keeps."""
         give_up_at = time.monotonic() + COMING_S
         while True:
             found = await self._owner.ask(lambda: self._sidecar.pins.view(pin_id)) or []

@@ -1,7 +1,7 @@
 """The sidecar's state and counters as JSON."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 Object = dict[str, object]
 
-# What a sidecar's lanes do. It has no device, so the routes to and from a device carry digests.
+# Names of a sidecar's lanes. A sidecar has no device, so it computes digests on the lanes to and from a device.
 LANES = {
     Route.HOST_TO_DISK: "store",
     Route.DISK_TO_HOST: "load",
@@ -35,8 +35,8 @@ SET = "(set)"  # in place of a secret
 class Snapshot:
     """The state of a sidecar at one moment.
 
-    *why_not_ready* is empty if the sidecar is ready. *pins* are shown as clients that lease what they keep.
-    *quarantined* are clients whose session has ended. Times are by the sidecar's clock.
+    *why_not_ready* is empty if the sidecar is ready. *pins* has each pin in the form of a client with leases.
+    *quarantined* has the clients whose leases are in quarantine. Times are by the sidecar's clock.
     """
 
     statistics: SidecarStatistics
@@ -62,7 +62,7 @@ def snapshot_of(sidecar: Sidecar) -> Snapshot:
 
 
 def stats_view(snapshot: Snapshot) -> Object:
-    """Return everything except the single clients."""
+    """Return the state and the counters of all parts of the sidecar. Clients are only counted, not listed."""
     statistics = snapshot.statistics
     return {
         "segment": statistics.segment_name,
@@ -86,12 +86,12 @@ def stats_view(snapshot: Snapshot) -> Object:
 
 
 def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
-    """Return by tier what is in it now, and what has left it."""
+    """Return for each tier its current content in numbers, and counts of what was evicted from it."""
     return {tier.value: _tier_view(found) for tier, found in tiers.items()}
 
 
 def what_if_view(ratios: HitRatios) -> Object:
-    """Return by tier the hit ratio down to that tier, if the tier were this many times as large."""
+    """Return for each tier, by size factor, the hit ratio down to the tier if the tier were larger by that factor."""
     return {tier.value: {f"{size:g}": ratio for size, ratio in each.items()} for tier, each in ratios.items()}
 
 
@@ -109,7 +109,7 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Return each lease of clients and pins, and those in quarantine, oldest first."""
+    """Return the leases of clients and pins, and the leases in quarantine, oldest first."""
     holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
     leases = [(lease, client) for client in holders for lease in client.leases]
     return [
@@ -187,8 +187,3 @@ def _plain(value: object) -> object:
 
 def _age(snapshot: Snapshot, since: float) -> float:
     return round(snapshot.now - since, 1)
-
-
-def digests_of(layouts: Iterable[LayoutStatistics]) -> dict[str, Layout]:
-    """Return the layouts by their digest in hexadecimal."""
-    return {each.layout.digest.hex(): each.layout for each in layouts}

@@ -15,10 +15,10 @@ def attached(
     promises: Iterable[Promise],
     stores: Iterable[Store],
 ) -> Iterator[AttachedClient]:
-    """Yield each worker by the number that it has registered, and each other connection by its descriptor here.
+    """Yield each worker, and each connection without a worker, such as a scheduler's.
 
-    Other connections are those of schedulers, for example. A promise belongs to the connection that asked for it, a
-    copy to its worker.
+    Workers are named by the number that they have registered, other connections by their descriptor in this process. A
+    promise counts as a lease of the connection that requested it, and a copy as a lease of the worker that makes it.
     """
     workers, all_promises, all_stores = list(instances), list(promises), list(stores)
     for client in clients:
@@ -37,7 +37,7 @@ def copied(instance: Instance, promises: Iterable[Promise], stores: Iterable[Sto
 
 
 def worker_name(instance: Instance) -> str:
-    """Return the worker's name, for people."""
+    """Return the worker's name for display."""
     return f"worker {instance.instance_id:x}"
 
 

@@ -14,11 +14,11 @@ VERSION = 1  # of the digest's input
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """The KV layout of an engine, see `Layout`. Two engines share chunks only if all of it is equal.
+    """The KV layout of an engine, see `Layout`. Two engines share chunks only if all fields are equal.
 
     *weights* is a digest or revision of the model's weights, empty if it is not known. A chunk is *chunk_tokens* tokens
-    of one rank. Each of *num_planes* planes (keys and values, or both fused) and each of *num_layers* layers has
-    *width* elements for each of *num_physical_slots* tokens. The engine's own blocks have *block_size* tokens.
+    of one rank. Each of *num_planes* planes (2 for keys and values, 1 if both are fused) has *width* elements for each
+    of *num_physical_slots* tokens in each of *num_layers* layers. The engine's own blocks have *block_size* tokens.
     """
 
     model: str
@@ -63,7 +63,7 @@ class ChunkLayout:
 
     @property
     def groups(self) -> Sequence[FullAttention]:
-        """One group for each rank, whose chunks are its own."""
+        """Groups of the tiers: one for each rank, because each rank has its own chunks."""
         return [FullAttention(self.chunk_tokens)] * self.world_size
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:

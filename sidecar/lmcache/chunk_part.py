@@ -27,8 +27,8 @@ ELEMENT_BYTES = {
 class ChunkMemory:
     """The slots for chunks of one size, see `SlotMemory`.
 
-    Each extent can be cut into slots of this memory. Slots begin at page boundaries, and their numbers continue from
-    extent to extent.
+    Each extent is cut into the same number of slots, and slots are numbered through all extents. Slots begin at page
+    boundaries.
     """
 
     num_copiers = 1
@@ -44,7 +44,7 @@ class ChunkMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Number of bytes of the segment that a slot takes, including its part of what is left over in an extent."""
+        """Number of bytes of the segment that a slot takes, including its share of an extent's unused rest."""
         return self._extent_bytes // self.slots_per_extent
 
     def offset(self, slot: int) -> int:
@@ -70,11 +70,12 @@ class ChunkMemory:
 class ChunkPart:
     """The last *num_tokens* tokens of a chunk in one KV cache group.
 
-    Each of *num_planes* planes (keys and values, or both fused) and each of *num_layers* layers has *width* elements
-    for each token. A hit needs the part of its last *window_chunks* chunks, or of all chunks if that is 0.
+    Each of *num_planes* planes (2 for keys and values, 1 if both are fused) has *width* elements for each token in each
+    of *num_layers* layers. A hit needs this part of its last *window_chunks* chunks, or of all its chunks if
+    *window_chunks* is 0.
 
-    The engine's own blocks have *block_size* tokens. If the group *is_recurrent*, they are states, which the sidecar
-    handles as bytes like any others.
+    The engine's own blocks have *block_size* tokens. If *is_recurrent*, the blocks are recurrent states. The sidecar
+    treats states as bytes, like any other blocks.
     """
 
     dtype: str  # torch's name, such as "bfloat16"
@@ -98,14 +99,14 @@ class ChunkPart:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def group(self, chunk_tokens: int) -> AttentionGroup:
-        """Return which of a prompt's chunks of *chunk_tokens* tokens a hit needs."""
+        """Return the attention group of this part, which says what chunks (of *chunk_tokens* tokens) a hit needs."""
         if self.window_chunks:
             return SlidingWindow(chunk_tokens, self.window_chunks * chunk_tokens)
         return FullAttention(chunk_tokens)
 
 
 def check_fields(values: object) -> None:
-    """Raise `LayoutRefused` if a number or the dtype in this dataclass is one that no chunk can have."""
+    """Raise `LayoutRefused` if a field of this dataclass is a number or dtype that no chunk can have."""
     for field in fields(values):  # type: ignore[arg-type]
         value = getattr(values, field.name)
         if field.name == "dtype" and value not in ELEMENT_BYTES:
@@ -129,8 +130,8 @@ def memories_of(
     if num_slots > MAX_SLOTS:  # check before the bookkeeping of any rank is allocated
         raise LayoutRefused(
             f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
-            f"have {num_slots} slots in host memory; at most {MAX_SLOTS} are served, since each costs memory besides "
-            "its chunk: start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
+            f"have {num_slots} slots in host memory, but the limit is {MAX_SLOTS}, because slots need bookkeeping: "
+            "start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes
     if len(memories) > num_extents:

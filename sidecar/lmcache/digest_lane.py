@@ -1,4 +1,4 @@
-"""DigestLane: digests of chunks in host memory, taken on other threads than the owner's."""
+"""DigestLane: digests of chunks in host memory, computed on other threads than the one that owns the tiers."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 8 << 20  # a millisecond's work, so that threads share a request and other requests have a turn soon
+BATCH_BYTES = 8 << 20  # a millisecond's work: several threads share a request, and other requests soon have a turn
 BATCH_CHUNKS = 32
 MAX_IN_FLIGHT = 8  # batches in the lane; the rest waits here, where clients take turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
-"""A callback for each part of a request, with its places and their digests; None if these could not be taken."""
+"""A callback for each part of a request, with its places and their digests; None if they could not be computed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DigestBatch:
-    """Slots whose digests are being taken, the caller's places of them, and the callback."""
+    """Slots whose digests are computed together, their places in the caller's request, and the callback."""
 
     memory: HostMemory
     slots: Sequence[int]
@@ -28,7 +28,7 @@ class DigestBatch:
 
 
 class DigestLane:
-    """The queue in front of a lane that takes digests. Owned by the sidecar's thread.
+    """The queue in front of a lane that computes digests. Owned by the sidecar's thread.
 
     Each client's batches wait in order, and the clients take turns, so that a client with much to do delays no other
     client. The caller keeps a lease on every slot until the callback for it.
@@ -43,9 +43,9 @@ class DigestLane:
         )  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
-        """Take the digests of these slots; *deliver* is called within a later `poll` of the transfers.
+        """Compute the digests of these slots; *deliver* is called within a later `poll` of the transfers.
 
-        *client*, in whose turns they are taken, is any object that is equal only to itself.
+        *client* says whose turns the request uses. It is any object that is equal only to itself.
         """
         limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
@@ -80,8 +80,8 @@ class DigestLane:
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
     """Return the digests of these slots, on the lane's thread.
 
-    The digest for two threads releases the interpreter's lock, so the owner's thread, which answers engines, waits for
-    none.
+    `digest_for_threads(2)` releases the GIL for each block. So the thread that answers engines does not wait for
+    digests.
     """
     digest = digest_for_threads(2)
     return [digest(memory.host_block(slot)) for slot in slots]

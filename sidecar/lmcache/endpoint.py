@@ -39,20 +39,20 @@ from kvtier.sidecar.lmcache.zmtp import message_bytes
 from kvtier.sidecar.port import Client, Message, Port
 from kvtier.sidecar.quarantine import Lifeline
 from kvtier.sidecar.refusals import Refusals
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import NamedBlocks, tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-HELD_S = 0.05  # longest wait of an answer about a lookup, because an engine's scheduler may block on it
-MAX_HELD = 4096
+HELD_S = 0.05  # longest wait of an answer about a lookup, because an engine's scheduler may block on the answer
+MAX_HELD = 4096  # answers that wait at a time
 
 
 class EndedConnections:
-    """Connections that the port reads no more, kept open on the sidecar's side while their workers may copy.
+    """Connections that the port no longer reads, kept open on the sidecar's side while their workers may copy.
 
-    A worker's process closes its end when it ends, or when its client is closed, which waits for copies in flight. The
-    client is sent nothing: libzmq would then close the client's end at once, whatever the worker's other threads are
-    doing. Owned by the endpoint's thread.
+    A worker's process closes its end of the connection when the process ends, or when it closes its LMCache client,
+    which waits for copies in flight. So an end that is closed means that no copy is in flight. The sidecar does not
+    shut down its own end, because libzmq would then close the worker's end at once, even in the middle of a copy. Owned
+    by the endpoint's thread.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An answer that waits until the promise is settled, or at most until the time *until*."""
+    """An answer that waits until the promise is settled, but not longer than until the time *until*."""
 
     call: PendingCall
     promise: Promise
@@ -126,7 +126,6 @@ class EndpointStatistics:
     operations: Mapping[str, int]
     refused: Mapping[str, int]
     num_clients: int
-    num_instances: int
     num_promises: int
     num_held: int
     promised: Counts
@@ -134,15 +133,17 @@ class EndpointStatistics:
 
 
 class LmcacheEndpoint:
-    """The endpoint for engines with LMCache's client. Every operation gets an answer, a refused one a harmless answer.
+    """The endpoint for engines with LMCache's client.
 
-    Answers wait only for promises, which have a time limit. Owned by the sidecar's thread, whose loop calls `receive`
-    when `file` is readable or there was more, then `poll` of transfers and tiers, then `tick`.
+    Every operation gets an answer. The protocol has no error answers, so a refused operation gets a harmless result.
+    Answers wait only for promises, which have a time limit. Owned by the sidecar's thread, whose loop polls the
+    transfers and tiers, and then calls `tick` and `receive`.
 
     In this protocol an engine's scheduler asks how much of a prompt is cached (`lookup`, then `query_prefetch_status`).
-    Its workers map the segment. They copy promised chunks out of it (between `prepare_retrieve` and `commit_retrieve`),
-    and computed chunks into it (between `prepare_store` and `commit_store`). Under vLLM's default policy a load that
-    fails after it was promised ends the engine, so every promise must be kept: see `Promises`.
+    The engine's workers map the segment, which is the sidecar's host memory. They copy promised chunks out of it
+    (between `prepare_retrieve` and `commit_retrieve`), and computed chunks into it (between `prepare_store` and
+    `commit_store`). Under vLLM's default policy, the engine ends if it cannot load a chunk that was promised. So every
+    promise must be kept: see `Promises`.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class LmcacheEndpoint:
         return self._port.has_more
 
     def tick(self) -> None:
-        """Advance what lanes and tiers have completed, and end what has timed out."""
+        """Advance promises and digests, send the answers that are ready, and end what has timed out."""
         self._port.tick(stays=self._is_copying)
         self._promises.tick()
         self._verifying.pump()
@@ -223,7 +224,10 @@ class LmcacheEndpoint:
         self._answer_held()
 
     def close(self) -> None:
-        """Stop receiving frames, and end every connection and lease. From now on no slot may be given to a block."""
+        """Stop receiving frames, and end every connection and lease.
+
+        After this call, no block may be put into any slot, because workers may still copy.
+        """
         self._port.close()
         for client in self._port.take_disconnected():
             client.connection.close()
@@ -231,7 +235,7 @@ class LmcacheEndpoint:
         self._ended.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """Ensure that what engines are storing is never found. Promises are kept, because engines count on them."""
+        """Ensure that no lookup ever finds the chunks that engines are storing now. Promises are kept."""
         self._stores.void(layouts)
         self._token_keys.drop_ended()
 
@@ -266,7 +270,6 @@ class LmcacheEndpoint:
             dict(self._num_operations),
             dict(self._refusals.counts),
             self._port.num_clients,
-            len(self._registrations),
             len(self._promises),
             len(self._held),
             replace(self._promises.counts),
@@ -313,7 +316,7 @@ class LmcacheEndpoint:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Send the held answers that are ready or past their time. A client that reads no answers gets none."""
+        """Send the held answers that are ready or past their time limit, except to clients that read no answers."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
@@ -342,10 +345,10 @@ class LmcacheEndpoint:
         return self._chunk_tokens
 
     def _negotiate_chunk_size(self, call: PendingCall, alignment: int) -> object:
-        """Answer this sidecar's chunk size, whatever the client needs.
+        """Answer this sidecar's chunk size, whatever *alignment* the client needs.
 
-        An engine's scheduler and workers need the same answer, also from the sidecar's next process. The client refuses
-        a size that is not a multiple of *alignment*.
+        The scheduler and all workers of an engine must get the same answer, also from the sidecar's next process. The
+        client itself refuses a size that is not a multiple of *alignment*.
         """
         if self._chunk_tokens % alignment:
             self._refusals.refused(
@@ -358,8 +361,8 @@ class LmcacheEndpoint:
     def _register(self, call: PendingCall, registration: Registration) -> object:
         """Attach the worker.
 
-        A worker that registers again because it has missed answers stays attached as before: it may be in the middle of
-        copies, and will continue them.
+        A worker registers again if it has missed answers. With the same layout it stays attached as before, because it
+        may be in the middle of copies, which it will continue.
         """
         known = self._registrations.find(call.client, registration.instance_id)
         try:
@@ -377,7 +380,7 @@ class LmcacheEndpoint:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: PendingCall, instance_id: int) -> object:
-        """Detach the worker. It may still have copies to finish, for which LMCache's client waits after this."""
+        """Detach the worker. It may still be copying: LMCache's client waits for its copies only after this message."""
         self._registrations.find(call.client, instance_id)
         self._detach(instance_id)
         return None
@@ -395,7 +398,9 @@ class LmcacheEndpoint:
                 earlier.end()
         if not key.num_kv_readers:
             raise Refused(
-                "old_client", f"a client that does not send num_kv_readers has no hits; install {NEEDED_CLIENT} there"
+                "old_client",
+                f"a client that does not send num_kv_readers gets no hits; install {NEEDED_CLIENT} in the engine's "
+                "environment",
             )
         worker = self._registrations.worker_of(key.model_name, key.world_size)
         if worker is None or key.wants_no_load:
@@ -435,10 +440,10 @@ class LmcacheEndpoint:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
     def _free_lookup_locks(self, call: PendingCall, key: Key, tp_size: int, abandoned: object = None) -> object:
-        """End the promise of chunks that the engine itself has, or does not want.
+        """End the promise of chunks that the engine has itself, or does not want.
 
-        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises ended when the
-        next lookup began. The current promise may be of the same chunks.
+        The *abandoned* ranges are ignored. They are chunks of earlier lookups of the request, whose promises ended when
+        the next lookup began. The current promise may have the same chunks, and must keep them.
         """
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         self._promises.free(call.client, key.request_id, chunks)
@@ -468,9 +473,9 @@ class LmcacheEndpoint:
         return True
 
     def _refuse_held(self, load: Load) -> bool:
-        """Refuse a load that ended before it was answered, and return whether such a load was held.
+        """Refuse a load that the worker has ended before it was answered; return whether there was such a load.
 
-        The worker has waited too long, and reads no answer any more.
+        The worker has waited too long, and will not read the answer.
         """
         for held in self._held:
             if held.load == load:
@@ -504,7 +509,8 @@ class LmcacheEndpoint:
 
     def _commit_store(self, call: PendingCall, key: Key, instance_id: int, data: bytes) -> object:
         if data:
-            raise Refused("pickle", "a worker sends its chunks by value: it could not map the segment; share /dev/shm")
+            why = "a worker sends chunks by value, because it cannot map the sidecar's memory; share /dev/shm with it"
+            raise Refused("pickle", why)
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return False
@@ -524,7 +530,7 @@ class LmcacheEndpoint:
     # Shared by the operations.
 
     def _chunks(self, key: Key) -> range:
-        """Return the chunks that a worker's key means. Raise `Refused` unless they are whole chunks."""
+        """Return the range of chunks in a worker's key. Raise `Refused` if its tokens are not whole chunks."""
         if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
             raise Refused(
                 "range", f"tokens {key.start} to {key.end} are not whole chunks of {self._chunk_tokens} tokens"
@@ -549,7 +555,7 @@ class LmcacheEndpoint:
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """Return a promise that has these chunks, or may come to have them; None if there is none."""
+        """Return a promise of the request that keeps these chunks, settled or not; None if there is none."""
         for promise in self._promises.of_request(key.request_id):
             groups = groups_of(instance.layout, rank)
             if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
@@ -578,7 +584,7 @@ class LmcacheEndpoint:
         return self._stores.is_written_by(client) or self._promises.is_read_by(client)
 
     def _detach(self, instance_id: int) -> None:
-        """Detach the worker. Slots that it copies stay leased until its process has closed the connection."""
+        """Detach the worker. The slots of its copies stay leased until its process has closed the connection."""
         instance = self._registrations.remove(instance_id)
         if instance is None:
             return
@@ -608,7 +614,7 @@ class LmcacheEndpoint:
 
 
 def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
-    """Return where these slots are in the segment, in the form that workers are sent."""
+    """Return where these slots are in the segment, as objects that answers to workers contain."""
     parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
     part = parts[group_id % len(parts)]
     return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]

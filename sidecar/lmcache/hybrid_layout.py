@@ -18,8 +18,9 @@ HYBRID_VERSION = 1  # of the digest's input
 class HybridLayout:
     """The KV layout of an engine with several KV cache groups, see `Layout`.
 
-    *whole* is what the client reports of all groups together. By itself it does not determine any object's bytes. Each
-    of the *parts* is found, kept and evicted by itself. The parts of rank r are the groups from r * len(parts) on.
+    *whole* is what the client reports of all KV cache groups together, which alone does not determine the bytes of a
+    chunk. *parts* has the part of a chunk for each KV cache group. Each part is looked up, kept and evicted separately.
+    In the tiers, the parts of rank r are the groups with the numbers from r * len(parts) on.
     """
 
     whole: ChunkLayout
@@ -31,10 +32,10 @@ class HybridLayout:
             check_fields(part)
             if part.num_tokens > self.chunk_tokens:
                 raise LayoutRefused(
-                    f"group {number} has {part.num_tokens} tokens of each chunk, which has {self.chunk_tokens}"
+                    f"group {number} has {part.num_tokens} tokens of each chunk, but a chunk has {self.chunk_tokens}"
                 )
             if part.is_recurrent and not part.window_chunks:
-                raise LayoutRefused(f"group {number} has recurrent states, and needs those of all chunks")
+                raise LayoutRefused(f"group {number} has recurrent states, but needs all chunks of a prefix")
 
     @property
     def model(self) -> str:
@@ -67,7 +68,7 @@ class HybridLayout:
 
     @property
     def groups(self) -> Sequence[AttentionGroup]:
-        """One group for each rank and part."""
+        """Groups of the tiers: one for each rank and part, rank by rank."""
         return [part.group(self.chunk_tokens) for part in self.parts] * self.world_size
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:

@@ -24,10 +24,10 @@ RETRIEVE = "kvtier.retrieve"  # the span of a worker's copy of chunks out of hos
 
 
 class Lookups:
-    """Counts and records of lookups, each of which is counted once, when its result is known.
+    """Counts and records of lookups. Each lookup is counted once, when its result is known.
 
-    Only lmcache 0.5.7 and later report what an engine has on its device. Other clients look it up here like the rest.
-    Owned by the endpoint's thread.
+    Only lmcache 0.5.7 and later report how many tokens an engine has on its device. With older clients, these tokens
+    count like all others. Owned by the endpoint's thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Lookups:
     ) -> None:
         """Start at zero.
 
-        *tracer* receives the workers' loads, and says which requests are traced. It listens to *records* itself.
+        *tracer* receives the workers' loads, and says which requests are traced. It gets the lookups from *records*.
         """
         self._explainer = explainer
         self._tracer = tracer
@@ -54,7 +54,7 @@ class Lookups:
     def on_settled(self, promise: Promise, num_tokens: int, num_computed: int, chain: BlockChain | None) -> None:
         """Count the lookup of a prompt of *num_tokens* tokens, of which the engine itself has the first *num_computed*.
 
-        *chain* has these tokens, if they are still known.
+        *chain* has these tokens; None if they are no longer known.
         """
         balance = balance_of(promise, self._chunk_tokens, num_tokens, num_computed)
         self._what_if.on_prompt(names_of(promise), self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
@@ -89,7 +89,7 @@ class Lookups:
     def on_stored(self, tiers: LayoutTiers, request_id: str, names: Sequence[BlockName]) -> None:
         """Record that an engine stores these chunks, which are neither in host memory nor on disk.
 
-        The chunks that it generated were never looked up.
+        These may include chunks of an answer, which were never looked up.
         """
         self._what_if.on_generated(names, _chunk_bytes(tiers))
         if self._tracer is not None:
@@ -107,9 +107,9 @@ def names_of(promise: Promise) -> Sequence[BlockName]:
 
 
 def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float) -> Trail:
-    """Return the way of a settled promise's chunks through the cache.
+    """Return the trail of a settled promise: for each chunk the tier that had it, or why it was missed.
 
-    Chunks that lie within the engine's own first *num_computed* tokens count as the device's.
+    Chunks within the first *num_computed* tokens, which the engine itself has, count as hits on the device.
     """
     start = len(promise.before)
     num_own = min(num_computed // chunk_tokens, start + len(promise.blocks.names))
@@ -121,8 +121,8 @@ def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float)
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
     """Return the origin of the tokens of a settled promise's prompt.
 
-    The engine itself has the first *num_computed* tokens, even if they end within a chunk that it loads. Tokens after
-    the last chunk are computed.
+    The first *num_computed* tokens are the engine's own, even if they end within a chunk that the engine loads. Tokens
+    after the last full chunk are always computed.
     """
     start = len(promise.before) * chunk_tokens
     on_device = min(num_computed, num_tokens)

@@ -27,9 +27,9 @@ from kvtier.tiers.up.promotion import Misses
 MAX_PROMISES = 4096
 NO_MISSES = Misses(())
 INDEXING_S = 2.0  # longest wait of a lookup for the disk's index, which is read when a layout is first seen
-LOOKUP_S = 10.0  # time limit of a lookup; then the prefix that has arrived counts
-RETRIEVE_S = 3.0  # time limit while a worker blocks; less than a client's timeout for any answer
-IDLE_S = 60.0  # a promise ends after this long without a message of its request
+LOOKUP_S = 10.0  # time limit of a lookup; then the prefix that has arrived is the hit
+RETRIEVE_S = 3.0  # time limit of reads for which a worker waits; less than the client's timeout for an answer
+IDLE_S = 60.0  # a promise ends after this long without a message about its request
 COMING_BYTES = 256 << 20  # while this much is being read from disk for a client, its other lookups wait
 
 
@@ -37,8 +37,9 @@ COMING_BYTES = 256 << 20  # while this much is being read from disk for a client
 class Reading:
     """A worker's copy of *chunks* of one group out of the segment.
 
-    It ends when the worker reports that it has loaded all of *load*, or when the worker's process has ended. It never
-    times out, because a thread that is stopped in the middle of a copy continues it whenever it is woken up.
+    The copy counts as ended when the worker reports that it has loaded all chunks of *load*, or when the worker's
+    process has ended. It never times out, because a thread that is stopped in the middle of a copy continues it
+    whenever it is woken up.
     """
 
     instance: Instance
@@ -60,10 +61,10 @@ class Counts:
 
 
 class GroupChunks:
-    """One group's chunks of a promise, by place.
+    """One group's chunks of a promise. A chunk's place is its number, counted from the promise's first chunk.
 
-    A chunk is leased while it is wanted, being verified or being read. Then its lease ends, the tail's first. A group
-    that forgets has only the last chunks.
+    A chunk is leased as long as a worker may load it, or it is being verified or copied. When several leases end, that
+    of the prefix's tail ends first. A group that forgets (such as one with a sliding window) has only the last chunks.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class GroupChunks:
         verifier: Verifier,
         share: Share,
     ) -> None:
-        """Lease what the group needs of a hit of the first *num_chunks* of the *blocks*."""
+        """Lease the chunks that the group needs for a hit of the first *num_chunks* of the *blocks*.
+
+        The leases end after *num_readers* workers have loaded the chunks.
+        """
         own = needed(group, num_chunks)
         self.group_id = group_id
         self.first = own.start  # chunks before it are not needed
@@ -85,7 +89,7 @@ class GroupChunks:
         self.num_corrupt = 0
         self.num_late = 0  # left out because the disk hangs
         self.lost: list[int] = []  # chunks that cannot be loaded
-        self.end = num_chunks  # chunks from here on do not count any more
+        self.end = num_chunks  # chunks from this place on are no longer part of the hit
         self.readings: list[Reading] = []
         self._group = group
         self._tiers = tiers
@@ -124,7 +128,7 @@ class GroupChunks:
         return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
 
     def has(self, load: range) -> bool:
-        """Return whether all chunks that a load of these chunks needs are still kept for it."""
+        """Return whether all chunks that the group needs for this load are still leased for loading."""
         chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
@@ -158,21 +162,21 @@ class GroupChunks:
 
     @property
     def checked(self) -> list[Checked]:
-        """The verifier's entries that this group holds."""
+        """Entries of the verifier for this group's chunks."""
         return list(self._checked.values())
 
     def cut(self, end: int) -> None:
-        """Stop counting the chunks from *end* on."""
+        """Shorten the hit to the first *end* chunks."""
         self.end = min(self.end, end)
         self.let_go()
 
     def unwant(self, chunks: range) -> None:
-        """Record that these chunks are not loaded from this promise."""
+        """Record that no worker will load these chunks from this promise."""
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
     def begin_reading(self, instance: Instance, load: range, now: float) -> list[int]:
-        """Record that the worker copies out what it needs of these chunks from now on; return the slots."""
+        """Record that the worker begins to copy the chunks that this load needs; return their slots."""
         chunks = self.needed_of(load)
         self.readings.append(Reading(instance, load, chunks, now))
         return self.slots(chunks)
@@ -233,12 +237,14 @@ class GroupChunks:
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """Chunks of one prefix, from number *first* on, which can be loaded once the promise is settled.
+    """A promise to an engine that its workers can load chunks of one prefix, from chunk number *first* on.
 
-    After that, the first `num_chunks` of them are in host memory, leased and verified, for each of the promise's ranks.
+    The promise is settled when it is known how many chunks can be loaded. Then the first `num_chunks` of *blocks* are
+    in host memory, leased and verified, for each of the promise's ranks.
 
-    The chunks *before* them must be cached too. They are not leased, because the engine itself has them. If some are
-    missing, nothing is promised. The engine, which is told where the cached ones end, stores the missing ones again.
+    *before* names the chunks before *first*, which the engine itself has. They must be cached too, but are not leased.
+    If some of them are missing, nothing is promised. Then the engine is told where the cached chunks end, and stores
+    the missing ones again.
     """
 
     client: Client[list[bytes]]  # that has sent the request
@@ -253,7 +259,7 @@ class Promise:
     heard_at: float
     on_settled: "Callable[[Promise], None]"
     before: Sequence[BlockName] = ()
-    num_before: int = 0  # of them that are cached
+    num_before: int = 0  # how many of the first chunks of *before* are cached
     misses: Misses = NO_MISSES  # why chunks cannot be loaded; positions are in chunks
     chunks: list[GroupChunks] = field(default_factory=list)  # empty while it waits for stores
     former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
@@ -261,12 +267,12 @@ class Promise:
     inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
     is_begun: bool = False
     is_settled: bool = False
-    num_chunks: int = 0  # that can be loaded, once it is settled
+    num_chunks: int = 0  # number of chunks that can be loaded, once the promise is settled
     is_ended: bool = False  # no load starts from it any more
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of the promise is leased, or will be."""
+        """Whether no chunk of the promise is leased or will be leased."""
         return self.is_ended and all(own.is_over for own in self.every)
 
     @property
@@ -276,7 +282,7 @@ class Promise:
 
     @property
     def forgets(self) -> bool:
-        """Whether a shorter hit may need chunks that this one does not."""
+        """Whether a shorter hit may need chunks that this hit does not need."""
         return any(group.forgets for group in self.groups.values())
 
     @property
@@ -294,9 +300,9 @@ class Promise:
         return depths.tobytes()
 
     def has_asked(self, missing: Mapping[int, Sequence[BlockName]]) -> bool:
-        """Ask the tiers that cannot answer at once about these missing chunks; return whether all have answered.
+        """Query the tiers that cannot answer at once, such as a remote one; return whether all have answered.
 
-        *missing* has by group the chunks that no faster tier has.
+        *missing* has for each group the chunks that no faster tier has. Only the first call sends the query.
         """
         if self.inquiry is None:
             self.inquiry = AllOf(
@@ -312,7 +318,7 @@ class Promise:
     def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
         """Return whether the promise keeps these chunks of the prefix in these groups.
 
-        The name of the last chunk stands for all of them.
+        Only the name of the last chunk is compared, because it depends on all chunks before it.
         """
         parts, here = self.of_groups(group_ids), self.places(chunks)
         are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
@@ -334,7 +340,8 @@ class Promises:
     """The open promises. Owned by the endpoint's thread.
 
     Slots from which a worker may be copying stay leased while its process may still run. Otherwise the worker could
-    copy what another engine has written there. Everything else ends after `IDLE_S`.
+    copy what another engine has written there. All other leases end `IDLE_S` seconds after the last message about their
+    request.
     """
 
     def __init__(
@@ -345,7 +352,10 @@ class Promises:
         clock: Callable[[], float],
         on_loaded: Callable[[Promise, int, int, float], None] = lambda promise, rank, num_chunks, seconds: None,
     ) -> None:
-        """Start without promises. *on_loaded* is called with the promise, rank, chunks and seconds of a load."""
+        """Start without promises.
+
+        *on_loaded* is called after each load, with the promise, the rank, the number of chunks and the seconds.
+        """
         self.counts = Counts()
         self._on_loaded = on_loaded
         self._verifier = Verifier(lane, clock)
@@ -375,10 +385,10 @@ class Promises:
     ) -> Promise:
         """Begin to find out how many of the *blocks* can be loaded by *num_readers* workers for each of the *ranks*.
 
-        *like* is a worker with the layout of the request's workers. *first* is the first block's number in the prompt's
-        chunks. After *max_s* seconds the prefix that has arrived counts; earlier if the disk gives up a read earlier.
-        *on_settled* is called once the number is known, unless the request ends before. *before* names the chunks
-        before the *blocks*; if one of them is not cached, nothing can be loaded.
+        *like* is any worker with the layout of the request. *first* is the number of the first block among the prompt's
+        chunks. After *max_s* seconds, or after the disk's read timeout if that is shorter, the prefix that has arrived
+        counts. *on_settled* is called when the number of chunks is known, unless the request ends before. *before*
+        names the chunks before the *blocks*; if one of them is not cached, nothing can be loaded.
         """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
@@ -400,7 +410,7 @@ class Promises:
         return promises[::-1]
 
     def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
-        """Record that these chunks of the request's prefix are not loaded from the promises to this client."""
+        """Record that no worker will load these chunks of the request's prefix from the promises to this client."""
         for promise in self.of_request(request_id):
             if promise.client is not client:
                 continue
@@ -423,9 +433,9 @@ class Promises:
             self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
-        """End the promises to this client's request. What a worker is copying stays leased until that is done.
+        """End the promises to this client's request. Chunks that a worker is copying stay leased until it has finished.
 
-        Another engine may have a request with the same id, which is not affected.
+        A request of another engine with the same id is not affected.
         """
         for promise in self._promises.get(request_id, ()):
             if promise.client is client:
@@ -486,7 +496,7 @@ class Promises:
         promise.on_settled(promise)
 
     def _cut(self, promise: Promise, end: int) -> None:
-        """Drop the chunks from *end* on in all groups, because a chunk that one group lacks is useless to the rest."""
+        """Drop the chunks from *end* on in all groups: a chunk that one group lacks is useless to the other groups."""
         self._count_lost(promise)
         for own in promise.chunks:
             own.cut(end)
@@ -501,9 +511,9 @@ class Promises:
             own.num_corrupt = own.num_late = 0
 
     def _begin_again(self, promise: Promise) -> None:
-        """Lease what the next shorter hit needs, because a chunk cannot be loaded.
+        """Lease the chunks of the next shorter hit, because a chunk of the current hit cannot be loaded.
 
-        If a group forgets, these may be other chunks. Chunks that both hits need stay leased.
+        If a group forgets, the shorter hit may need other chunks. Chunks that both hits need stay leased.
         """
         self._count_lost(promise)
         promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}
@@ -562,7 +572,7 @@ class Promises:
     def _may_come(self, promise: Promise, missing: Mapping[int, Sequence[BlockName]]) -> bool:
         """Return whether some of these missing chunks, given by group, may be cached in a moment.
 
-        Of a group that needs all chunks, only the first one is considered.
+        In a group that needs all chunks, only the first missing one is considered.
         """
         now, tiers = self._clock(), promise.tiers
         if now >= promise.give_up_at:
@@ -578,9 +588,9 @@ class Promises:
         )
 
     def _time_out(self, promise: Promise) -> None:
-        """Settle a promise whose time is over; only chunks that are verified for all ranks count.
+        """Settle a promise whose time limit has passed, with the chunks that are verified for all ranks.
 
-        The disk may just have a long queue, or it may hang.
+        Reads may be late because the disk hangs, or only because its queue is long.
         """
         promise.is_begun = True
         end = self._longest_good(promise)
@@ -589,7 +599,7 @@ class Promises:
         self._settle(promise, end)
 
     def _longest_good(self, promise: Promise) -> int:
-        """Return the length of the longest hit of which everything is verified."""
+        """Return the length of the longest hit all of whose chunks are verified."""
         if not promise.chunks:
             return 0
         limit = min(own.end for own in promise.chunks)

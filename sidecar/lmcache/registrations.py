@@ -27,12 +27,12 @@ class Instance:
     tiers: LayoutTiers
 
     def rank_of(self, key: Key) -> int:
-        """Return the rank whose chunks the key means. Raise `Refused` if the worker's layout has no such chunks."""
+        """Return the rank of the key's chunks. Raise `Refused` if the key does not match the worker's layout."""
         layout = self.layout
         if (key.model_name, key.world_size) != (layout.model, layout.world_size):
-            raise Refused("foreign_key", "a worker's key is of another model than its registration")
+            raise Refused("foreign_key", "a worker's key has another model or world size than its registration")
         if key.worker_id is None or key.worker_id >= layout.world_size:
-            raise Refused("foreign_key", f"a worker's key is of rank {key.worker_id}, of {layout.world_size} ranks")
+            raise Refused("foreign_key", f"a worker's key has rank {key.worker_id} of {layout.world_size} ranks")
         return key.worker_id
 
 
@@ -59,11 +59,8 @@ class Registrations:
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
 
-    def __len__(self) -> int:
-        return len(self._instances)
-
     def add(self, client: Client[list[bytes]], instance_id: int, layout: AnyChunkLayout) -> Instance:
-        """Attach a worker that is not attached. Raise `LayoutRefused` if its chunks have no place here."""
+        """Attach a worker that is not attached. Raise `LayoutRefused` if its layout cannot be served."""
         if len(self._instances) >= MAX_INSTANCES:
             raise LayoutRefused(f"{MAX_INSTANCES} workers are attached already")
         instance = Instance(instance_id, client, layout, self._layouts.open(layout))
@@ -74,8 +71,8 @@ class Registrations:
     def find(self, client: Client[list[bytes]], instance_id: int) -> Instance | None:
         """Return the worker, or None if it is not attached.
 
-        Raises `Refused` for another client's worker. A client that acts for it could have slots released to which the
-        worker is writing.
+        Raises `Refused` for a worker that another client has registered. Otherwise a client could release slots to
+        which another client's worker is writing.
         """
         instance = self._instances.get(instance_id)
         if instance is None or not instance.client.is_open:
@@ -99,7 +96,7 @@ class Registrations:
     def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
         """Return False once for each worker that is not attached, otherwise True.
 
-        Only after False does the worker's client register again. It does so at its next ping, and only if that is
+        The answer False makes the worker's client register again, but only with its next ping, and only if that ping is
         answered True.
         """
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
@@ -110,9 +107,9 @@ class Registrations:
         return False
 
     def worker_of(self, model_name: str, world_size: int) -> Instance | None:
-        """Return a worker of that model; None if there is none.
+        """Return any worker of that model; None if there is none.
 
-        Raises `Refused` if its workers have different layouts, because a lookup does not say for which layout it asks.
+        Raises `Refused` if the model's workers have different layouts, because a lookup names no layout.
         """
         found = {
             instance.layout: instance

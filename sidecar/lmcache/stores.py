@@ -17,8 +17,7 @@ from kvtier.sidecar.shares import Shares, Wanted
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.lower_tiers import NOWHERE, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import number_of
+from kvtier.tiers.naming.named_blocks import NamedBlocks, number_of
 
 NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
 
@@ -27,7 +26,7 @@ NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
 class Store:
     """A store in progress of some chunks of one prefix, in one of the rank's groups.
 
-    *places* says which of the *blocks* the *slots* are for, in ascending order.
+    *places* has for each of the *slots* the place in *blocks* of its chunk, in ascending order.
     """
 
     instance: Instance
@@ -67,11 +66,12 @@ class StoreCounts:
 class Stores:
     """The stores in progress: a worker reserves slots, writes to them, and commits. Owned by the endpoint's thread.
 
-    After the commit other threads take the chunks' digests, and then lookups can find the chunks. Uncommitted chunks
-    are never found.
+    After the commit, other threads compute the chunks' digests, and then lookups can find the chunks. Uncommitted
+    chunks are never found.
 
-    A reservation ends with its commit or with its worker's process, and never times out. A thread that is stopped in
-    the middle of a copy continues it whenever it is woken up, even while other threads of its process are being served.
+    A reservation ends with its commit or with its worker's process. It never times out, because a thread that is
+    stopped in the middle of a copy continues it whenever it is woken up, even if other threads of the process have sent
+    requests meanwhile.
     """
 
     def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:
@@ -102,9 +102,9 @@ class Stores:
         If there are not enough slots for all, the first blocks get slots. *chunks* says which chunks of the request's
         prefix the blocks are. *skipped* has by group the places of blocks that the worker does not have.
 
-        Returns no store while an earlier reservation of the same chunks for the same request stands. Another thread of
-        the worker may still write to its slots, and its commit, which names no slots, would be taken for a commit of
-        the new ones.
+        Returns no store while there is an earlier reservation of the same chunks for the same request. Another thread
+        of the worker may still be writing to the earlier slots. Its commit names no slots, so it would be taken for a
+        commit of the new ones.
         """
         if self._find(instance, rank, request_id, chunks):
             return []
@@ -166,7 +166,7 @@ class Stores:
             self._give_up(store)
 
     def void(self, layouts: Collection[Layout]) -> None:
-        """Ensure that no store of these layouts that has begun is ever found."""
+        """Ensure that no lookup ever finds the chunks of the stores of these layouts that have begun."""
         for store in self:
             store.is_void |= store.tiers.layout in layouts
 
@@ -226,7 +226,7 @@ def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | N
 
 
 def _rows(store: Store) -> list[NamedSpan]:
-    """Return the store's chunks as rows of consecutive chunks, the last row first, as `publish` takes them."""
+    """Return the store's chunks as spans of consecutive chunks, the last span first, as `publish` expects them."""
     rows: list[NamedSpan] = []
     places = store.places[::-1]
     start = 0

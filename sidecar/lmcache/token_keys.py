@@ -1,4 +1,4 @@
-"""TokenKeys: the names of the chunks that a key means, without reading its tokens twice."""
+"""TokenKeys: the names of the chunks of the tokens in a key, without decoding the same tokens twice."""
 
 from array import array
 from collections import OrderedDict
@@ -10,8 +10,7 @@ import numpy as np
 
 from kvtier.sidecar.lmcache.token_encoding import Encoding, Tokens
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import NamedBlocks, tenant_of
 
 MAX_BYTES = 256 << 20  # kept for all requests: over a hundred requests of 131,072 tokens
 MAX_OVER_BYTES = 32 << 20  # of them for requests that have ended: twenty requests of 131,072 tokens
@@ -23,7 +22,7 @@ Beginning = tuple[Encoding, str, bytes]  # encoding, salt, and the first `BEGINN
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """What is known of one request's tokens: the encoded bytes, the numbers, and the names of the full chunks."""
+    """The tokens of one request as far as received: as encoded bytes, as ids, and as names of the full chunks."""
 
     salt: str
     chain: BlockChain
@@ -33,7 +32,7 @@ class Named:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes. The numbers count twice, because the chain keeps those that it has named."""
+        """Approximate size in bytes. Token ids count twice, because the chain keeps a copy of them."""
         return _OVERHEAD + len(self.encoded) + 8 * len(self.token_ids) + 100 * len(self.chain.names)
 
     @property
@@ -51,13 +50,13 @@ class Named:
         return self.encoded.startswith(tokens.body) or tokens.body.startswith(self.encoded)
 
     def grow(self, tokens: Tokens) -> None:
-        """Decode and hash what *tokens* has beyond what is known. Raise `Refused` for invalid token ids."""
+        """Decode and hash the new part of *tokens*, which begin with those known. Raise `Refused` for invalid ids."""
         self.token_ids += tokens.after(len(self.encoded), len(self.token_ids))
         self.chain.extend(self.token_ids)
         self.encoded = tokens.body
 
     def shared_with(self, encoded: bytes) -> "Named":
-        """Return the full chunks with which both begin. *encoded* is in the same encoding."""
+        """Return the full chunks at the beginning that these tokens share with *encoded*, in the same encoding."""
         ends = self.encoding.chunk_ends(self.token_ids, len(self.encoded), self.chain.block_size)
         num_chunks = int(np.searchsorted(ends, _num_equal(self.encoded, encoded), "right"))
         num_tokens = num_chunks * self.chain.block_size
@@ -68,14 +67,15 @@ class Named:
 
 
 class TokenKeys:
-    """A cache of the decoded and hashed tokens of requests, each message of which carries all tokens.
+    """A cache of the decoded and hashed tokens of requests. Every message about a request carries all its tokens.
 
-    The tokens are decoded and hashed once: a message that begins with the bytes of the last one, in the same encoding,
-    has the same tokens. Many questions are asked about one document. So a new request takes over the common tokens of
-    the last request that had the same salt, encoding and first `BEGINNING_BYTES`.
+    Each token is decoded and hashed once per request: if a message begins with the bytes of the previous one, in the
+    same encoding, only the rest is new. Several requests often share a document. So a new request takes over the common
+    tokens of the last request that had the same salt, encoding and first `BEGINNING_BYTES`.
 
-    The last request with each beginning is kept even after it has ended, up to `MAX_OVER_BYTES`. Beyond that, and
-    beyond `MAX_BYTES`, the least recently used request is dropped. Owned by the endpoint's thread.
+    The last request with each beginning is kept even after it has ended, up to `MAX_OVER_BYTES` for all such requests.
+    Beyond this limit, and beyond `MAX_BYTES`, the least recently used request is dropped. Owned by the endpoint's
+    thread.
 
     A key of 131,072 tokens takes 9 ms the first time, of which msgpack takes 7.5 ms. It takes 2 ms in another request,
     and 1.0 ms when repeated in the same request, of which msgpack takes 0.95 ms to find the end of the array.
@@ -178,7 +178,7 @@ class TokenKeys:
 
 
 def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
-    """Return the full chunks of these tokens, with the names that `TokenKeys` gives them.
+    """Return the full chunks of these tokens, with the same names as from `TokenKeys`.
 
     Raises OverflowError for ids that are not numbers of 32 bits.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvtier.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.transfer.block_memory import HostMemory
 
-FRESH_S = 1.0
+FRESH_S = 1.0  # how long a result is reused for other promises
 
 Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
 """A callback with places of chunks, and for each whether its bytes are intact; None if that cannot be known."""
@@ -27,13 +27,13 @@ class Checked:
 
 
 class Verifier:
-    """The chunks that promises hold, each verified once for all of them. Owned by the endpoint's thread.
+    """The chunks that promises hold. Each is verified once for several promises. Owned by the endpoint's thread.
 
-    Many requests for one document come at once. So a chunk that is being verified for one promise, or was verified
-    within `FRESH_S`, is not read again for another promise while the first one holds it. The first promise's lease
-    protects the slot from reuse, and its engine will copy these bytes without another check. So the second promise
-    relies on no more than the first one does. Neither promise notices if a process of the same user writes where it has
-    no lease; `FRESH_S` limits how long that goes unnoticed. A chunk that no promise holds is always read again.
+    Many requests for one document may come at once. So while one promise holds a chunk that is being verified, or was
+    verified less than `FRESH_S` seconds ago, the chunk is not verified again for another promise. This is as safe as
+    for the first promise, whose lease protects the slot from reuse, and whose engine copies the bytes without another
+    check. Only a process of the same user that writes to a slot without a lease could change the bytes unnoticed, and
+    `FRESH_S` limits how long. A chunk that no promise holds is always verified again.
     """
 
     def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:
@@ -46,9 +46,9 @@ class Verifier:
     ) -> list[Checked]:
         """Check whether the chunks in these slots, which the caller has leased, have these digests.
 
-        The digests are taken in the *client*'s turns (`DigestLane`). *deliver* is not called for chunks that are known
-        to be good now. For the other chunks it is called within a later `poll` of the transfers. Returns an entry for
-        each slot, in order; the caller passes the entries to `release`.
+        The digests are computed in the *client*'s turns, see `DigestLane`. *deliver* is not called for chunks that are
+        already known to be good. For the other chunks it is called within a later `poll` of the transfers. Returns an
+        entry for each slot, in order, which the caller later passes to `release`.
         """
         now = self._clock()
         given: list[Checked] = []

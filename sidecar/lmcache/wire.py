@@ -39,7 +39,7 @@ class Refused(ValueError):
 
 
 class RequestConfigs(Struct, frozen=True):
-    """The settings of a request that matter here; its caller may have sent others."""
+    """The settings of a request that the sidecar uses. A request may have other settings too."""
 
     skip_load: Any = field(default=None, name="lmcache.skip_load")
     num_computed: Any = field(default=None, name="lmcache.hint.engine_computed_tokens")
@@ -131,7 +131,10 @@ class Slot(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """Slots to store into, for each its chunk of the range, and its KV cache group if there are several."""
+    """Slots to store chunks into.
+
+    For each slot, *chunk_indices* has its chunk's place in the requested range, and *group_ids* its KV cache group.
+    """
 
     slots: Sequence[Slot] = ()
     chunk_indices: Sequence[int] = ()
@@ -145,7 +148,7 @@ class Stored(Struct, frozen=True):
 
 
 class NoEvents(Struct, frozen=True):
-    """The answer to a subscription to KV events. There are none, so the client stops asking."""
+    """The answer to a subscription to KV events. The sidecar has none to send, so the client stops asking."""
 
     enabled: bool = False
     incarnation: int = 0
@@ -163,7 +166,7 @@ class NoModule(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """The answer to `prepare_retrieve`: a slot for every chunk of the range that is needed, or no success."""
+    """The answer to `prepare_retrieve`. If *success*, *context* has a slot for each needed chunk of the range."""
 
     success: bool = False
     data: bytes = b""
@@ -227,7 +230,7 @@ OPERATIONS: Mapping[int | str, Operation] = {
 }
 # Operations of the mode in which the server copies from and to the device.
 _OTHER_MODE: Mapping[int | str, str] = {1: "register_kv_cache", 6: "store", 7: "retrieve"}
-# Versions of lmcache by the number that `get_chunk_size` had in them.
+# Old versions of lmcache, by the number that the operation `get_chunk_size` had in them.
 _OLD_CHUNK_SIZE: Mapping[int | str, str] = {11: "0.4.5 or older", 18: "0.5.0 to 0.5.2"}
 
 _decode_number = msgspec.msgpack.Decoder(int | str).decode
@@ -248,7 +251,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
     if other is not None:
         raise Refused(
             "other_mode",
-            f"{other}: the engine asks this process to copy from its device; start it with "
+            f"{other}: the engine asks the sidecar to copy from the engine's device; start the engine with "
             'kv_connector_extra_config {"lmcache.mp.mp_transfer_mode": "engine_driven"}',
         )
     if number not in OPERATIONS:
@@ -273,5 +276,5 @@ def check_salt(salt: str) -> None:
 
 
 def _first_words(error: Exception) -> str:
-    """Return what is wrong, without anything that the client may have put into the message."""
+    """Return what is wrong, without any text that may come from the client's message."""
     return str(error)[:200] if isinstance(error, msgspec.MsgspecError) else type(error).__name__

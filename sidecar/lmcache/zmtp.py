@@ -20,11 +20,12 @@ class Garbage(ValueError):
 class Zmtp:
     """The framing of one connection: bytes in, messages out.
 
-    It holds the part that has arrived of an incomplete message, at most `MAX_MESSAGE_BYTES`. A size in a frame's header
-    takes no memory before the bytes arrive.
+    It holds the part of an incomplete message that has arrived, at most `MAX_MESSAGE_BYTES`. Memory for a frame is not
+    allocated before the frame's bytes arrive, whatever size its header announces.
 
-    Written from RFC 23 (https://rfc.zeromq.org/spec/23/). Rejected: libzmq, because its sockets accept messages of any
-    number of frames into memory, and report neither whose connection it is (SO_PEERCRED) nor when it has ended.
+    Written from RFC 23 (https://rfc.zeromq.org/spec/23/). libzmq is not used, because its sockets accept messages of
+    any number of frames into memory, and report neither which process a connection belongs to (SO_PEERCRED) nor when a
+    connection has ended.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,8 @@ class Zmtp:
     def receive(self, data: bytes, limit: int | None = None) -> list[list[bytes]]:
         """Return at most *limit* of the messages that are complete with *data*, each a list of frames.
 
-        The rest is returned later, because as lists the messages take twenty times the memory. Raises `Garbage` if the
-        connection has to end.
+        Later messages stay in the buffer, because as lists they take twenty times the memory; they are returned by the
+        next calls. Raises `Garbage` if the connection has to end.
         """
         self._buffer += data
         messages: list[list[bytes]] = []
@@ -60,7 +61,7 @@ class Zmtp:
         return messages
 
     def _greet(self) -> int:
-        """Check the part of the greeting that has arrived, and return how many bytes are done with."""
+        """Check the part of the greeting that has arrived, and return how many bytes have been processed."""
         head = bytes(self._buffer[:GREETING_BYTES])
         if head[:1] not in (b"", b"\xff") or (len(head) > 9 and head[9] != 0x7F) or (len(head) > 10 and head[10] < 3):
             raise Garbage("the greeting is not that of ZMTP 3")

@@ -21,14 +21,17 @@ MAX_MODEL_CHARACTERS = 256
 class BlockSlots:
     """The slots for blocks of one size, see `SlotMemory`.
 
-    Slot s is the bytes from s * *block_bytes* up to (s + 1) * *block_bytes* of the segment, so an engine sees all slots
-    as one array. A slot across the end of an extent is in no extent, and is not used.
+    Slot s is the bytes from s * *block_bytes* up to (s + 1) * *block_bytes* of the segment. So an engine can map all
+    slots as one array. A slot across the end of an extent belongs to no extent, and is not used.
     """
 
     num_copiers = 1
 
     def __init__(self, segment: Segment, extent_bytes: int, block_bytes: int) -> None:
-        """Create the slots. Every extent has one: *block_bytes* divides *extent_bytes* or is at most half of it."""
+        """Create the slots. *block_bytes* must divide *extent_bytes* or be at most half of it.
+
+        Then every extent has at least one slot.
+        """
         self.block_bytes = block_bytes
         self.num_host_slots = segment.num_bytes // block_bytes
         self._extent_bytes = extent_bytes
@@ -56,7 +59,7 @@ class BlockSlots:
 
 
 class BlockShape(NamedTuple):
-    """A `BlockGroup`, and the bytes of a block."""
+    """A `BlockGroup` whose blocks have *block_size* tokens and *block_bytes* bytes."""
 
     block_size: int
     forgets: bool
@@ -67,7 +70,7 @@ class BlockShape(NamedTuple):
 class BlockLayout:
     """The layout of a kvtier engine, see `Layout`.
 
-    *namespace* is the engine's, 16 bytes, and stands for the weights too.
+    *namespace* is the engine's own digest (16 bytes) of all that decides the bytes of a block, including the weights.
     """
 
     namespace: bytes
@@ -92,7 +95,7 @@ class BlockLayout:
 
     @property
     def digest(self) -> bytes:
-        """Digest as in `Layout`. Covers the groups too, because an engine might use one namespace with other groups."""
+        """Digest of namespace and groups, because engines might use one namespace with different groups."""
         shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
         return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
 
@@ -100,13 +103,13 @@ class BlockLayout:
         for group in self.groups:
             if extent_bytes % group.block_bytes and 2 * group.block_bytes > extent_bytes:
                 raise LayoutRefused(
-                    f"a block has {group.block_bytes} bytes, but an extent {extent_bytes}; start the sidecar with "
-                    f"extents of {2 * group.block_bytes} bytes or more (extent in its configuration)"
+                    f"a block has {group.block_bytes} bytes, but an extent has {extent_bytes}; start the sidecar with "
+                    f"extents of {2 * group.block_bytes} bytes or more (the key extent of its configuration)"
                 )
         num_slots = sum(segment.num_bytes // group.block_bytes for group in self.groups)
         if num_slots > MAX_SLOTS:
             raise LayoutRefused(
-                f"the host memory would have {num_slots} slots for these blocks, at most {MAX_SLOTS} are served; use "
+                f"the host memory would have {num_slots} slots for these blocks, but the limit is {MAX_SLOTS}; use "
                 "larger blocks, or less host memory"
             )
         return [BlockSlots(segment, extent_bytes, group.block_bytes) for group in self.groups]
@@ -115,5 +118,5 @@ class BlockLayout:
         return {
             "namespace": self.namespace.hex(),
             "groups": [group._asdict() for group in self.groups],
-            "chunk_bytes": sum(group.block_bytes for group in self.groups),  # one block of each
+            "chunk_bytes": sum(group.block_bytes for group in self.groups),  # one block of each group
         }

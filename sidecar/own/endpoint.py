@@ -26,9 +26,9 @@ BOOT_BYTES = 16
 
 
 class Mappers:
-    """The connections of processes that map the segment, by engine. Owned by the sidecar's thread.
+    """The connections of processes that map the segment (host memory), by engine. Owned by the sidecar's thread.
 
-    A connection that the sidecar has ended counts until the process has closed its end.
+    A connection that the sidecar has ended counts until the process has closed its end too.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Mappers:
         self.poll()
 
     def names(self, engine: bytes) -> list[str]:
-        """Return the names of the processes that map the segment for *engine*, for people."""
+        """Return the names of the processes that map the segment for *engine*, for log lines."""
         self.poll()
         reading = [process_name(client) for client, its_engine in self._engines.items() if its_engine == engine]
         return reading + [name for its_engine, name, _ in self._ended if its_engine == engine]
@@ -66,12 +66,12 @@ class Mappers:
 
 
 def process_name(client: Client[bytes]) -> str:
-    """Return the name of the client's process, for people. Its number is 0 if it is in another pid namespace."""
+    """Return a name for the client's process, with its process id, which is 0 for another pid namespace."""
     return f"process {peer(client.connection).pid}"
 
 
 class _Attached(NamedTuple):
-    """An attached engine. For *number* see `wire.Hello`."""
+    """An attached engine. *number* identifies the engine, see `engine` of `wire.Hello`."""
 
     session: Session
     feed: Feed
@@ -82,16 +82,16 @@ class EngineEndpoint:
     """The endpoint for kvtier's own engines, where each connection is one engine with one session: see `wire`.
 
     A request is answered in the same turn, except for blocks that must be read from disk. An engine that sends an
-    invalid message loses its connection, and its leases once its processes can copy no more; nothing else happens.
+    invalid message loses its connection at once, and its leases when none of its processes can copy any more. Other
+    engines are not affected.
 
-    Owned by the sidecar's thread, whose loop calls `receive` when `file` is readable or there was more, then `poll` of
-    transfers and tiers, then `tick`.
+    Owned by the sidecar's thread, whose loop polls the transfers and tiers, and then calls `tick` and `receive`.
     """
 
     def __init__(
         self, port: Port[bytes], layouts: Layouts, refusals: Refusals, clock: Callable[[], float], program: str
     ) -> None:
-        """Start without engines. *program* is the name of this program that engines are sent, for people."""
+        """Start without engines. *program* is this program's name and version, which engines are sent for display."""
         self._port = port
         self._layouts = layouts
         self._refusals = refusals
@@ -117,7 +117,7 @@ class EngineEndpoint:
         return bool(self._clearing) or any(each.session.is_waiting for each in self._sessions.values())
 
     def receive(self) -> bool:
-        """Process the frames that have arrived; return whether there are more, or more to send."""
+        """Process the frames that have arrived; return whether there is more to process or to send."""
         for message in self._port.receive():
             if message.client.is_open:
                 self._serve(message.client, message.content)
@@ -126,7 +126,7 @@ class EngineEndpoint:
         return self._port.has_more or bool(self._clearing) or any(feed.has_more for feed in self._feeds.values())
 
     def tick(self) -> None:
-        """Send what lanes and tiers have completed, and end what has timed out."""
+        """Send the results of completed reads and inquiries, and end fetches and connections that have timed out."""
         self._port.tick()
         self._tell_changes()
         now = self._clock()
@@ -146,7 +146,8 @@ class EngineEndpoint:
     def close(self) -> None:
         """Stop receiving frames, and end every connection and lease.
 
-        From now on nothing is copied into the slots of engines, which may still write to them.
+        After this call, no block may be put into any slot, because engines may still write to slots that they had
+        leased.
         """
         self._port.close()
         for session, _, _ in self._sessions.values():
@@ -157,7 +158,7 @@ class EngineEndpoint:
         self._mappers.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """Ensure that what engines are writing to the slots of these layouts is never found."""
+        """Ensure that no lookup ever finds the blocks that engines are writing to slots of these layouts now."""
         for session, feed, _ in self._sessions.values():
             if feed.tiers.layout in layouts:
                 session.void()
@@ -252,7 +253,7 @@ class EngineEndpoint:
                 "kvtier in both environments",
             )
         elif len(message.engine) != wire.ENGINE_BYTES:
-            raise Malformed(f"an engine's number of {len(message.engine)} bytes")
+            raise Malformed(f"the engine's number has {len(message.engine)} bytes, not {wire.ENGINE_BYTES}")
         elif len(self._layouts.quarantine) >= MAX_CLIENTS:
             why = f"slots of {MAX_CLIENTS} engines are in quarantine; end the processes that /leases names, then retry"
             self._refuse(client, "quarantine", why)
@@ -304,9 +305,9 @@ class EngineEndpoint:
                 self._port.send(client, frame_of(wire.Pong()))
 
     def _answer(self, client: Client[bytes], feed: Feed, answer: wire.FromSidecar) -> None:
-        """Send the changes on which the answer depends, and then the answer.
+        """Send the latest insertions and evictions, and then the answer, which depends on them.
 
-        So the engine knows which blocks have left the slots that it is given.
+        So an engine that is given a slot knows already which block has been evicted from the slot.
         """
         feed.tell()
         self._port.send(client, frame_of(answer))
@@ -316,7 +317,7 @@ class EngineEndpoint:
             feed.tell()
 
     def _answer_cleared(self) -> None:
-        """Answer the engines whose cleared blocks have all been reported as gone."""
+        """Answer the engines that have requested a clear of which all evictions have been reported."""
         waiting, self._clearing = self._clearing, []
         for client, feed in waiting:
             if feed.tiers.tiers.is_forgetting:
@@ -325,7 +326,7 @@ class EngineEndpoint:
                 self._answer(client, feed, wire.Cleared())
 
     def _end_gone(self) -> None:
-        """Release what belonged to connections that have ended."""
+        """End the sessions of the connections that have ended."""
         self._mappers.poll()
         for client in self._port.take_disconnected():
             self._clearing = [each for each in self._clearing if each[0] is not client]
@@ -337,7 +338,7 @@ class EngineEndpoint:
                 client.connection.close()
 
     def _end_session(self, client: Client[bytes], attached: _Attached) -> None:
-        """End the session, and its leases as soon as no process of the engine can copy any more."""
+        """End the session. Its leases end as soon as no process of the engine can copy any more."""
         session, feed, number = attached
         feed.detach(client)
         session.stop_listening()
@@ -362,7 +363,7 @@ class EngineEndpoint:
         self._layouts.quarantine.hold("engine", client_then, holders, let_go)
 
     def _end_earlier(self, number: bytes) -> None:
-        """End the earlier leases of this engine, which copies nothing from or to them any more."""
+        """End the earlier leases of an engine that attaches again: it no longer copies from or to their slots."""
         self._ended.pop(number, None)
         self._layouts.quarantine.poll()
         for client, attached in list(self._sessions.items()):

@@ -1,4 +1,4 @@
-"""Feed: the insertions and evictions of blocks, and the tiers' states, that all engines of one layout are sent."""
+"""Feed: the messages to all engines of one layout about insertions, evictions and the state of the tiers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,22 +30,22 @@ from kvtier.tiers.naming.tier import EvictionCause, Tier
 PAGE_BLOCKS = 1024  # blocks of host memory per frame for an engine that has just attached
 MAX_SLOTS_PER_PAGE = 1 << 16  # slots examined per such frame
 MAX_UNREAD_BYTES = 256 << 10  # backpressure for such frames; the port's own limit is higher
-STATE_S = 0.5  # maximum age of the tiers' state that engines were sent
+STATE_S = 0.5  # interval at which engines are sent the tiers' state even if its flags have not changed
 
 
 class Feed:
-    """The feed of one layout: each engine is sent first the blocks that there are, and then each change.
+    """The feed of one layout, which tells each engine which blocks are cached and where.
 
-    The blocks are sent page by page as the engine reads, and the changes from the moment on at which it attached. Both
-    state what is true when they are sent, for example "this block is in that slot now". So the order of a page and a
-    change does not matter. Owned by the sidecar's thread.
+    From the moment at which an engine attaches, it is sent every change. Meanwhile it is sent the blocks that were
+    cached already, in pages, as fast as it reads them. Changes and pages both state what is true when they are sent,
+    for example "this block is in that slot now", so their order does not matter. Owned by the sidecar's thread.
     """
 
     def __init__(self, tiers: LayoutTiers, events: EventLog, port: Port[bytes], capacity_bytes: int) -> None:
         """Start without engines.
 
-        This feed is the only consumer of *events*, which are those of *tiers*. *capacity_bytes* is the host memory of
-        all layouts.
+        *events* are the insertions and evictions in *tiers*, and this feed is their only consumer. *capacity_bytes* is
+        the size of the host memory that all layouts share.
         """
         self.tiers = tiers
         self._capacity_bytes = capacity_bytes
@@ -65,7 +65,7 @@ class Feed:
         del self._clients[client]
 
     def tell(self) -> None:
-        """Send which blocks have entered and left the tiers since the last call."""
+        """Report to all engines which blocks have entered or left the tiers since the last call."""
         events = self._events.take()
         if self._clients:
             for frame in self._frames(events):
@@ -89,9 +89,9 @@ class Feed:
         return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
 
     def tell_state(self, now: float) -> None:
-        """Send the tiers' state if it has changed, or was last sent some time ago.
+        """Send the tiers' state if its flags have changed, or if it was last sent `STATE_S` seconds ago or earlier.
 
-        An unchanged state is not sent to an engine that reads nothing, because copies of it would queue up.
+        If the flags are unchanged, engines with unread messages are skipped, so that the states do not queue up.
         """
         status = self.tiers.tiers.status
         flags = (status.is_indexed, status.is_readable, status.is_making_room)
@@ -138,7 +138,7 @@ class Feed:
             return frame_of(gone(group_id, joined(names), cause))
         if tier is Tier.DISK:
             return frame_of(OnDisk(group_id, joined(names)))
-        # Skip blocks that have left again: the event of their leaving follows.
+        # Skip blocks that have been evicted since: the events of their evictions follow.
         slots = self.tiers.tiers.index.host[group_id].pool.find_all(names)
         there = np.flatnonzero(slots != ABSENT)
         if len(there) < len(names):
@@ -146,7 +146,7 @@ class Feed:
         return frame_of(InHost(group_id, joined(names), packed(slots[there])))
 
     def _all_there_is(self) -> Iterator[bytes]:
-        """Yield frames with all blocks that stay until the last frame; a frame is empty if it found no block."""
+        """Yield frames that together list every block that stays cached until the last frame; some may be empty."""
         index = self.tiers.tiers.index
         for group_id, host in enumerate(index.host):
             start = 0
@@ -170,7 +170,7 @@ def _read_state(status: LowerStatus, tier: Tier) -> ReadState:
 
 
 def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:
-    """Return what all events of one frame share. The cause is None unless the blocks have left."""
+    """Return what all events of one frame share: tier, group, and the cause of an eviction or None for an insertion."""
     return event.tier, event.group_id, event.cause if isinstance(event, BlockRemoved) else None
 
 

@@ -23,10 +23,10 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
-MAX_BLOCKS = 1 << 20  # leased or waited for by one engine; fetches beyond that fail
+MAX_BLOCKS = 1 << 20  # that one engine may have leased or wait for; fetches beyond this limit fail
 MAX_FETCHES = 1 << 16  # per engine
 MAX_INQUIRIES = 1 << 10  # per engine
-FREE, RESERVED, VOID = 0, 1, 2  # states of a slot for an engine; void: reserved before the layout was cleared
+FREE, RESERVED, VOID = 0, 1, 2  # states of a slot for one engine; VOID: reserved before the layout was cleared
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class SessionCounts:
     num_without_room: int = 0  # slots that could not be reserved
     num_over_share: int = 0  # blocks and slots refused because the engine's share of host memory was leased
     num_given_up: int = 0  # reserved slots to which nothing was published
-    landed_at: float = float("-inf")  # when a read from disk that an engine waits for last succeeded or failed
+    landed_at: float = float("-inf")  # when the last read for an engine ended, with or without success
 
 
 @dataclass(eq=False, slots=True)
 class Fetched:
-    """One fetch of the engine. *is_open* says for each place whether it is leased or waited for."""
+    """One fetch of the engine. *is_open* says for each block whether it is leased or waited for."""
 
     fetch: LocalFetch
     is_open: npt.NDArray[np.bool_]
@@ -69,8 +69,8 @@ class Asked(NamedTuple):
 class Session:
     """The leases of one engine, which end with the session. Owned by the sidecar's thread.
 
-    Every call checks the engine's message before it does anything. It raises `Malformed` for a message that no correct
-    engine sends.
+    Every method that takes a message checks the message before it does anything. It raises `Malformed` for a message
+    that no correct engine sends.
     """
 
     def __init__(self, tiers: LayoutTiers, counts: SessionCounts, share: Share, clock: Callable[[], float]) -> None:
@@ -114,11 +114,11 @@ class Session:
         """Lease the blocks that are in host memory and start to read the rest; yield what can be reported at once."""
         names = self._names(message.group, message.names)
         if message.number in self._fetches:
-            raise Malformed("a fetch with the number of another")
+            raise Malformed(f"a fetch has the number {message.number}, which another fetch has already")
         if len(set(names)) < len(names):
-            raise Malformed("a fetch of one block twice")
+            raise Malformed("a fetch names a block twice")
         if len(message.tenant) not in (0, TENANT_BYTES):
-            raise Malformed(f"a tenant of {len(message.tenant)} bytes")
+            raise Malformed(f"a tenant has {len(message.tenant)} bytes, not {TENANT_BYTES}")
         blocks = NamedBlocks(names, wire.parents_in(names, message.starts), message.tenant)
         self._counts.num_asked += len(names)
         if len(names) + self._num_open > MAX_BLOCKS or len(self._fetches) == MAX_FETCHES:
@@ -150,7 +150,7 @@ class Session:
         """Ask the remote tier which of these blocks it has."""
         names = self._names(message.group, message.names)
         if message.number in self._inquiries:
-            raise Malformed("an inquiry with the number of another")
+            raise Malformed(f"an inquiry has the number {message.number}, which another inquiry has already")
         if len(self._inquiries) == MAX_INQUIRIES:
             return  # the engine continues without an answer
         inquiry = self._lower.hints.inquire(message.group, names)
@@ -177,7 +177,7 @@ class Session:
             return
         places = wire.numbers_in(message.places, len(fetched.is_open))
         if len(np.unique(places)) < len(places):
-            raise Malformed("a place is released twice at once")
+            raise Malformed("a release names a block twice")
         self._release(fetched, places[fetched.is_open[places]])
         self._end_if_over(message.number, fetched)
 
@@ -185,7 +185,7 @@ class Session:
         """Reserve as many of the requested slots as are available, for the engine to write to."""
         self._check_group(message.group)
         if not 0 <= message.num_slots <= wire.MAX_BLOCKS:
-            raise Malformed(f"a reservation of {message.num_slots} slots")
+            raise Malformed(f"a reservation of {message.num_slots} slots; the maximum is {wire.MAX_BLOCKS}")
         memory = self.tiers.memories[message.group]
         num_within = self._share.num_affordable([Wanted(memory, np.full(message.num_slots, NOWHERE))])
         slots = np.array(self.tiers.reserve(message.group, num_within), np.intp)
@@ -210,7 +210,7 @@ class Session:
                 self.forget(message)
 
     def publish(self, message: wire.Publish) -> None:
-        """Make the blocks in these slots available to lookups, unless a clear has come since they were reserved."""
+        """Make the blocks in these slots visible to lookups, unless the layout was cleared since the reservation."""
         slots = self._reserved(message.group, message.slots)
         names = self._names(message.group, message.names)
         digests = wire.digests_in(message.digests, len(slots))
@@ -239,7 +239,7 @@ class Session:
         """Record that these blocks were used."""
         names = self._names(message.group, message.names)
         if len(message.were_read) not in (0, len(names)):
-            raise Malformed(f"{len(names)} blocks were used, but {len(message.were_read)} have an origin")
+            raise Malformed(f"{len(names)} blocks were used, but {len(message.were_read)} blocks have an origin")
         were_read = dict(zip(names, map(bool, message.were_read), strict=False))
         names = list(dict.fromkeys(names))
         self.tiers.refresh(message.group, names, [were_read[name] for name in names] if were_read else ())
@@ -249,12 +249,12 @@ class Session:
         self._lower.forget(message.group, list(dict.fromkeys(self._names(message.group, message.names))))
 
     def void(self) -> None:
-        """Ensure that what the engine is writing is never found."""
+        """Void all reserved slots, so that no lookup ever finds the blocks that the engine is writing to them now."""
         for states in self._states:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """Fail the blocks that are being read or wait for a slot: the disk has delivered nothing for too long."""
+        """Fail the blocks that are being read or wait for a slot, because no read has ended for too long."""
         for fetched in self._fetches.values():
             fetch = fetched.fetch
             if not fetch.is_reading or fetched.is_for_later:
@@ -273,10 +273,10 @@ class Session:
             fetched.fetch.time_out()
 
     def stop_listening(self) -> None:
-        """Stop waiting for blocks that were not reported to the engine.
+        """Stop waiting for blocks, and end the leases that were not reported to the engine.
 
-        Blocks that the engine knows to be leased stay leased until `end`, because one of its processes may be copying
-        there.
+        Leases that the engine knows of stay until `end`, because one of its processes may be copying from or to their
+        slots.
         """
         self._inquiries.clear()
         for number, fetched in list(self._fetches.items()):
@@ -373,7 +373,7 @@ class Session:
 
     def _check_group(self, group_id: int) -> None:
         if not 0 <= group_id < len(self._states):
-            raise Malformed(f"a group {group_id} of {len(self._states)}")
+            raise Malformed(f"there is no group {group_id}; the layout has {len(self._states)} groups")
 
     def _names(self, group_id: int, data: bytes) -> list[BlockName]:
         self._check_group(group_id)
@@ -384,7 +384,7 @@ class Session:
         self._check_group(group_id)
         slots = wire.numbers_in(data, len(self._states[group_id]))
         if (self._states[group_id][slots] == FREE).any() or len(np.unique(slots)) < len(slots):
-            raise Malformed("a slot that the engine has not reserved")
+            raise Malformed("a slot that the engine has not reserved, or has named twice")
         return slots
 
     def _no_longer_reserved(self, group_id: int, slots: Ids) -> None:
@@ -396,22 +396,22 @@ class Session:
 def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
     """Yield each traced request with its blocks' names. Raise `Malformed` for too many requests or unknown places."""
     if len(traced) > wire.MAX_TRACED:
-        raise Malformed(f"{len(traced)} traced requests, more than {wire.MAX_TRACED}")
+        raise Malformed(f"{len(traced)} traced requests; the maximum is {wire.MAX_TRACED}")
     for each in traced:
         yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
 
 
 def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[NamedSpan]:
-    """Return the chains as rows. Raise `Malformed` unless each of the blocks is in one of them."""
+    """Return the chains as `NamedSpan` objects. Raise `Malformed` unless each of the blocks is in one chain."""
     rows, end = [], 0
     for each in chains:
         if each.start != end or not end < each.end <= len(names):
-            raise Malformed("chains that are not one after another")
+            raise Malformed("a chain does not begin where the previous one ends, or is empty or too long")
         if each.parent is not None and len(each.parent) != NAME_BYTES:
-            raise Malformed(f"a parent of {len(each.parent)} bytes")
+            raise Malformed(f"the name of a parent has {len(each.parent)} bytes, not {NAME_BYTES}")
         end = each.end
         parent = None if each.parent is None else BlockName(each.parent)
         rows.append(NamedSpan(each.start, end, list(names[each.start : end]), parent))
     if not end == len(names) == num_blocks:
-        raise Malformed(f"{num_blocks} slots, {len(names)} blocks, and chains of {end}")
+        raise Malformed(f"{num_blocks} slots, {len(names)} names and chains of {end} blocks; the numbers must be equal")
     return rows

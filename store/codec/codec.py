@@ -131,9 +131,4 @@ _KNOWN: tuple[Codec, ...] = (
     Fp8Codec("fp32"),
 )
 CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _KNOWN})
-_BY_ID = {codec.codec_id: codec for codec in _KNOWN}
-
-
-def codec_by_id(codec_id: int) -> Codec | None:
-    """Return the codec with the number *codec_id*, or None if this version does not know it."""
-    return _BY_ID.get(codec_id)
+CODEC_BY_ID: Mapping[int, Codec] = MappingProxyType({codec.codec_id: codec for codec in _KNOWN})

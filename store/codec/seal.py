@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
-from kvtier.store.codec.codec import NO_CODEC, Codec, codec_by_id
+from kvtier.store.codec.codec import CODEC_BY_ID, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.record import (
     NAMESPACE_BYTES,
@@ -47,7 +47,7 @@ def charged_bytes(value_bytes: int) -> int:
 
 def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
     """Return how many bytes *blob* counts against a capacity if its codec does not shrink it."""
-    return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
+    return charged_bytes(blob.raw.nbytes + (0 if cipher is None else OVERHEAD_BYTES))
 
 
 def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
@@ -88,7 +88,7 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
         namespace=blob.key[:NAMESPACE_BYTES],
         codec_id=codec.codec_id,
         raw_length=blob.raw.nbytes,
-        stored_length=payload.nbytes + _overhead_bytes(cipher),
+        stored_length=payload.nbytes + (0 if cipher is None else OVERHEAD_BYTES),
         digest=known if cipher is None else NO_DIGEST,
         cipher_id=NO_CIPHER_ID if cipher is None else cipher.cipher_id,
         key_id=NO_KEY_ID if cipher is None else cipher.key_id,
@@ -119,7 +119,7 @@ def unseal(
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
         return record
-    codec = codec_by_id(record.codec_id)
+    codec = CODEC_BY_ID.get(record.codec_id)
     if codec is None or record.cipher_id not in (NO_CIPHER_ID, Cipher.cipher_id):
         return Fault.VERSION
     own = (NO_CIPHER_ID, NO_KEY_ID) if cipher is None else (cipher.cipher_id, cipher.key_id)
@@ -153,16 +153,12 @@ def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | No
     return result if isinstance(result, Fault) else None
 
 
-def _overhead_bytes(cipher: Cipher | None) -> int:
-    return 0 if cipher is None else OVERHEAD_BYTES
-
-
 def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
     """Return the payload for *raw* and the codec that encoded it, which is `none` if *codec* does not save enough."""
     payload = codec.encode(raw)
     if payload is raw:
         return codec, raw
-    length = value_bytes(codec, payload.nbytes + _overhead_bytes(cipher), raw.nbytes)
+    length = value_bytes(codec, payload.nbytes + (0 if cipher is None else OVERHEAD_BYTES), raw.nbytes)
     if length >= raw.nbytes:  # less than an eighth or a page is saved
         return NO_CODEC, raw
     return codec, payload

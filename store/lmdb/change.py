@@ -8,7 +8,6 @@ import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
-from kvtier.store.lmdb.index_file import SPARE_PAGES
 from kvtier.store.lmdb.tables import (
     BYTES_OF_TENANT,
     COUNTERS_KEY,
@@ -17,6 +16,7 @@ from kvtier.store.lmdb.tables import (
     NO_TENANT,
     SEQUENCE,
     SLOTS,
+    SPARE_PAGES,
     RecordRow,
     Tables,
     ascending,
@@ -77,9 +77,11 @@ class Change:
         slots = [Slot(num_bytes, number) for number in numbers]
         missing = num_slots - len(slots)
         self.counters.slab_bytes += missing * num_bytes
-        to_punch = self.give_back(limit_bytes) if missing else []
+        to_punch: list[Slot] = []
         if missing and self.counters.slab_bytes > limit_bytes:
-            raise NoFreeSlot
+            to_punch = self.give_back(limit_bytes)
+            if self.counters.slab_bytes > limit_bytes:
+                raise NoFreeSlot
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, limit: int = 128) -> list[Slot]:

@@ -21,8 +21,7 @@ from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.change import REMOVAL_BYTES, Change, NoFreeSlot
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
-from kvtier.store.lmdb.index_file import MIN_REMOVAL_BYTES
-from kvtier.store.lmdb.tables import Tables
+from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
@@ -78,18 +77,16 @@ class OpenFolder:
         self.slabs.sync()
         self.tables.file.sync()
 
-    def taken_bytes(self) -> int:
-        """Return the disk space that index and slabs take."""
-        return self.tables.file.taken_bytes() + self.slabs.file_bytes()
-
-    def reopen_index(self) -> None:
+    def reopen_index(self) -> Tables:
         """Close the index, which LMDB gave up, and reopen it as it was before. Raises OSError or lmdb.Error."""
         self.tables.file.close()
         self.tables = data_file.reopen(self._folder, self.capacity_bytes, self.durability)
+        return self.tables
 
-    def compact_index(self) -> None:
+    def compact_index(self) -> Tables:
         """Replace the index by a copy without free pages. The mark must be CLEAN."""
         self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
+        return self.tables
 
     def close(self) -> None:
         """Close the slabs, unmap the index, and release the folder's lock."""
@@ -178,6 +175,10 @@ class LmdbFiles:
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
         self.writer = threading.RLock()  # held for a change; acquired before `_users`, never inside it
         self.name = name
+        self.here = opened.here  # leads to the open folder even if its name leads elsewhere now
+        self.tables = opened.tables  # of the index; replaced when the index is reopened
+        self.slabs = opened.slabs
+        self.capacity_bytes = opened.capacity_bytes
         self._opened = opened
         self._interval_s = interval_s
         self._is_upkeep = is_upkeep
@@ -242,24 +243,6 @@ class LmdbFiles:
                     self._release_checkpoint()
 
     @property
-    def tables(self) -> Tables:
-        """The tables of the index. Reopening the index replaces this object."""
-        return self._opened.tables
-
-    @property
-    def slabs(self) -> Slabs:
-        return self._opened.slabs
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._opened.capacity_bytes
-
-    @property
-    def here(self) -> Path:
-        """A path to the open folder, even if its name leads elsewhere now."""
-        return self._opened.here
-
-    @property
     def is_lost(self) -> bool:
         """Whether the index is damaged and marked so. Then the process should end, so that the next start is empty."""
         return self._damage is not None and not self._is_upkeep
@@ -306,7 +289,8 @@ class LmdbFiles:
                 self.slabs.written.clear()
                 try:
                     with self.tables.env.begin(write=True) as txn:
-                        change = Change(self.tables, txn, self._synced_change)
+                        synced_change = None if self._checkpoint is None else self._checkpoint.last_change
+                        change = Change(self.tables, txn, synced_change)
                         yield change
                         change.write_accounts()
                 except BaseException as error:
@@ -362,7 +346,7 @@ class LmdbFiles:
 
     def file_bytes(self) -> int:
         """Return the disk space that index and slabs take."""
-        return self._opened.taken_bytes()
+        return self.tables.file.taken_bytes() + self.slabs.file_bytes()
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         with self.changing(new_bytes) as change:
@@ -440,7 +424,7 @@ class LmdbFiles:
             self._opened.sync()
             self._opened.mark(FileState.CLEAN)
             self._release_checkpoint()
-            self._opened.compact_index()
+            self.tables = self._opened.compact_index()
             self._mark_open()
 
     def _reclaim(self) -> None:
@@ -464,11 +448,6 @@ class LmdbFiles:
         assert self._checkpoint is not None, "this durability level takes no checkpoints"
         self._opened.sync()
         self._checkpoint.take()
-
-    @property
-    def _synced_change(self) -> int | None:
-        """The last change in a checkpoint; None at a level that takes no checkpoints."""
-        return None if self._checkpoint is None else self._checkpoint.last_change
 
     def _release_checkpoint(self) -> None:
         """Let pages of the last checkpoint be reused. No change may happen before the next checkpoint."""
@@ -524,7 +503,7 @@ class LmdbFiles:
                 return
             self._release_checkpoint()
             with self._lmdb_errors():
-                self._opened.reopen_index()
+                self.tables = self._opened.reopen_index()
                 self._mark_open()
             self._has_panicked = False
         self._tidy_up()

@@ -1,12 +1,12 @@
 """`LmdbStore`: an LMDB index and slab files, the disk tier of one process."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
+from kvtier.store.blob_store import StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -52,6 +52,10 @@ class LmdbStore:
         self._quotas = quotas
         self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
         self._reader = LmdbReader(self.files, cipher, codec if isinstance(codec, CodecChoice) else None)
+        # The part of `BlobStore` that reader and writer implement.
+        self.read_many, self.verify_one = self._reader.read_many, self._reader.verify_one
+        self.put_many, self.touch = self._writer.put_many, self._writer.touch
+        self.delete, self.evict = self._writer.delete, self._writer.evict
         try:
             self._writer.fit_capacity()
             self.files.settle()
@@ -63,21 +67,6 @@ class LmdbStore:
         with self.files.reading() as txn:
             return self.files.tables.located(txn, key) is not None
 
-    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        return self._writer.put_many(blobs)
-
-    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
-        return self._reader.read_many(keys, outs)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._writer.touch(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> int:
-        return self._writer.delete(keys)
-
-    def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        return self._writer.evict(num_bytes, limit, tenant)
-
     def keys(self) -> Iterator[bytes]:
         with self.files.using():
             return self._walk()
@@ -87,10 +76,6 @@ class LmdbStore:
             found = self.verify_one(key)
             if found is not None:
                 yield key, found[1]
-
-    def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Read a record; return the bytes read and its fault, or None without a record. Deletes and counts nothing."""
-        return self._reader.verify_one(key)
 
     def place(self, key: bytes) -> tuple[Path, int, int] | None:
         """Return file, offset and length of the slot with the payload of *key*, or None if there is no record."""
@@ -114,19 +99,17 @@ class LmdbStore:
             counters = self.files.tables.counters(txn)
             tenants = self.files.tables.bytes_of_tenants(txn, self._quotas)
             file_bytes = self.files.file_bytes()
-        read_bytes_total, faults = self._reader.counted()
         return StoreStatistics(
             num_records=counters.num_records,
             stored_bytes=counters.stored_bytes,
-            capacity_bytes=self._writer.capacity_bytes,
+            capacity_bytes=self._writer.room.capacity_bytes,
             file_bytes=file_bytes,
             written_bytes_total=counters.written_bytes_total,
             recent_written_bytes=counters.lately_bytes(time.time()),
-            read_bytes_total=read_bytes_total,
             evicted_total=counters.evicted_total,
             quota_evicted_total=counters.quota_evicted_total,
             tenants=tenants,
-            faults=faults,
+            faults=self._reader.faults(),
         )
 
     def check(self) -> None:

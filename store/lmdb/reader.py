@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class LmdbReader:
-    """A reader of *files*, in the threads of its callers and `NUM_READERS` of its own. Counts bytes read and faults.
+    """A reader of *files*, in the threads of its callers and `NUM_READERS` of its own. Counts faults.
 
     It deletes records that it finds bad. *timed*, if given, learns how long reads take, to choose a codec.
     """
@@ -37,8 +37,7 @@ class LmdbReader:
         self._cipher = cipher
         self._timed = timed
         self._threads = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
-        self._counting = threading.Lock()  # guards the two below
-        self._read_bytes_total = 0
+        self._counting = threading.Lock()  # guards `_faults`
         self._faults: Counter[Fault] = Counter()
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -74,10 +73,10 @@ class LmdbReader:
                 if fault is None or self._located([key])[0] == found:  # otherwise it was replaced meanwhile
                     return slot.num_bytes, fault
 
-    def counted(self) -> tuple[int, dict[Fault, int]]:
-        """Return the raw bytes read so far, and the number of each fault."""
+    def faults(self) -> dict[Fault, int]:
+        """Return the number of each fault so far."""
         with self._counting:
-            return self._read_bytes_total, dict(self._faults)
+            return dict(self._faults)
 
     def close(self) -> None:
         """End the reader's threads; the files must be closed. A second call does nothing."""
@@ -100,15 +99,11 @@ class LmdbReader:
         for i in faults:
             if _is_bad(results[i]):
                 results[i] = self._judge(*pairs[i])
-        num_bytes = sum(out.nbytes for _, out in pairs) - sum(pairs[i][1].nbytes for i in faults)
         with self._counting:
             for i in faults:
                 result = results[i]
-                if not isinstance(result, Fault):
-                    num_bytes += pairs[i][1].nbytes
-                elif result is not Fault.MISSING:
+                if isinstance(result, Fault) and result is not Fault.MISSING:
                     self._faults[result] += 1
-            self._read_bytes_total += num_bytes
         return results
 
     def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:

@@ -1,9 +1,11 @@
-"""`Tables`: the sub-databases of an LMDB store."""
+"""`Tables`: the sub-databases of an LMDB store. `IndexFile`: the file under LMDB's map."""
 
 import ctypes
+import errno
 import math
 import os
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +20,6 @@ import xxhash
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.folder import open_private
-from kvtier.store.lmdb.index_file import MIN_REMOVAL_BYTES, IndexFile
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.slab import PAGE_BYTES, Slot
 
@@ -32,6 +33,9 @@ MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
 _LOCK_BYTES = (_MAX_READERS + 64) * 64  # minimum: LMDB takes 64 bytes per reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
+SPARE_PAGES = 64  # left free by each change that adds: removing or moving 8 records needs them, three levels deep
+MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that removing or moving at most 8 records may need
+_AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 
 def checksum(key: bytes, row: bytes = b"") -> bytes:
@@ -56,19 +60,12 @@ class _Layout(struct.Struct):
         except struct.error as error:
             raise lmdb.CorruptedError(f"a row makes no sense: {error}") from error
 
-    def unpack_from(self, row: "Buffer", offset: int = 0) -> tuple[Any, ...]:
-        try:
-            return super().unpack_from(row, offset)
-        except struct.error as error:
-            raise lmdb.CorruptedError(f"a row makes no sense: {error}") from error
-
 
 class _Counts:
     """A layout of rows that hold counts, with a checksum. Implausible counts raise CorruptedError."""
 
     def __init__(self, layout: str) -> None:
         self._layout = _Layout(layout)
-        self.num_bytes = self._layout.size + _CHECKSUM_BYTES  # of a row
 
     def pack(self, key: bytes, *counts: float) -> bytes:
         """Return the row of *counts* at *key*."""
@@ -160,16 +157,9 @@ class RecordRow(NamedTuple):
         """Unpack the row at *key*."""
         row = verified(key, packed)
         end = _ROW.size + HEADER_BYTES
-        *facts, num_bytes, number = _ROW.unpack_from(row)
+        *facts, num_bytes, number = _ROW.unpack(row[: _ROW.size])
         slot = plausible(Slot(num_bytes, number))
         return cls(*facts, slot, row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
-
-    @staticmethod
-    def located(key: bytes, packed: bytes) -> tuple[bytes, Slot]:
-        """Return header and slot of the packed row at *key*, which is all that a read needs."""
-        row = verified(key, packed)
-        *_, num_bytes, number = _ROW.unpack_from(row)
-        return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
     def pack(self, key: bytes) -> bytes:
         """Return the row packed for *key*."""
@@ -182,6 +172,98 @@ def plausible(slot: Slot) -> Slot:
     if slot.num_bytes == 0 or slot.num_bytes % PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
         raise lmdb.CorruptedError(f"a row names the impossible {slot}")
     return slot
+
+
+class IndexFile:
+    """The data file of *env*, open as *descriptor*, and owner of both. Reserves disk space before LMDB writes to it.
+
+    Any thread may call `sync`; only the writer calls the other methods.
+    """
+
+    def __init__(self, env: lmdb.Environment, descriptor: int) -> None:
+        self.env = env
+        self._descriptor: int | None = descriptor
+        self._syncing = threading.Lock()
+        self.sync_failed = False  # whether the last sync failed; `_syncing` guards it
+        self.reserved_bytes = self.used_bytes()  # pages in use have their disk space
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has been deleted, so that its content is lost once it is closed."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0
+
+    def close(self) -> None:
+        """Unmap and close the file. A transaction still open would crash the process. A second call does nothing."""
+        self.env.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def used_bytes(self) -> int:
+        """Return the bytes of the file up to the last page in use."""
+        return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
+
+    def taken_bytes(self) -> int:
+        """Return the disk space that the file takes."""
+        return os.fstat(self._open_descriptor()).st_blocks * 512
+
+    def sync(self) -> None:
+        """Block until the file, as it was at the call, is on disk.
+
+        Raises OSError or lmdb.Error if that fails. From then on every call raises until the writer has called
+        `rewrite`.
+        """
+        with self._syncing:
+            if self.sync_failed:
+                raise OSError(errno.EIO, "an earlier sync of the index failed")
+            try:
+                self.env.sync(True)
+            except lmdb.Error:
+                self.sync_failed = True
+                raise
+
+    def rewrite(self) -> None:
+        """Write all pages to the file again, so that the next sync writes them to disk.
+
+        The kernel reports only once that it could not write pages, and then takes them for written. The next sync would
+        succeed without writing anything, and a checkpoint that does not exist would be trusted.
+        """
+        descriptor = self._open_descriptor()
+        with self._syncing:
+            for start in range(0, self.used_bytes(), _AHEAD_BYTES):
+                pages = os.pread(descriptor, _AHEAD_BYTES, start)
+                if os.pwrite(descriptor, pages, start) < len(pages):
+                    raise OSError(errno.EIO, "the index could not be written again")
+            self.sync_failed = False
+
+    def reserve(self, new_bytes: int) -> None:
+        """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if there is none.
+
+        Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
+        """
+        map_bytes = self.env.info()["map_size"]
+        wanted = min(self.used_bytes() + new_bytes, map_bytes)
+        if wanted > self.reserved_bytes:
+            try:
+                self._reserve_up_to(min(wanted + _AHEAD_BYTES, map_bytes))
+            except OSError:  # perhaps there is room for exactly what is needed
+                self._reserve_up_to(wanted)
+
+    def is_nearly_full(self, new_bytes: int) -> bool:
+        """Return whether *new_bytes* and the spare pages might not fit after the last page in use."""
+        return self.used_bytes() + new_bytes + MIN_REMOVAL_BYTES > self.env.info()["map_size"]
+
+    def _reserve_up_to(self, end: int) -> None:
+        os.posix_fallocate(self._open_descriptor(), self.reserved_bytes, end - self.reserved_bytes)
+        self.reserved_bytes = end
+
+    def _open_descriptor(self) -> int:
+        assert self._descriptor is not None, "the index is closed"
+        return self._descriptor
 
 
 class Tables:
@@ -199,6 +281,7 @@ class Tables:
 
     def __init__(self, file: IndexFile, tables: "Sequence[lmdb._Database]") -> None:
         self.file = file
+        self.env = file.env
         (
             self.records,
             self.free,
@@ -209,10 +292,6 @@ class Tables:
             self.tenants,
             self.ledger,
         ) = tables
-
-    @property
-    def env(self) -> lmdb.Environment:
-        return self.file.env
 
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
@@ -250,9 +329,13 @@ class Tables:
         ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
-        """Return header and slot of the record of *key*, or None if there is none."""
+        """Return header and slot of the record of *key*, which is all that a read needs, or None if there is none."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        return None if packed is None else RecordRow.located(key, packed)
+        if packed is None:
+            return None
+        row = verified(key, packed)
+        *_, num_bytes, number = _ROW.unpack(row[: _ROW.size])
+        return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
         """Return up to *limit* records older than *sequence*, newest first, as sequence number and key.

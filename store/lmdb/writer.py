@@ -1,11 +1,15 @@
 """`LmdbWriter`: puts blocks into an LMDB store, and evicts records to make room for them."""
 
 import errno
+import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
@@ -15,7 +19,6 @@ from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charg
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.change import Change
-from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.tables import NO_TENANT
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
@@ -25,17 +28,20 @@ _EVICTED_PAGES = 3  # new pages that an eviction may need
 _MAX_EVICTED = 512  # evicted in one change, in addition to as many as it adds; see `REMOVAL_BYTES`
 _MAX_TRIES = 8  # to make room for one group
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_INDEX_ROOM_BYTES = 8 << 20  # left to the index at a time; a change of the index may need this much
+
+_log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """The blobs of one caller of `put`, and the result for that caller."""
 
-    def __init__(self, blobs: Sequence[Blob]) -> None:
-        self.blobs = blobs
-        self.num_bytes = sum(charged_bytes(blob.raw.nbytes) for blob in blobs)
-        self.done = False
-        self.evicted: list[bytes] = []
-        self.error: Exception | None = None
+    blobs: Sequence[Blob]
+    num_bytes: int
+    done: bool = False
+    evicted: list[bytes] = field(default_factory=list)
+    error: Exception | None = None
 
 
 class GroupCommit:
@@ -47,7 +53,7 @@ class GroupCommit:
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
         self._writer = writer
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._act = act
         self._waiting: list[_Call] = []  # each call appends itself and, with the writer lock, removes itself
 
@@ -61,7 +67,7 @@ class GroupCommit:
 
         Once this has returned or raised, interrupted or not, no thread reads *blobs* any more.
         """
-        call = _Call(blobs)
+        call = _Call(blobs, sum(charged_bytes(blob.raw.nbytes) for blob in blobs))
         try:
             self._waiting.append(call)
             with self._writer:
@@ -86,7 +92,7 @@ class GroupCommit:
         for call in self._waiting.copy():  # other threads append meanwhile
             if not call.done:
                 num_bytes += call.num_bytes
-                if calls and num_bytes > self._max_bytes:
+                if calls and num_bytes > self.max_bytes:
                     break
                 calls.append(call)
         return calls
@@ -118,6 +124,58 @@ class _StillTooMuch(Exception):
         self.evicted = evicted
 
 
+class DiskRoom:
+    """The current capacity of a store whose folder is *here*. Only the writer uses it.
+
+    The capacity is *max_bytes*. It is lower from the moment that the disk is full until there is more room on it.
+    """
+
+    def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
+        self._name = name
+        self._here = here
+        self._max_bytes = max_bytes
+        self._left_bytes = 0  # free on the disk after the store shrank
+        self.capacity_bytes = max_bytes
+        self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
+
+    def shrink(self, taken_bytes: int) -> bool:
+        """Lower the capacity, because the disk is full while all slots take *taken_bytes*.
+
+        The slots must take a little less, to leave room for the index: at most a quarter less. Returns False and
+        changes nothing if no capacity would be left, which means that other files fill the disk.
+        """
+        taken_bytes = min(self.slab_bytes, taken_bytes)
+        slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
+        capacity_bytes = data_file.capacity_of_slabs(slab_bytes)
+        if not capacity_bytes:
+            return False
+        self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
+        _log.warning(
+            "store %s: the disk is full; its capacity is lowered to %.1f MB until there is room for %.1f MB",
+            *(self._name, self.capacity_bytes / 1e6, self._max_bytes / 1e6),
+        )
+        return True
+
+    def on_shrunk(self) -> None:
+        """Note that the store has shrunk. It grows back only when the disk has more free space than now."""
+        self._left_bytes = self._free_bytes()
+
+    def grow_back(self) -> None:
+        """Restore the full capacity if the disk has more free space than after the store shrank."""
+        if self.capacity_bytes == self._max_bytes:
+            return
+        if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
+            self.capacity_bytes, self.slab_bytes = self._max_bytes, data_file.slab_bytes(self._max_bytes)
+            _log.warning("store %s: the disk has room again; its full capacity is restored", self._name)
+
+    def _free_bytes(self) -> int:
+        try:
+            found = os.statvfs(self._here)
+        except OSError:  # the next write will fail and say why
+            return 0
+        return found.f_bavail * found.f_frsize
+
+
 class LmdbWriter:
     """The writer of all changes to a store's records: puts with the evictions that they need, touches and deletions.
 
@@ -139,15 +197,10 @@ class LmdbWriter:
         self._cipher = cipher
         self._durability = durability
         self._quotas = quotas
-        self._room = DiskRoom(files.name, files.here, files.capacity_bytes)
+        self.room = DiskRoom(files.name, files.here, files.capacity_bytes)
         self._untold: list[bytes] = []  # evicted keys that no put has returned yet; guarded by `files.writer`
         self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
         self._group = GroupCommit(files.writer, data_file.part_bytes(files.capacity_bytes), self._put_group)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The capacity that the records may take now."""
-        return self._room.capacity_bytes
 
     def fit_capacity(self) -> None:
         """Evict what exceeds a lowered capacity. No put returns these keys, because no caller knows them yet."""
@@ -158,7 +211,7 @@ class LmdbWriter:
         """See `BlobStore.put_many`."""
         check_fits(blobs, self._files.capacity_bytes, self._cipher)
         evicted: dict[bytes, None] = {}
-        for part in _parts(blobs, data_file.part_bytes(self._files.capacity_bytes)):
+        for part in _parts(blobs, self._group.max_bytes):
             try:
                 gone = self._group.put(part)
             except BaseException as error:
@@ -218,7 +271,7 @@ class LmdbWriter:
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
         """Store *group*, making room if there is none, and return all evicted keys that no put has returned yet."""
-        self._room.grow_back()
+        self.room.grow_back()
         for is_last in (False, False, True):
             try:
                 self._put_at_once(group)
@@ -281,7 +334,7 @@ class LmdbWriter:
         sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
-            slots, to_punch = change.allocate(size, num_slots, self._room.slab_bytes)
+            slots, to_punch = change.allocate(size, num_slots, self.room.slab_bytes)
             if to_punch:
                 self._files.slabs.punch(*to_punch)
             free[size] = iter(slots)
@@ -298,10 +351,11 @@ class LmdbWriter:
                 evicted += change.evict_tenant(tenant, limit_bytes, limit)
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(evicted)
-        limit_bytes = max(0, self._room.capacity_bytes - sum(new_bytes.values()))
-        evicted += change.evict(limit_bytes, limit - len(evicted))
+        limit_bytes = max(0, self.room.capacity_bytes - sum(new_bytes.values()))
         if change.counters.stored_bytes > limit_bytes:
-            raise _StillTooMuch(evicted)
+            evicted += change.evict(limit_bytes, limit - len(evicted))
+            if change.counters.stored_bytes > limit_bytes:
+                raise _StillTooMuch(evicted)
         return evicted
 
     def _evict_for(self, group: Collection[Blob]) -> None:
@@ -325,17 +379,17 @@ class LmdbWriter:
     def _make_room(self, num_bytes: int) -> None:
         """Evict *num_bytes* of records, and make their pages and slots usable again."""
         self._evict_to(max(0, self._stored_bytes() - num_bytes))
-        self._files.free_pages(self._room.slab_bytes)
+        self._files.free_pages(self.room.slab_bytes)
 
     def _shrink(self) -> bool:
         """Lower the capacity to what a full disk allows. Returns False if no capacity would be left."""
         with self._files.reading() as txn:
             taken_bytes = self._files.tables.counters(txn).slab_bytes
-        if not self._room.shrink(taken_bytes):
+        if not self.room.shrink(taken_bytes):
             return False
-        self._evict_to(self._room.capacity_bytes)
-        self._files.free_pages(self._room.slab_bytes)
-        self._room.on_shrunk()
+        self._evict_to(self.room.capacity_bytes)
+        self._files.free_pages(self.room.slab_bytes)
+        self.room.on_shrunk()
         return True
 
     def _evict_to(self, limit_bytes: int) -> None:

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from memory_remote import MemoryRemote
 from redis_servers import running_server
 from remote_cases import needs_redis
 
 from kvtier.cli import remote
 from kvtier.cli.main import main
 from kvtier.cli.remote import Measured, measure, min_tokens, tokens_per_s
-from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 
 SMALL = ("--block", "64KiB", "--blocks", "20")

@@ -79,7 +79,7 @@ def test_a_prompt_in_a_file_is_explained_with_the_text_that_differs(
     assert main(["explain", "--prompt", str(file), "--url", server.url]) == 0
 
     told = capsys.readouterr().out
-    assert "a prompt, now" in told
+    assert "a lookup of this prompt" in told
     assert "shares the first 20 tokens, then differs: only this prompt has" in told
 
 
@@ -107,7 +107,7 @@ def test_a_text_is_a_prompt_too(
         (["../../metrics"], "no request of that id is remembered"),
         (["a" * 100_000], "the id has 100,000 characters; give an id with at most 4,096"),
         (["a\nb"], "has a character that request ids cannot have"),
-        (["x", "--url", "http://user:secret@127.0.0.1:8000"], "--url: has a name or a password in it"),
+        (["x", "--url", "http://user:secret@127.0.0.1:8000"], "--url contains a user name or password"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -79,4 +79,4 @@ def test_an_engine_logs_the_name_that_its_blocks_have_there(tmp_path: Path, capl
         namespace = core.namespace.hex()
 
     (said,) = [text for text in caplog.messages if "blocks are put into" in text]
-    assert re.fullmatch(rf"remote: blocks are put into {re.escape(url)} as {namespace}", said)
+    assert re.fullmatch(rf"remote: blocks are put into {re.escape(url)} under namespace {namespace}", said)

@@ -83,7 +83,7 @@ def test_answers_without_log_probabilities_have_no_number_and_still_are_json(
 
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 1
-    assert "the answer's text is not the computed one" in {finding["what"] for finding in report["findings"]}
+    assert "the text differs from answers without the cache" in {finding["what"] for finding in report["findings"]}
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line_and_ends_with_2(
         ({}, ["--adapter", "legal"], "/v1/completions: 400 there is no model legal"),
         ({"fails_after": 40}, [], "/v1/completions: 500 the engine has ended"),
         ({}, ["--between", "exit 3"], "--between 'exit 3' ended with status 3; it must end with 0"),
-        ({"max_model_len": 90}, [], "the model takes 90 tokens, too few for this test"),
+        ({"max_model_len": 90}, [], "the model takes at most 90 tokens, which are too few for this test"),
     ],
 )
 def test_what_a_server_refuses_is_one_line_and_ends_with_2(

@@ -22,8 +22,8 @@ def test_check_config_says_what_the_arguments_come_to(capsys: pytest.CaptureFixt
     assert main(["route", ONE, OTHER, *events, "--check-config"]) == 0
 
     out = capsys.readouterr().out
-    assert f"{ONE}, events of tcp://10.0.0.1:5557\n" in out
-    assert f"{OTHER}, events of tcp://10.0.0.2:5557\n" in out
+    assert f"{ONE}, events from tcp://10.0.0.1:5557\n" in out
+    assert f"{OTHER}, events from tcp://10.0.0.2:5557\n" in out
 
 
 def test_the_example_has_the_defaults_and_two_replicas(capsys: pytest.CaptureFixture[str]) -> None:

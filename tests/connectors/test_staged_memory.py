@@ -70,7 +70,7 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much_is_missing(
 ) -> None:
     monkeypatch.setattr(os, "memfd_create", no_memfd)
 
-    with pytest.raises(OSError, match=r"64 MiB of .* are needed for rows, and 16 MiB are free .*--shm-size") as why:
+    with pytest.raises(OSError, match=r"cannot allocate 64 MiB of .*, where 16 MiB are free .*--shm-size") as why:
         opened(tmp_path)
 
     assert "\n" not in str(why.value)
@@ -83,5 +83,5 @@ def test_too_little_memory_is_an_error_before_a_row_is_touched(tmp_path: Path, m
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
 
-    with pytest.raises(OSError, match=r"64 MiB of memory are needed for rows \(Cannot allocate memory\); free some"):
+    with pytest.raises(OSError, match=r"cannot allocate 64 MiB of memory \(Cannot allocate memory\); free some"):
         opened(tmp_path)

@@ -116,7 +116,7 @@ def test_nothing_is_stored_of_a_pass_that_tokens_do_not_describe(
 
     assert cache.statistics().stored_blocks == 0
     (line,) = (it.getMessage() for it in caplog.records if "KVTierCache" in it.getMessage())
-    assert "KVTierCache stores 0 tokens of this sequence at most: " in line
+    assert "KVTierCache stores at most the first 0 tokens of this sequence: " in line
 
 
 @torch.no_grad()

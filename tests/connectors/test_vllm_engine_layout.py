@@ -86,7 +86,7 @@ def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
     ("groups", "why"),
     [
         ([Group(MambaSpec())], "vLLM's kind MambaSpec"),
-        ([Group(SlidingWindowSpec(extra_retained_tokens=1))], "below their window"),
+        ([Group(SlidingWindowSpec(extra_retained_tokens=1))], "keep extra tokens"),
         ([], "no KV cache"),
         (
             [
@@ -96,7 +96,7 @@ def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
                     )
                 )
             ],
-            "forget differently",
+            "different attention windows",
         ),
     ],
 )

@@ -102,9 +102,9 @@ def test_heads_and_tokens_may_come_in_any_order_inside_a_block() -> None:
     ("tensors", "why"),
     [
         ({"a": torch.zeros(NUM_PAGES, 4)}, "layer a has"),
-        ({"a": torch.zeros(NUM_PAGES + 1, PAGE_BYTES // 4)}, "7 parts for 6 blocks"),
-        ({"a": torch.zeros(PAGE_BYTES // 4, NUM_PAGES).T}, "not one run of bytes"),
-        ({"a": [torch.zeros(1)]}, "no KV cache that is one tensor"),
+        ({"a": torch.zeros(NUM_PAGES + 1, PAGE_BYTES // 4)}, "7 rows, which is not a multiple of its 6 blocks"),
+        ({"a": torch.zeros(PAGE_BYTES // 4, NUM_PAGES).T}, "not contiguous"),
+        ({"a": [torch.zeros(1)]}, "not a single tensor"),
     ],
 )
 def test_what_cannot_be_copied_as_whole_blocks_is_refused(tensors: dict[str, torch.Tensor], why: str) -> None:

@@ -24,7 +24,7 @@ from kvtier.connectors.vllm_connector.counts import COUNT_NAMES, Unstored
 from kvtier.connectors.vllm_connector.scheduler_side import MAX_LOADS
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.tenant import tenant_of, tenant_with
+from kvtier.tiers.naming.named_blocks import tenant_of, tenant_with
 
 NUM_TOKENS = 42  # ten blocks and two tokens
 

@@ -74,7 +74,7 @@ def test_a_disk_that_rounds_is_refused_in_a_namespace_of_exact_blocks(tmp_path: 
     config = DiskConfig(path=str(tmp_path / "store"), capacity=64 << 20, codec="fp8")
     store = ReopeningStore(store_settings(config, codec_of(config, exact.dtype)), [])
     try:
-        with pytest.raises(ValueError, match=r"codec fp8 in a namespace of 'none' KV"):
+        with pytest.raises(ValueError, match=r"codec fp8 does not fit a namespace with kv_quantization 'none'"):
             disk_tier(store, config, exact)
         disk_tier(store, config, with_rounding_of(exact, config))
     finally:

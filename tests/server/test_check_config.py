@@ -99,7 +99,7 @@ def test_it_tells_what_a_part_of_a_gpu_comes_to(
     pool_mib = float(re.search(r"device +([\d.]+) GiB .*, 0.5 of 16.0 GiB, less weights \d", out)[1]) * 1024
     assert 6.5 * 1024 < pool_mib < 8 * 1024 - LIBRARY_BYTES / (1 << 20)
     assert refused == 2
-    assert "gpu_memory_utilization 0.01: that is 163.8 MiB; weights and a step need" in err
+    assert "gpu_memory_utilization 0.01: this allows 163.8 MiB, but weights and a step need" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -229,7 +229,7 @@ def test_a_sidecar_beside_a_disk_is_one_line_and_2(
     status, _, err = check(capsys, tmp_path, no_weights, config, "--sidecar", "unix:///run/kvtier.sock")
 
     assert status == 2
-    assert "sidecar: it provides the disk; remove [disk], or remove sidecar to use your own" in err
+    assert "sidecar: the sidecar provides the disk; remove [disk], or remove the key sidecar to use your own" in err
     assert err.count("\n") == 1
 
 

@@ -236,7 +236,7 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
         ("PUT", "/a", {"text": "a" * 3001}, 400, "shorten it to 3000"),
         ("PUT", "/a%20b", {"text": "a"}, 400, "1 to 128 of the characters"),
         ("PUT", "/" + "a" * 129, {"text": "a"}, 400, "1 to 128 of the characters"),
-        ("POST", "/there/warm?tier=disk", None, 400, "tier: is neither host nor device"),
+        ("POST", "/there/warm?tier=disk", None, 400, "tier: must be host or device"),
         ("POST", "/there/pin", {}, 400, "ttl_s: is missing"),
         ("POST", "/there/pin", {"ttl_s": 0}, 400, "ttl_s"),
         ("POST", "/there/eat", None, 404, "no such route"),

@@ -245,7 +245,8 @@ def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_pa
 
         assert [status(first), status(second)] == [401, 200]
         assert [line["level"] for line in told("API keys are unchanged")] == ["error"]
-        assert [line["message"] for line in told("2 tenants have api keys")] == ["SIGHUP: 2 tenants have api keys"]
+        reloaded = "SIGHUP: reloaded the API keys of 2 tenants"
+        assert [line["message"] for line in told("keys of 2 tenants")] == [reloaded]
         assert "secret" not in server.log.read_text()
         server.signal()
         assert server.wait() == 0

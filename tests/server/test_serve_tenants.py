@@ -12,7 +12,7 @@ import pytest
 from serving import BLOCK_BYTES, MODEL, ServerInThread, come_true, serving, tables
 from small_models import VOCAB, build
 
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.web.api_keys import ApiKeys, effective_salt
 

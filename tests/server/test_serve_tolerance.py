@@ -164,7 +164,7 @@ def test_what_holds_the_length_of_a_prompt_is_named() -> None:
         "(the model takes 4096)"
     )
     assert said.startswith(f"{expected}. However, you requested 450 (250 in")
-    assert long.startswith(f"{expected}, and the prompt may have 20 of them besides 300 in the completion.")
+    assert long.startswith(f"{expected}. With 300 in the completion, the prompt may have 20, but it has ")
     assert longest == "the prompt has 255 tokens or more, and server.max_prompt_tokens is 250; shorten it"
 
 
@@ -277,7 +277,7 @@ def test_a_text_that_is_no_unicode_has_no_tokens(server: ServerInThread) -> None
 
 def test_an_unknown_route_names_the_known_ones(server: ServerInThread) -> None:
     said = server.get("/v1/chat/completion").json()["error"]["message"]
-    assert said.startswith("no such route: GET /v1/chat/completion; did you mean /v1/chat/completions? There are /")
+    assert said.startswith("no such route: GET /v1/chat/completion; did you mean /v1/chat/completions? The routes are /")
     assert "/tokenize" in said
     assert "/v1/models" in server.get("/nothing").json()["error"]["message"]
 

@@ -113,9 +113,9 @@ def test_what_clients_have_leased_is_in_the_ledger_and_pins_are_not() -> None:
 @pytest.mark.parametrize(
     ("extent_bytes", "num_extents", "why"),
     [
-        (EXTENT_BYTES, 4, "it has another size"),
-        (EXTENT_BYTES // 2, 2 * NUM_EXTENTS, "it has another size"),
-        (EXTENT_BYTES + 4096, NUM_EXTENTS, "it has another size"),
+        (EXTENT_BYTES, 4, "its size differs"),
+        (EXTENT_BYTES // 2, 2 * NUM_EXTENTS, "its size differs"),
+        (EXTENT_BYTES + 4096, NUM_EXTENTS, "its size differs"),
     ],
 )
 def test_a_segment_of_another_size_is_not_taken_over(left: int, extent_bytes: int, num_extents: int, why: str) -> None:
@@ -126,7 +126,8 @@ def test_a_segment_of_another_size_is_not_taken_over(left: int, extent_bytes: in
 def test_a_segment_of_another_version_is_not_taken_over(left: int) -> None:
     os.pwrite(left, b"kvtier ledger 0\0", NUM_BYTES)
 
-    assert why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS) == "it is of another version, or has other extents"
+    why = why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS)
+    assert why == "another version of kvtier made it, or its extents have another size"
     name = name_of(left)
     discard_handover(left)
     assert not (SHM / name).exists()

@@ -77,5 +77,5 @@ def test_a_sidecar_tells_only_what_the_catalogue_has_and_no_model_that_a_client_
 
 
 def test_vllms_names_are_refused_since_the_engines_tell_them() -> None:
-    with pytest.raises(ConfigError, match="the engines on a sidecar tell vLLM's names themselves"):
+    with pytest.raises(ConfigError, match="the engines export vLLM's metrics themselves"):
         sidecar_config(None, {"metrics": {"compat": ["vllm"]}})

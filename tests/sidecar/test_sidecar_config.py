@@ -46,14 +46,14 @@ def test_http_on_this_machine_alone_needs_no_token_and_elsewhere_one(tmp_path: P
     [
         ("[hsot]", r"\$.hsot: unknown key; did you mean host\?"),
         ("[host]\ncapacty = 1", r"\$.host.capacty: unknown key; did you mean capacity\?"),
-        ("[lmcache]\nlisten = 'tcp://0.0.0.0:5555'", "this protocol has no keys"),
+        ("[lmcache]\nlisten = 'tcp://0.0.0.0:5555'", "LMCache's protocol has no authentication"),
         (
             "[lmcache]\nlisten = 'udp://127.0.0.1:1'",
-            r"\$.lmcache.listen: is not an address; write it as tcp://127.0.0.1:5555",
+            r"\$.lmcache.listen: not a valid address; write it as tcp://127.0.0.1:5555",
         ),
         (
             "[tracing]\nendpoint = 'collector'",
-            r"\$.tracing.endpoint: is not an address; write it as http://127.0.0.1:4318",
+            r"\$.tracing.endpoint: not a valid address; write it as http://127.0.0.1:4318",
         ),
         ("[lmcache]\nchunk_tokens = 3", r"\$.lmcache.chunk_tokens"),
         ("[http]\nhost = '0.0.0.0'", "host 0.0.0.0 can be reached from other machines: give token_file"),
@@ -61,11 +61,11 @@ def test_http_on_this_machine_alone_needs_no_token_and_elsewhere_one(tmp_path: P
         ("[http]\nhost = 'localhost.example'", "can be reached from other machines"),
         ("[http]\nport = 65536", r"\$.http.port"),
         ("[http]\nport = 'web'", r"\$.http.port: .*; use one of a number, none$"),
-        ("[http]\ntoken = 'x'\ntoken_file = 'y'", "token and token_file: give one of them"),
+        ("[http]\ntoken = 'x'\ntoken_file = 'y'", "token and token_file are both set; give one of them"),
         ("[http]\ntoken = ''", r"\$.http.token"),
         ("[http]\ntokn = 'x'", r"\$.http.tokn: unknown key; did you mean token"),
-        ("[models.a]", r"models\[...\]: give path, the folder of the weights, or revision"),
-        ("[models.a]\npath = 'x'\nrevision = 'y'", "give path, the folder of the weights, or revision"),
+        ("[models.a]", r"models\[...\]: give either path \(of the weights\) or revision"),
+        ("[models.a]\npath = 'x'\nrevision = 'y'", r"give either path \(of the weights\) or revision"),
         ("extent = 5000", "use a multiple of 4096"),
         ("[host]\ncapacity = '32MiB'", "use 67108864 \\(one extent\\) or more"),
         ("[disk]\npath = 'x'\ncodec = 'fp8'", "disk.codec fp8 is for one dtype"),
@@ -107,5 +107,5 @@ def test_a_model_is_bound_by_its_weights_or_by_a_revision(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_weights_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no weights .*; give their folder, or revision"):
+    with pytest.raises(ValueError, match=r"has no weights .*; give the folder of the weights, or give revision instead"):
         weights_digest(tmp_path)

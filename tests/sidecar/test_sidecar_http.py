@@ -279,7 +279,8 @@ def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not
 
     assert (good.status_code, good.json()) == (200, {"status": "in order", "num_layouts": 1})
     assert (of_endpoint.status_code, of_layout.status_code) == (500, 500)
-    assert of_endpoint.json()["error"]["message"] == "the books do not agree: endpoint: 3 leases, 2 accounted for"
+    message = of_endpoint.json()["error"]["message"]
+    assert message == "the bookkeeping is inconsistent: endpoint: 3 leases, 2 accounted for"
     assert "an extent is used and has no holder" in of_layout.json()["error"]["message"]
 
 

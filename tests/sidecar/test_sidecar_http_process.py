@@ -158,7 +158,7 @@ def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.Captu
         (["--listen", "tcp://127.0.0.1"], "is not an endpoint"),
         (["--listen", "tcp://127.0.0.1:65536"], "is not an endpoint"),
         (["--listen", "ipc://endpoint"], "is not an endpoint"),
-        (["--listen", "tcp://0.0.0.0:1"], "this protocol has no keys"),
+        (["--listen", "tcp://0.0.0.0:1"], "LMCache's protocol has no authentication"),
         (["--host", "1MiB"], "host.capacity 1048576: use 67108864 (one extent) or more"),
     ],
 )

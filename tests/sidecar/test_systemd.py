@@ -115,8 +115,8 @@ def test_a_service_manager_that_reads_nothing_is_not_waited_for(manager: tuple[L
     ("environment", "message"),
     [
         ({"NOTIFY_SOCKET": "vsock:2:1"}, "NOTIFY_SOCKET vsock:2:1: use a path"),
-        ({"WATCHDOG_USEC": "500000"}, "WATCHDOG_USEC 500000: use WatchdogSec=2 or more"),
-        ({"WATCHDOG_USEC": "soon"}, "WATCHDOG_USEC soon: use WatchdogSec=2 or more"),
+        ({"WATCHDOG_USEC": "500000"}, "WATCHDOG_USEC 500000: set WatchdogSec=2 or more"),
+        ({"WATCHDOG_USEC": "soon"}, "WATCHDOG_USEC soon: set WatchdogSec=2 or more"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_a_line(environment: dict[str, str], message: str) -> None:

@@ -133,7 +133,7 @@ def test_a_sidecar_with_a_token_is_read_with_it(tmp_path: Path, capsys: pytest.C
         right = main(["top", locked.url, "--once", "--token-file", str(file)])
 
     assert (without, right) == (2, 0)
-    assert "it asks for a token; give --token-file FILE" in refused
+    assert "the sidecar asks for a token; give --token-file FILE" in refused
 
 
 def test_a_redirect_is_not_followed_and_a_proxy_not_asked(
@@ -207,7 +207,7 @@ def test_a_port_where_nothing_listens_says_what_to_look_for(capsys: pytest.Captu
         status = main(["top", f"http://127.0.0.1:{free.getsockname()[1]}", "--once"])
 
     assert status == 2
-    assert "is the sidecar running, and with HTTP?" in capsys.readouterr().err
+    assert "is the sidecar running, and is this its HTTP port?" in capsys.readouterr().err
 
 
 def test_the_answer_of_clients_is_json_that_other_programs_read(running: RunningSidecar) -> None:

@@ -91,10 +91,10 @@ def test_where_an_engine_may_still_be_copying_the_next_process_puts_nothing(
     extents = [{slot["offset"] >> 22 for slot in slots} for slots in (before, after)]
     assert len(after) == NUM_CHUNKS
     assert not extents[0] & extents[1]
-    assert "1 of 16 extents are left out: engines may copy there" in manager.log.read_text()
+    assert "1 of 16 extents are not used, because engines may still copy" in manager.log.read_text()
     manager.end(signal.SIGUSR1)
     manager.start(*arguments(tmp_path))
-    assert "2 of 16 extents are left out" in manager.log.read_text()
+    assert "2 of 16 extents are not used" in manager.log.read_text()
     engine.close()
     assert manager.stop() == 0
 
@@ -110,7 +110,7 @@ def test_a_segment_of_another_size_is_dropped_and_told(tmp_path: Path, manager: 
     engine = Engine(f"ipc://{tmp_path / 'endpoint.sock'}")
     assert not before.exists()
     assert engine.pool["pool_size"] == 32 << 20
-    assert "is not taken over: it has another size than host.capacity and extent say" in manager.log.read_text()
+    assert "is not taken over: its size differs from what host.capacity and extent" in manager.log.read_text()
     assert manager.names().count("segment") == 1
     engine.store("a", fill=1)
     engine.close()
@@ -145,7 +145,7 @@ def test_sockets_of_a_socket_unit_are_served_and_requests_from_before_the_start_
         assert engine.lookup("b") == NUM_CHUNKS
         assert httpx.get(f"http://127.0.0.1:{http_port}/v1/kvtier/clients", timeout=DEADLINE_S).json()["clients"]
         assert sorted(manager.names()) == ["engine", "segment"], "sockets that the unit has are not kept twice"
-        assert "a descriptor 'metrics' is of no use here" in manager.log.read_text()
+        assert "the descriptor 'metrics' is not used, and was closed" in manager.log.read_text()
         engine.close()
         assert manager.stop() == 0
 

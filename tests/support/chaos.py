@@ -22,7 +22,7 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.lower.remote.remote_tier import RemoteRecords, RemoteTier
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import AttentionGroup, alignment
 from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.tiers.up.promotion import NO_SLOT, Tables
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
@@ -249,7 +249,7 @@ class World:
 
     def leave(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Do what a request does that ends: offer the tail, whose bytes are those of the document's block, and go."""
-        longer = self.chain(chain.extra.cache_salt or "", num_computed + self.cache.alignment)
+        longer = self.chain(chain.extra.cache_salt or "", num_computed + alignment(self.cache.groups))
         for group_id, (group, table) in enumerate(zip(self.cache.groups, tables, strict=True)):
             last = num_computed // group.block_size
             if last < len(table) and table[last] != NO_SLOT:

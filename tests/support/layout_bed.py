@@ -17,8 +17,7 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
-from kvtier.tiers.naming.tenant import number_of, tenant_of
+from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of, number_of, tenant_of
 from kvtier.transfer.lane import Finished, InlineLane
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -81,7 +80,7 @@ class LayoutBed:
 
     def fetch(self, tiers: LayoutTiers, document: int, num_chunks: int, rank: int = 0) -> Fetch:
         blocks = self.blocks(tiers, document, num_chunks)
-        num_found = tiers.find_run(rank, blocks.names)
+        num_found = tiers.room_for(rank, tiers.tiers.find_run(rank, blocks.names))
         fetch = tiers.fetch(rank, self.blocks(tiers, document, num_found), lambda *_: None)
         self.settle()
         return fetch

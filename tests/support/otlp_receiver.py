@@ -34,6 +34,7 @@ class OtlpReceiver:
 
     url: str
     status: int = 200  # what it answers
+    num_messages: int = 0
     spans: list[ReceivedSpan] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -71,6 +72,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
                 body = gzip.decompress(body)
             assert self.path == "/v1/traces"
             with receiver.changed:
+                receiver.num_messages += 1
                 if receiver.status == 200:
                     receiver.spans += _spans_in(body)
                 receiver.changed.notify_all()

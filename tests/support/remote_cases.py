@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from memory_remote import MemoryRemote
 from redis_servers import SERVER, running_server
 from store_cases import blob_of, key_of
 
 from kvtier.store.record import Fault
-from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.redis_settings import RedisSettings
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteStore, RemoteUnavailable

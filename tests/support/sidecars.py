@@ -23,7 +23,7 @@ from kvtier.sidecar.sidecar import Sidecar
 from kvtier.store.record import digest
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
-from kvtier.tiers.naming.tenant import number_of, tenant_of
+from kvtier.tiers.naming.named_blocks import number_of, tenant_of
 from kvtier.web.operating.routes import Operating
 
 T = TypeVar("T")

@@ -25,10 +25,9 @@ from kvtier.tiers.lower.lower_tiers import (
 )
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.naming.named_blocks import NamedBlocks, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed
 
 STALE = 0.1  # of all questions are answered by what was known some time ago
 AT_ONCE = 0.3  # of all messages arrive in the call that sends them

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from chaos import NAMESPACE, World
 from lying_remote import LyingRemote, Vices
+from memory_remote import MemoryRemote
 from store_cases import rot
 
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.store.remote_store import RemoteUnavailable
 from kvtier.tiers import pins, purge
@@ -26,8 +26,15 @@ from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.remote.remote_tier import RemoteRecords
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.groups import (
+    AttentionGroup,
+    ChunkedLocal,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+    alignment,
+)
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.purge import CachePurge
@@ -112,7 +119,7 @@ class Simulation:
         if self.rng.random() < 0.5 and not self.cache.make_room(hit):
             return
         timeout_s = self.rng.choice([None, 0.5, 5.0])
-        starts = range(self.cache.plans.on_device(hit).num_tokens, hit.num_tokens, self.cache.alignment)[1:]
+        starts = range(self.cache.plans.on_device(hit).num_tokens, hit.num_tokens, alignment(self.cache.groups))[1:]
         if len(starts) and not any(group.forgets for group in self.groups) and self.rng.random() < 0.5:
             front = self.cache.promote(self.cache.plans.on_device(hit))
             assert front.done

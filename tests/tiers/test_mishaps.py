@@ -15,7 +15,7 @@ from kvtier.tiers.down.host_spill import BACK_OFF_S
 from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Promotion

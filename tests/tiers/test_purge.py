@@ -12,7 +12,7 @@ from kvtier.tiers.lower.purge import Purged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, EventLog
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.purge import CachePurge
 

@@ -15,7 +15,7 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.lane import LaneClosed
 from kvtier.transfer.transfer_engine import Route

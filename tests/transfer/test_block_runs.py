@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvtier.transfer.block_runs import BlockRuns, Slots, merge_adjacent, slot_pairs
+from kvtier.transfer.block_memory import Slots, slot_pairs
+from kvtier.transfer.block_runs import BlockRuns, merge_adjacent
 
 
 def runs(device: list[int], host: list[int], slots_per_piece: int = 1000) -> list[tuple[int, int, int]]:

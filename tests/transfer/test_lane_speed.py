@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvtier.transfer.lane import Transfer
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed, Transfer
 
 
 def moved(num_bytes: int, seconds: float, finished_at: float, error: Exception | None = None) -> Transfer:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, NamedSpan, Runs
-from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, as_ids, as_ints, view_of
+from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, Runs
+from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
@@ -122,7 +122,7 @@ class BlockPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_changes = 0  # version of the index; lookup results are valid while it stays the same
-        self.num_reserved = 0  # free slots reserved for promotions
+        self.num_reserved = 0  # free slots reserved for promotions, which set it; `num_free` excludes them
         self._blank = list(range(num_slots - 1, -1, -1))
         self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
@@ -134,6 +134,10 @@ class BlockPool:
         self._all_leases = view_of(self._leases)  # numpy view of the same memory
         self._all_copies = view_of(self._copies)
         self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
+        # By name: the slot that holds a block, or None, and whether the pool has none of some blocks.
+        self.find, self.has_none = self._slots.get, self._slots.has_none
+        # By slot: the block's name, the name of the block that it continues, and rows of consecutive blocks of a chain.
+        self.name, self.parent, self.rows = self._runs.name, self._runs.parent, self._runs.rows
 
     @property
     def num_free(self) -> int:
@@ -160,14 +164,6 @@ class BlockPool:
         """Number of slots that are leased."""
         return int(np.count_nonzero(self._all_leases))
 
-    def parent(self, slot: int) -> BlockName | None:
-        """Return the name of the block that the slot's block continues; None if it is not known."""
-        return self._runs.parent(slot)
-
-    def find(self, name: BlockName) -> int | None:
-        """Return the slot that holds the block, or None."""
-        return self._slots.get(name)
-
     def find_all(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
         """Return the slot of each block, ABSENT for blocks that are not in the pool."""
         found: list[npt.NDArray[np.int32]] = []
@@ -188,18 +184,6 @@ class BlockPool:
             else:
                 found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
-
-    def has_none(self, names: Sequence[BlockName]) -> bool:
-        """Return whether none of the blocks is in the pool."""
-        return self._slots.has_none(names)
-
-    def name(self, slot: int) -> BlockName | None:
-        """Return the name of the block in the slot; None if the slot has no named block."""
-        return self._runs.name(slot)
-
-    def rows(self, slots: Ids) -> list[NamedSpan]:
-        """Return the named blocks in the slots, as rows of consecutive blocks of one chain."""
-        return self._runs.rows(slots)
 
     def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """Return for each slot whether it holds a named block."""
@@ -253,14 +237,6 @@ class BlockPool:
         self._blank[:] = blank[~is_wanted].tolist()
         self._all_leases[slots] = 1
 
-    def reserve(self, num_slots: int) -> None:
-        """Reserve any *num_slots* of the free slots until `unreserve`; `num_free` excludes them."""
-        self.num_reserved += num_slots
-
-    def unreserve(self, num_slots: int) -> None:
-        """Reserve *num_slots* slots fewer."""
-        self.num_reserved -= num_slots
-
     def lease(self, slots: Slots) -> None:
         """Add a lease to each slot. Each slot must be leased or hold a named block. Cached slots leave the order."""
         if len(slots) < MANY:
@@ -276,7 +252,7 @@ class BlockPool:
             if cached:
                 self.order.remove_few(cached)
             return
-        ids = as_ids(slots)
+        ids = np.asarray(slots, np.intp)
         was_cached = self.order.remove(ids)
         assert (was_cached | (self._all_leases[ids] > 0)).all(), "a slot is blank: there is nothing to lease"
         self._all_leases[ids] += 1
@@ -287,7 +263,7 @@ class BlockPool:
             leases, spots, blank = self._leases, self._spots, self._blank
             copies = self._copies if self._num_copies else None
             cached: list[int] | None = None
-            for slot in slots if type(slots) is list else as_ints(slots):
+            for slot in slots if type(slots) is list else _as_ints(slots):
                 left = leases[slot] - 1
                 if left:
                     assert left > 0, f"slot {slot} is not leased"
@@ -305,9 +281,9 @@ class BlockPool:
                 self.order.append_few(cached)
                 lent = [slot for slot in cached if leases[slot]] if copies is not None else []
                 if lent:
-                    self.order.lend(as_ids(lent))
+                    self.order.lend(np.asarray(lent, np.intp))
             return
-        ids = as_ids(slots)
+        ids = np.asarray(slots, np.intp)
         counts = self._all_leases[ids] - 1
         assert counts.min() >= 0, "a slot is not leased"
         self._all_leases[ids] = counts
@@ -333,7 +309,7 @@ class BlockPool:
         A slot that a request leases too gets its place when the request's lease ends, even if the copy is still
         running.
         """
-        ids = as_ids(slots)
+        ids = np.asarray(slots, np.intp)
         self.order.lend(ids[self._all_leases[ids] == 0])
         self._num_copies += len(ids)
         self._all_leases[ids] += 1
@@ -341,7 +317,7 @@ class BlockPool:
 
     def put_back(self, slots: Slots) -> None:
         """Release the leases of a copy on these slots."""
-        ids = as_ids(slots)
+        ids = np.asarray(slots, np.intp)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
         self._all_copies[ids] -= 1
@@ -359,7 +335,7 @@ class BlockPool:
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
-        wanted, ids = as_ints(slots), as_ids(slots)
+        wanted, ids = _as_ints(slots), np.asarray(slots, np.intp)
         all_names, names = names, names[start : start + len(wanted)] if len(wanted) < len(names) else names
         holders = self._slots.give_all(names, wanted)
         self.num_changes += 1
@@ -383,13 +359,14 @@ class BlockPool:
         Free slots become blank and are reused after all other blank slots, in the order given. Leased slots become
         blank when their last lease ends.
         """
-        named = as_ids(slots)
+        named = np.asarray(slots, np.intp)
         named = named[self._all_spots[named] != NO_SPOT]
         if not len(named):
             return []
         self.order.remove(named)
         names = self._runs.remove(named)
-        self._unindex(names)
+        self._slots.remove_all(names)
+        self.num_changes += 1
         freed = named[self._all_leases[named] == 0]
         self._blank[:0] = freed[::-1].tolist()
         return names
@@ -398,7 +375,8 @@ class BlockPool:
         """Lease all blank slots and the cached *victims*, *num_slots* in total; return the slots and evicted names."""
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
-        self._unindex(names)
+        self._slots.remove_all(names)
+        self.num_changes += 1
         self._all_leases[victims] = 1
         slots = cast(list[int], victims.tolist())
         if self._blank:
@@ -459,6 +437,9 @@ class BlockPool:
         is_named = self._all_spots[ids] != NO_SPOT
         return cast(Ids, ids[(counts == 0) | (is_named & (counts == self._all_copies[ids]))])
 
-    def _unindex(self, names: Sequence[BlockName]) -> None:
-        self._slots.remove_all(names)
-        self.num_changes += 1
+
+def _as_ints(slots: Slots) -> list[int]:
+    """Return the slots as a list of ints, without a copy if they already are one."""
+    if isinstance(slots, list):
+        return slots
+    return cast(list[int], slots.tolist()) if isinstance(slots, (np.ndarray, array)) else list(slots)

@@ -358,8 +358,8 @@ class EvictionOrder:
         self._all_places = view_of(self._places)
         self._is_lent = np.zeros(num_slots, np.bool_)
         self._rows = GrowingRows(np.int32, 1)  # the entries: slots in the order in which they were freed
-        self._num_entries = 0
         self._before = 0  # place of the first entry
+        self._end = 0  # place of the next slot to be appended
         self._num_recounted = 0  # total by which `_recount` has lowered the places
         self._max_entries = 2 * num_slots + MANY  # a sweep begins beyond this number
         self._sweep: Sweep | None = None
@@ -370,23 +370,24 @@ class EvictionOrder:
 
     def append_few(self, slots: list[int]) -> None:
         """Append these slots, which must not be in the order."""
-        first, places = self._num_entries, self._places
-        self._rows.grow(first + len(slots))
-        items, place = self._rows.items, self._before + first
+        before, places = self._before, self._places
+        self._rows.grow(self._end - before + len(slots))
+        items, place = self._rows.items, self._end
         for slot in slots:
             places[slot] = place
-            items[place - self._before] = slot
+            items[place - before] = slot
             place += 1
-        self._num_entries += len(slots)
+        self._end = place
         self.num_slots += len(slots)
         self._tidy(SWEPT * len(slots) + MANY)
 
     def append(self, ids: Ids) -> None:
         """Append many slots at once, like `append_few`."""
         self._all_places[ids] = np.arange(self._end, self._end + len(ids), dtype=np.int32)
-        self._rows.grow(self._num_entries + len(ids))
-        self._rows.all[self._num_entries : self._num_entries + len(ids)] = ids
-        self._num_entries += len(ids)
+        first = self._end - self._before
+        self._rows.grow(first + len(ids))
+        self._rows.all[first : first + len(ids)] = ids
+        self._end += len(ids)
         self.num_slots += len(ids)
         self._tidy(SWEPT * len(ids) + MANY)
 
@@ -443,7 +444,7 @@ class EvictionOrder:
         """Return the slot that was freed last; None if it has left the order."""
         if self._head >= self._end:
             return None
-        slot = self._rows.items[self._num_entries - 1]
+        slot = self._rows.items[self._end - self._before - 1]
         return slot if self._places[slot] == self._end - 1 else None
 
     def victims(self, num_slots: int) -> Ids:
@@ -466,7 +467,7 @@ class EvictionOrder:
             self._given = NOTHING
             self._head += num_taken  # invalidates their entries
             spans = self._front.take(start, start + num_taken)
-        elif self._all_places[victims].tobytes() == _row_of_places(self._head, num_taken).tobytes():
+        elif self._count(victims, self._head).all():
             self._head += num_taken
         else:
             self._leave_front(victims)
@@ -480,7 +481,7 @@ class EvictionOrder:
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
         if self._end - start == self.num_slots:  # every entry from the head on is valid
-            return self._without_lent(self._entries(start, start + missing))
+            found, missing = [self._entries(start, start + missing)], 0
         while missing > 0:
             start = self._past_gap(start)
             piece = self._entries(start, start + missing + MANY)
@@ -491,7 +492,8 @@ class EvictionOrder:
             if len(live):
                 found.append(live[:missing])
             missing, start = missing - len(live), start + len(piece)
-        return self._without_lent(found[0] if len(found) == 1 else np.concatenate(found) if found else NOTHING)
+        oldest = found[0] if len(found) == 1 else np.concatenate([NOTHING, *found])
+        return oldest[~self._is_lent[oldest]] if self.num_lent else oldest
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
         """Return the slots among *limit* entries from entry *start* on, without lent ones, and the next entry's number.
@@ -502,7 +504,9 @@ class EvictionOrder:
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)
         live, end = entries[self._count(entries, start)], start + len(entries)
-        return self._without_lent(live), end + self._num_recounted if end < self._end else None
+        if self.num_lent:
+            live = live[~self._is_lent[live]]
+        return live, end + self._num_recounted if end < self._end else None
 
     def check(self) -> None:
         """Raise AssertionError if the order is inconsistent."""
@@ -515,30 +519,24 @@ class EvictionOrder:
         assert len(lent) == self.num_lent, "the lent slots were miscounted"
         assert self.holds(lent).all(), "a slot that is not in the order is lent"
 
-    @property
-    def _end(self) -> int:
-        """Place of the next slot to be appended."""
-        return self._before + self._num_entries
-
     def _entries(self, start: int, end: int) -> Ids:
         """Return the existing entries from place *start* to *end* - 1."""
-        start, end = start - self._before, end - self._before
-        return cast(Ids, self._rows.all[start : min(end, self._num_entries)].astype(np.intp))
+        before, end = self._before, min(end, self._end)
+        return cast(Ids, self._rows.all[start - before : end - before].astype(np.intp))
 
     def _count(self, entries: Ids, start: int) -> npt.NDArray[np.bool_]:
         """Return for each of the entries from place *start* on whether it is valid."""
-        counts: npt.NDArray[np.bool_] = self._all_places[entries] == _row_of_places(start, len(entries))
+        counts: npt.NDArray[np.bool_] = self._all_places[entries] == np.arange(
+            start, start + len(entries), dtype=np.int32
+        )
         return counts  # not cast(), which takes 5 us for this type
-
-    def _without_lent(self, ids: Ids) -> Ids:
-        return ids[~self._is_lent[ids]] if self.num_lent else ids
 
     def _look_ahead(self, num_slots: int) -> None:
         """Determine the next slots to evict, for this eviction and many later ones."""
         self._head = self._past_gap(self._head)
         start, limit = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MAX_LOOKED_AT, num_slots))
         ids = self._entries(start, start + limit)
-        others = self._all_places[ids] != _row_of_places(start, len(ids))
+        others = ~self._count(ids, start)
         if self.num_lent:
             others |= self._is_lent[ids]
         ids = ids[: int(others.argmax())] if others.any() else ids
@@ -556,7 +554,7 @@ class EvictionOrder:
 
         Examines at most *num_entries* entries for each of the two.
         """
-        if self._num_entries > self._max_entries:
+        if self._end - self._before > self._max_entries:
             self._sweep_some(num_entries)
         if self._head < self._end and self._places[self._rows.items[self._head - self._before]] != self._head:
             start = self._past_gap(self._head)
@@ -576,12 +574,11 @@ class EvictionOrder:
             live = entries[self._count(entries, start)]
             self._front_end = min(self._front_end, start)
             end, sweep.read, sweep.written = sweep.written, start, sweep.written - len(live)
-            self._all_places[live] = _row_of_places(sweep.written, len(live))
+            self._all_places[live] = np.arange(sweep.written, end, dtype=np.int32)
             self._rows.all[sweep.written - self._before : end - self._before] = live
         else:
             self._head = max(self._head, sweep.written)
-            self._num_entries = self._end - self._head
-            self._rows.drop(self._head - self._before, self._num_entries)
+            self._rows.drop(self._head - self._before, self._end - self._head)
             self._before = self._head
             self._sweep = None
 
@@ -595,9 +592,6 @@ class EvictionOrder:
         if self._before > MAX_PLACES:
             np.maximum(self._all_places - self._before, NO_PLACE, out=self._all_places)
             self._head -= self._before
+            self._end -= self._before
             self._num_recounted += self._before
             self._before = self._front_end = 0
-
-
-def _row_of_places(start: int, num_places: int) -> npt.NDArray[np.int32]:
-    return np.arange(start, start + num_places, dtype=np.int32)

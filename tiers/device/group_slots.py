@@ -11,7 +11,7 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
+from kvtier.tiers.naming.named_blocks import OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import EvictionCause
 
 # A tier should hold about ten minutes of new KV (trace study), so the buckets are finest around that.
@@ -209,25 +209,16 @@ class GroupSlots:
         self.num_lost = 0  # number of calls that reported lost copies
         # [slot] spot of the block whose copy was evicted below; see `on_evicted_below`.
         self._pushed_out: npt.NDArray[np.int64] | None = None
+        self.num_evicted = 0  # blocks evicted since the start
         self._evicted = dict.fromkeys(EvictionCause, 0)
         self.dropped_spills = 0  # dirty blocks that were evicted
         self.ages = EvictionAges(self.pool)
         self._on_forgotten = on_forgotten
 
     @property
-    def num_evicted(self) -> int:
-        """Number of blocks evicted since the start."""
-        return sum(self._evicted.values())
-
-    @property
     def evicted(self) -> Mapping[EvictionCause, int]:
         """Number of blocks evicted since the start, by cause, without causes that never occurred."""
         return {cause: number for cause, number in self._evicted.items() if number}
-
-    def mark_dirty(self, slots: Ids) -> None:
-        """Mark slots dirty whose blocks have no copy below yet."""
-        if self.is_spilled:
-            self.dirty.add(slots)
 
     def on_copies_lost(self, slots: Sequence[int] | Ids) -> None:
         """Mark slots dirty whose blocks have lost their copy below."""
@@ -304,6 +295,7 @@ class GroupSlots:
     def clear(self) -> Sequence[BlockName]:
         """Evict all blocks without callbacks and return their names, oldest first. No slot may be leased."""
         names = self.pool.evict(self.pool.cached_slots())
+        self.num_evicted += len(names)
         self._evicted[EvictionCause.CLEARED] += len(names)
         self.dirty.clear()
         self._pushed_out = None
@@ -346,5 +338,6 @@ class GroupSlots:
     def _tell(
         self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None], cause: EvictionCause
     ) -> None:
+        self.num_evicted += len(names)
         self._evicted[cause] += len(names)
         self._on_forgotten(slots, names, were_dirty, cause)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,6 @@ Slots = Sequence[int] | npt.NDArray[np.integer[Any]]  # distinct slots
 ABSENT = -1  # in place of a slot: the block is not in this pool
 NOTHING = np.empty(0, np.intp)
 MANY = 128  # number of slots from which on numpy calls are faster than a loop over ints (measured)
-
-
-def as_ids(slots: Slots) -> Ids:
-    """Return the slots as a numpy index array, without a copy if they already are one."""
-    return np.asarray(view_of(slots) if isinstance(slots, array) else slots, np.intp)
-
-
-def as_ints(slots: Slots) -> list[int]:
-    """Return the slots as a list of ints, without a copy if they already are one."""
-    if isinstance(slots, list):
-        return slots
-    return cast(list[int], slots.tolist()) if isinstance(slots, (np.ndarray, array)) else list(slots)
 
 
 def view_of(numbers: "array[int]") -> npt.NDArray[np.int32]:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtier.tiers.down.host_spill import HostSpill
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
+from kvtier.tiers.residency import GroupTiers
 from kvtier.transfer.transfer_engine import TransferEngine
 
 

@@ -8,12 +8,10 @@ import numpy as np
 from kvtier.store.record import digest_for_threads
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, Copies, CopyBatch, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, CleanAhead, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import are_kept
-from kvtier.tiers.naming.tenant import OwnerNumbers
-from kvtier.tiers.residency import Residency
+from kvtier.tiers.naming.named_blocks import OwnerNumbers
+from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -61,7 +59,11 @@ class HostSpill:
         self._groups = residency.groups
         self._lower = residency.lower
         self._has_disk = self._lower.status.spill_progress().has_target
-        self._max_in_batch = MAX_WITH_DISK if self._has_disk else MAX_IN_BATCH
+        max_in_batch = MAX_WITH_DISK if self._has_disk else MAX_IN_BATCH
+        self._batch_blocks = {
+            group: blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, max_in_batch)
+            for group in self._groups
+        }
         self._transfers = transfers
         self._window = window
         self._log = residency.spills
@@ -82,9 +84,9 @@ class HostSpill:
         for group, wanted in zip(self._groups, demand, strict=True):
             limit = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
             window = min(ahead + wanted + group.pool.num_reserved, limit)
-            if not self._is_clean(group, window):
-                beyond = self._beyond(group) if is_bus_free else 0
-                self._clean(group, window, min(beyond, limit - window))
+            # One batch before it is due, so that the next check finds a batch too.
+            beyond = min(self._batch_blocks[group], group.pool.num_slots // MAX_BEYOND) if is_bus_free else 0
+            self._clean(group, window, min(beyond, limit - window))
             short = ahead + wanted - group.pool.num_free
             if short > 0:  # slots that running requests release will be reused at once, so copy those blocks too
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
@@ -128,15 +130,15 @@ class HostSpill:
         """Number of dirty device blocks that `spill_all` would copy."""
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
-    def _is_clean(self, group: GroupTiers, window: int) -> bool:
-        """Return whether the next *window* slots to evict are known to be clean or in flight, without checking them."""
-        known = self._clean_fronts[group]
-        num_gone = group.pool.order.num_departures - known.num_departures
-        return known.num_slots - num_gone >= window and known.num_lost == group.slots.num_lost
-
     def _clean(self, group: GroupTiers, window: int, beyond: int) -> None:
-        """Start copying the dirty blocks among the next *window* + *beyond* slots to evict."""
-        num_lost = group.slots.num_lost
+        """Start copying the dirty blocks among the next *window* + *beyond* slots to evict.
+
+        Checks none of them if the *window* is known to be clean or in flight.
+        """
+        known, num_lost = self._clean_fronts[group], group.slots.num_lost
+        num_gone = group.pool.order.num_departures - known.num_departures
+        if known.num_slots - num_gone >= window and known.num_lost == num_lost:
+            return
         oldest = group.pool.order.oldest(window + beyond)
         dirty = oldest[group.slots.dirty.among(oldest)]
         is_all = len(dirty) <= MAX_STARTED
@@ -149,18 +151,11 @@ class HostSpill:
         if is_all:
             self._clean_fronts[group] = CleanFront(len(oldest), group.pool.order.num_departures, num_lost)
 
-    def _batch_blocks(self, group: GroupTiers) -> int:
-        return blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, self._max_in_batch)
-
-    def _beyond(self, group: GroupTiers) -> int:
-        """Return how many blocks to copy before they are due: one batch, so that the next check finds a batch too."""
-        return min(self._batch_blocks(group), group.pool.num_slots // MAX_BEYOND)
-
     def _limit(self, group: GroupTiers, num_lendable: int | None = None) -> int:
         """Return the size limit of the next batch (`Copies.max_blocks`); 0 for `BACK_OFF_S` after a failed copy."""
         if self._clock() < self._not_before:
             return 0
-        return self.copies.max_blocks(group.pool, self._batch_blocks(group), num_lendable)
+        return self.copies.max_blocks(group.pool, self._batch_blocks[group], num_lendable)
 
     def _start(self, group: GroupTiers, slots: Ids) -> bool:
         """Start copying the blocks in *slots* as one batch, except for those that already have a copy below.

@@ -4,16 +4,67 @@ Behind one H100, writing every block wears out a drive rated for one drive write
 budget, only blocks requested a second time are written: half of the hits for a fifth of the bytes (trace study).
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
-from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 
 REMEMBERED_PER_BLOCK = 4  # refused blocks to remember per block that fits on the disk (trace study)
 MAX_PROMISED = 1 << 14  # one for each chain being copied down
+DAY_S = 86_400.0
+RESERVE = 0.25  # share of a day's bytes kept for blocks that are used again: six hours' refill
+
+
+class WriteBudget:
+    """A token bucket of one day's bytes that refills evenly: at most N + 1 days' bytes are written in N days.
+
+    A quarter of the bucket is a reserve for blocks that are used again. The caller asks before it writes, and calls
+    `spend` afterwards with the bytes as stored, if known. Concurrent writes may overdraw the bucket; refills repay that
+    first. Owned by the tiers' thread.
+    """
+
+    def __init__(self, bytes_per_day: int | None, clock: Callable[[], float], written_last_day_bytes: int = 0) -> None:
+        """Create a full bucket, less the bytes written in the day before the start; None is no limit, 0 writes nothing.
+
+        *written_last_day_bytes* count as if written just now, so that restarts do not raise the limit. Raises
+        ValueError if a number of bytes is negative.
+        """
+        if (bytes_per_day or 0) < 0 or written_last_day_bytes < 0:
+            raise ValueError(f"{bytes_per_day} bytes a day, {written_last_day_bytes} written: neither can be negative")
+        self.bytes_per_day = bytes_per_day  # None: no limit
+        self._clock = clock
+        self._left_bytes: float = max(0, (bytes_per_day or 0) - written_last_day_bytes)
+        self._left_at = clock()
+
+    @property
+    def left_bytes(self) -> int | None:
+        """Bytes that may be written now, below zero if overdrawn; None if there is no limit."""
+        return None if self.bytes_per_day is None else math.floor(self._left_now(self.bytes_per_day))
+
+    def allows(self, num_bytes: int) -> bool:
+        """Return whether *num_bytes* may be written now, if necessary from the reserve."""
+        return self.bytes_per_day is None or num_bytes <= self._left_now(self.bytes_per_day)
+
+    def spares(self, num_bytes: int) -> bool:
+        """Return whether *num_bytes* may be written now without touching the reserve."""
+        return self.bytes_per_day is None or self.allows(num_bytes + math.ceil(RESERVE * self.bytes_per_day))
+
+    def spend(self, num_bytes: int) -> None:
+        """Take written bytes out of the bucket, whether they were allowed or not."""
+        if self.bytes_per_day is not None:
+            self._left_bytes = self._left_now(self.bytes_per_day) - num_bytes
+            self._left_at = self._clock()
+
+    def check(self) -> None:
+        """Raise AssertionError if the bucket has more than one day's bytes."""
+        assert self.left_bytes is None or self.left_bytes <= (self.bytes_per_day or 0), "more than one day's bytes"
+
+    def _left_now(self, bytes_per_day: int) -> float:
+        refill = (self._clock() - self._left_at) / DAY_S * bytes_per_day
+        return min(bytes_per_day, self._left_bytes + refill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +120,31 @@ class Admission:
         None for the first block of a chain, and for a block that is usable without its predecessor (the last blocks of
         a window, a recurrent state).
         """
-        if not names or self._budget.left_bytes is None:
-            self._count(len(names), 0, block_bytes)
-            return [True] * len(names)
+        is_limited = names and self._budget.bytes_per_day is not None
+        admitted = self._decide(group_id, names, parents, block_bytes) if is_limited else [True] * len(names)
+        num_admitted, so_far = sum(admitted), self._statistics
+        self._statistics = AdmissionStatistics(
+            so_far.num_admitted + num_admitted,
+            so_far.admitted_bytes + num_admitted * block_bytes,
+            so_far.num_refused + len(names) - num_admitted,
+            so_far.refused_bytes + (len(names) - num_admitted) * block_bytes,
+        )
+        return admitted
+
+    def statistics(self) -> AdmissionStatistics:
+        """Return the current counts."""
+        return self._statistics
+
+    def check(self) -> None:
+        """Raise AssertionError if the budget, the refused blocks or the promises are inconsistent."""
+        self._budget.check()
+        self._refused.check()
+        assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than the limit"
+
+    def _decide(
+        self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
+    ) -> list[bool]:
+        """Return what `admit` returns, with a limited budget."""
         parent_of = dict(zip(names, parents, strict=True))
         assert len(parent_of) == len(names), "a block is asked for twice in one call"
         was_refused = dict(zip(names, self._refused.has(group_id, names), strict=True))
@@ -101,19 +174,7 @@ class Admission:
                     self._promise(group_id, to_promise)
 
         self._refused.remember(group_id, [name for name in names if not admitted[name] and not was_refused[name]])
-        num_admitted = sum(admitted.values())
-        self._count(num_admitted, len(names) - num_admitted, block_bytes)
         return [admitted[name] for name in names]
-
-    def statistics(self) -> AdmissionStatistics:
-        """Return the current counts."""
-        return self._statistics
-
-    def check(self) -> None:
-        """Raise AssertionError if the budget, the refused blocks or the promises are inconsistent."""
-        self._budget.check()
-        self._refused.check()
-        assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than the limit"
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
         """Remove the promises for blocks of this call; return those blocks and their predecessors in this call."""
@@ -131,15 +192,6 @@ class Admission:
         self._promised[group_id, name] = None
         if len(self._promised) > MAX_PROMISED:
             self._promised.popitem(last=False)
-
-    def _count(self, num_admitted: int, num_refused: int, block_bytes: int) -> None:
-        so_far = self._statistics
-        self._statistics = AdmissionStatistics(
-            so_far.num_admitted + num_admitted,
-            so_far.admitted_bytes + num_admitted * block_bytes,
-            so_far.num_refused + num_refused,
-            so_far.refused_bytes + num_refused * block_bytes,
-        )
 
 
 def _parents_first(parent_of: dict[BlockName, BlockName | None]) -> Iterator[BlockName]:

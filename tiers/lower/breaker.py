@@ -47,20 +47,16 @@ class CircuitBreaker:
         self._num_failed = 0  # in a row, in this period
         self._period = 1
         self._next_rest_s = REST_S
-        self._rests_until: float | None = None  # None: closed
+        self.is_closed = True  # whether the breaker allows everything; False while half open
+        self._rests_until = float("-inf")  # while it is not closed
         self._is_probing = False
 
     @property
     def state(self) -> BreakerState:
         """Current state. Only time changes it from open to half-open."""
-        if self._rests_until is None:
+        if self.is_closed:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._rests_until else BreakerState.HALF_OPEN
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the breaker allows everything."""
-        return self._rests_until is None
 
     def allows(self) -> bool:
         """Return whether `begin` would grant an attempt now."""
@@ -70,7 +66,7 @@ class CircuitBreaker:
         """Grant one operation or batch, or the probe when half-open; return None if the store is not to be used."""
         if not self.allows():
             return None
-        self._is_probing = self._rests_until is not None
+        self._is_probing = not self.is_closed
         return Attempt(self._period)
 
     def on_succeeded(self, attempt: Attempt) -> None:
@@ -79,7 +75,7 @@ class CircuitBreaker:
             self._num_failed = 0
             if self._is_probing:
                 self._new_period()
-                self._rests_until, self._next_rest_s = None, REST_S
+                self.is_closed, self._next_rest_s = True, REST_S
 
     def on_failed(self, attempt: Attempt) -> None:
         """Record that the operation failed with an error of the store. A failed probe reopens the breaker."""
@@ -105,7 +101,7 @@ class CircuitBreaker:
         """Raise AssertionError if the breaker's fields are inconsistent."""
         assert 0 <= self._num_failed < self._max_failures, f"{self._num_failed} failures have not opened the breaker"
         assert REST_S <= self._next_rest_s <= self._max_rest_s, f"the next rest would take {self._next_rest_s} s"
-        if self._rests_until is None:
+        if self.is_closed:
             assert not self._is_probing, "a closed breaker has a probe"
             assert self._next_rest_s == REST_S, "a closed breaker's next rest is not the shortest"
             return
@@ -116,7 +112,7 @@ class CircuitBreaker:
 
     def _open(self) -> None:
         self._new_period()
-        self._rests_until = self._clock() + self._next_rest_s
+        self.is_closed, self._rests_until = False, self._clock() + self._next_rest_s
         self._next_rest_s = min(2 * self._next_rest_s, self._max_rest_s)
         self.num_opened += 1
 

@@ -20,24 +20,19 @@ class RecordDeletion:
         self._disk = disk
         self._transfers = transfers
         self._clock = clock
-        self._is_due = False
+        self.is_done = True  # whether all records that were on disk at the last call of `begin` have been deleted
         self._is_under_way = False
         self._was_opened_anew = False
         self._not_before = float("-inf")
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all records that were on disk at the last call of `begin` have been deleted."""
-        return not self._is_due
-
     def begin(self) -> None:
         """Begin to delete, because the index has just been emptied."""
-        self._is_due = self._disk.is_there
+        self.is_done = not self._disk.is_there
         self._disk.rewind_index()
 
     def go_on(self) -> None:
         """Submit the scan of the next page, unless one is in flight."""
-        if not self._is_due or self._is_under_way or self._clock() < self._not_before:
+        if self.is_done or self._is_under_way or self._clock() < self._not_before:
             return
         if self._disk.indexed_opening != self._disk.opening():
             self._was_opened_anew = True
@@ -54,7 +49,7 @@ class RecordDeletion:
             return
         keys: Sequence[bytes] = transfer.result
         if not keys:
-            self._is_due = False
+            self.is_done = True
             if self._was_opened_anew:  # reload the index: records written since must be found, the rest written again
                 self._was_opened_anew, self._disk.indexed_opening = False, 0
             return

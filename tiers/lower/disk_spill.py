@@ -8,8 +8,7 @@ import numpy as np
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import HUNG_COPY_S, Copies, CopyBatch, blocks_in_batch
+from kvtier.tiers.lower.copies import HUNG_COPY_S, CleanAhead, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.block_memory import HostMemory
@@ -51,6 +50,7 @@ class DiskSpill:
         self._host = index.host
         self._disk = index.disk
         self._memories = memories
+        self._batch_blocks = [blocks_in_batch(memory.block_bytes, 1, MAX_IN_BATCH) for memory in memories]
         self._windows = windows
         self._clock = clock
         self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, transfers, MAX_IN_FLIGHT, clock)
@@ -85,9 +85,10 @@ class DiskSpill:
 
     def _start(self, group_id: int) -> int:
         """Submit one batch of a group's dirty blocks and return its size; 0 if nothing can be written now."""
-        if not self._host[group_id].dirty or not (limit := self._limit(group_id)):
-            return 0
-        pool, slots = self._host[group_id].pool, self._dirty(group_id, limit)
+        pool, limit = self._host[group_id].pool, 0
+        if self._host[group_id].dirty and self._disk.may_write():
+            limit = self.copies.max_blocks(pool, self._batch_blocks[group_id])
+        slots = self._dirty(group_id, limit) if limit else NOTHING
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
         batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, attempt)
@@ -99,22 +100,15 @@ class DiskSpill:
             return 0
         return len(slots)
 
-    def _limit(self, group_id: int) -> int:
-        """Return the size limit of the next batch, see `Copies.max_blocks`; 0 while the disk accepts no writes."""
-        if not self._disk.may_write():
-            return 0
-        batch_blocks = blocks_in_batch(self._memories[group_id].block_bytes, 1, MAX_IN_BATCH)
-        return self.copies.max_blocks(self._host[group_id].pool, batch_blocks)
-
     def _dirty(self, group_id: int, limit: int) -> Ids:
         """Return up to *limit* dirty host slots that have no copy on disk and are not being written."""
         pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
         on_the_way = self.copies.slots(pool)
-        slots = dirty.oldest(limit + len(on_the_way)) if limit else NOTHING
+        slots = dirty.oldest(limit + len(on_the_way))
         slots = slots[np.isin(slots, on_the_way, invert=True)][:limit]
-        on_disk = [(name := pool.name(slot)) is not None and self._disk.holds(group_id, name) for slot in slots]
-        dirty.remove(slots[np.array(on_disk, np.bool_)])
-        return slots[~np.array(on_disk, np.bool_)]
+        is_on_disk = self._disk.are_held(group_id, [name for row in pool.rows(slots) for name in row.names])
+        dirty.remove(slots[is_on_disk])
+        return slots[~is_on_disk]
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
         """Return the batch's work for the lane, which uses memory and values but no state of this object."""
@@ -136,14 +130,14 @@ class DiskSpill:
     def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
         group_id = batch.group_id
         if transfer.error is None:
-            cause = self._disk.cause_of(transfer.result)
-            self._disk.on_written(transfer.result)
+            cause = self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
             # The batch leases its slots until it ends, so an evicted block's slot has not been given to another block.
             self._host[group_id].dirty.remove(batch.source_slots)
             there = [name for name in batch.names if name not in batch.pushed_out]
-            self.on_gone(transfer.result.evicted, besides=batch)
+            if transfer.result.evicted:
+                self.on_gone(transfer.result.evicted, besides=batch)
             self._index.on_written(group_id, there, transfer.result.evicted, cause)
         elif isinstance(transfer.error, StoreFull):
             self.on_gone(transfer.error.evicted, besides=batch)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.device.group_slots import AGES_S
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
+from kvtier.tiers.lower.admission import WriteBudget
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.name_set import (
@@ -28,7 +30,6 @@ from kvtier.tiers.lower.name_set import (
 )
 from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
-from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import EvictionCause
 
@@ -126,6 +127,7 @@ class DiskTier:
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
         self.ages = DiskAges(clock)
+        # While it is not closed, no block counts as on disk; nor when half open, because no request waits for a probe.
         self.reading = CircuitBreaker(clock)
         self.writing = CircuitBreaker(clock)
         self.latest = store.statistics()
@@ -135,6 +137,9 @@ class DiskTier:
         self.indexed_opening = 0  # the opening that the index reflects; 0: none
         self._counted = 0  # the opening whose statistics were read last
         self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
+        self.key = partial(block_key, namespace)  # returns the store's key of a block, given group and name
+        # Of any namespace; they raise what the store raises.
+        self.touch, self.delete, self.walk = store.touch, store.delete, store.keys
         self._store = store
         self._namespace = namespace
         self._counting = threading.Lock()  # makes a number and its statistics one step
@@ -166,28 +171,22 @@ class DiskTier:
         """Return whether it makes sense to write a batch now."""
         return self.is_open and self.writing.allows()
 
-    def cause_of(self, written: Written) -> EvictionCause:
-        """Return why keys were evicted for a batch whose outcome has not been processed yet.
+    def on_written(self, written: Written) -> EvictionCause:
+        """Process the outcome of a batch, unless that of a later batch has been; return why its keys were evicted.
 
         The cause is the tenants' quotas if, according to the store's counts, all of the keys were evicted for quotas.
         """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
-        return EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
-
-    def on_written(self, written: Written) -> None:
-        """Process the outcome of a batch, unless that of a later batch has already been processed."""
+        cause = EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
         if written.number < self._latest_number:
-            return
+            return cause
         total_bytes = written.statistics.written_bytes_total
         was_emptied = total_bytes < self.latest.written_bytes_total  # the store found damage and started empty
         if was_emptied:
             self.indexed_opening = 0
         self.budget.spend(total_bytes if was_emptied else total_bytes - self.latest.written_bytes_total)
         self.latest, self._latest_number = written.statistics, written.number
-
-    def key(self, group_id: int, name: BlockName) -> bytes:
-        """Return the store's key of a block."""
-        return block_key(self._namespace, group_id, name)
+        return cause
 
     def block_of(self, key: bytes) -> tuple[int, BlockName] | None:
         """Return group and name of a key; None if the key belongs to another namespace."""
@@ -197,15 +196,15 @@ class DiskTier:
 
     def holds(self, group_id: int, name: BlockName) -> bool:
         """Return whether the block is known to be on disk; False while the disk cannot be read."""
-        return self.index.holds(group_id, name) and self.is_readable
+        return self.index.holds(group_id, name) and self.reading.is_closed
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """Return for each of the blocks what `holds` returns."""
-        return self.index.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
+        return self.index.are_held(group_id, names) if self.reading.is_closed else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
         """Return how many of *names* come before the first for which `holds` is False."""
-        return self.index.num_held(group_id, names) if self.is_readable else 0
+        return self.index.num_held(group_id, names) if self.reading.is_closed else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read and verify each key's block into its memory, and return each block's digest or fault."""
@@ -221,14 +220,6 @@ class DiskTier:
                 raise StoreUnavailable("the store was reopened during a write; the batch may be lost")
         return written
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark these records as used, so that they are evicted after unused ones. Raises what the store raises."""
-        self._store.touch(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete these records. Raises what the store raises."""
-        self._store.delete(keys)
-
     def evict(self, num_bytes: int, limit: int, tenant: bytes) -> Dropped:
         """Evict records of any namespace, see `Records.evict`. Raises what the store raises."""
         with self._errors_of("write"):
@@ -243,15 +234,6 @@ class DiskTier:
                 self._store.delete(keys)
             written = self._counted_with(keys)
             return Dropped(written, max(0, before - written.statistics.stored_bytes))
-
-    def walk(self) -> Iterator[bytes]:
-        """Iterate over all keys of the store, see `Records.keys`."""
-        return self._store.keys()
-
-    @property
-    def namespace(self) -> bytes:
-        """First bytes of the keys of this tier's blocks."""
-        return self._namespace
 
     def read_index(self) -> list[bytes]:
         """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""
@@ -320,11 +302,6 @@ class DiskTier:
             life=None if self.life is None else self.life.statistics(self.latest.written_bytes_total),
             tenants=dict(self.latest.tenants),
         )
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the disk can be read from, as far as known; False when half open, as no request waits for a probe."""
-        return self.reading.is_closed
 
     @property
     def is_failing(self) -> bool:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
-from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
+from kvtier.tiers.naming.named_blocks import OwnerNumbers, number_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause
 
 QUOTA_PART = 1 << 12  # entries of the host's eviction order to scan at a time for blocks of a tenant over quota
@@ -80,6 +80,7 @@ class HostQuotas:
         block_bytes: Sequence[int],
     ) -> None:
         """Create quotas in bytes, by tenant; the other arguments are by group."""
+        self.has_any = bool(quotas)  # otherwise callers count nothing, so that old salts do not accumulate
         self._quotas = quotas
         self._host = host
         self._host_blocks = host_blocks
@@ -87,11 +88,6 @@ class HostQuotas:
         self._num_bytes = dict.fromkeys(quotas, 0)
         # Tenants over their quota, by group, and the place in the host's order before which they have no block.
         self._over: dict[tuple[int, bytes], int] = {}
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any tenant has a quota. If none has, nothing is counted, so that old salts do not accumulate."""
-        return bool(self._quotas)
 
     @property
     def num_bytes(self) -> dict[bytes, int]:
@@ -136,8 +132,6 @@ class HostQuotas:
         assert self._num_bytes == num_bytes, "the bytes counted for a tenant with a quota are not those of its blocks"
 
     def _count(self, owners: OwnerNumbers, num_bytes: int) -> None:
-        if not self._quotas:
-            return
         numbers, counts = np.unique(owners, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if (tenant := tenant_with(number)) in self._num_bytes:

@@ -13,8 +13,8 @@ from kvtier.store.record import Fault
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.slot_purge import SlotPurge
-from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.clearing import RecordDeletion
+from kvtier.tiers.lower.copies import CleanAhead
 from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
@@ -22,8 +22,8 @@ from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import (
+    NOTHING_TO_ASK,
     Inquiry,
-    Lost,
     LowerHints,
     LowerStatistics,
     LowerTiers,
@@ -34,20 +34,18 @@ from kvtier.tiers.lower.lower_tiers import (
 )
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.purge import PurgeOrder
-from kvtier.tiers.lower.read_probe import ReadProbe
-from kvtier.tiers.lower.reads import BlockRead, ColdReads, DiskSource, Reads
-from kvtier.tiers.lower.remote.remote_link import Link, NoLink, RemoteLink
+from kvtier.tiers.lower.reads import BlockRead, ColdReads, DiskSource, ReadProbe, Reads
+from kvtier.tiers.lower.remote.remote_link import RemoteLink
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import TierStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import BlockGroup
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
+from kvtier.tiers.naming.named_blocks import NamedBlocks, OwnerNumbers, number_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import HostMemory
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
@@ -57,26 +55,27 @@ MIN_CLEAN_AHEAD = 32  # host blocks at the eviction end to keep clean before any
 class LocalFetch:
     """Leases on blocks of one group in host memory, including blocks that are still being read; implements `Fetch`.
 
-    `lease` leases the blocks that are in host memory, `read` starts reads of the rest. Owned by the tiers' thread.
+    `read` starts reads of the blocks that are not in host memory. Owned by the tiers' thread.
     """
 
     def __init__(
         self,
         group_id: int,
         blocks: NamedBlocks,
+        slots: Places,
         index: LowerIndex,
         cold_reads: ColdReads,
         on_fetched: OnFetched,
         on_come: Callable[["LocalFetch", int, Reason | None], None],
         on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """Create a fetch that leases nothing yet, with the callback of `LowerTiers.fetch` in *on_fetched*.
+        """Lease the blocks that are in host memory: block i is in slot `slots[i]`, or nowhere there if that is ABSENT.
 
-        *on_come* is called for each block whose read succeeded or failed, *on_ended* when the fetch holds no leases and
-        waits for no reads.
+        *on_fetched* is the callback of `LowerTiers.fetch`. *on_come* is called for each block whose read succeeded or
+        failed, *on_ended* when the fetch holds no leases and waits for no reads.
         """
         self.group_id = group_id
-        self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
+        self.slots: Places = np.array(slots, np.int32)
         self.failures: dict[int, Reason] = {}
         self.on_fetched = on_fetched
         self._blocks = blocks
@@ -87,24 +86,14 @@ class LocalFetch:
         self._on_ended = on_ended
         self._reads: dict[int, BlockRead] = {}  # in flight, by place
         self._were_read: dict[int, BlockRead] = {}  # blocks that were read and leased, by place
-        self._num_leased = 0
+        there = slots[slots != ABSENT]
+        self.num_leased = len(there)
+        self._pool.lease(there)
 
     @property
     def is_reading(self) -> bool:
         """Whether any block of this fetch is still being read."""
         return bool(self._reads)
-
-    @property
-    def num_leased(self) -> int:
-        """Number of blocks that are leased now."""
-        return self._num_leased
-
-    def lease(self, slots: Places) -> None:
-        """Lease the blocks that are already in host memory: block i in slot `slots[i]`, or ABSENT if it has none."""
-        self.slots[:] = slots
-        there = slots[slots != ABSENT]
-        self._num_leased = len(there)
-        self._pool.lease(there)
 
     def read(self, now: bool) -> None:
         """Start reads of the blocks that are not leased; *now* queues them ahead of all prefetches."""
@@ -122,7 +111,7 @@ class LocalFetch:
             self._pool.lease([block_read.host_slot])
             self.slots[place] = block_read.host_slot
             self._were_read[place] = block_read
-            self._num_leased += 1
+            self.num_leased += 1
             self._on_come(self, place, None)
         else:
             self.fail(place, failure or Reason.FAILED)
@@ -172,10 +161,10 @@ class LocalFetch:
                     self._cold_reads.leave(block_read, self)
         self.slots[ids] = ABSENT
         self._pool.release(there)
-        self._num_leased -= len(there)
+        self.num_leased -= len(there)
         for tenant in tenants:  # while these blocks were leased, the quota could not evict them
             self._index.quotas.enforce(self.group_id, tenant)
-        if not self._num_leased and not self._reads:
+        if not self.num_leased and not self._reads:
             self._on_ended(self)
 
     def time_out(self) -> None:
@@ -190,26 +179,29 @@ class Fetches:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
-        self._reading: set[LocalFetch] = set()  # fetches that wait for blocks wanted now
+        self.reading: set[LocalFetch] = set()  # fetches that wait for blocks wanted now
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
 
     def __iter__(self) -> Iterator[LocalFetch]:
         return iter(list(self._fetches))
 
-    @property
-    def any_reading(self) -> bool:
-        """Whether any fetch waits for blocks that are wanted now."""
-        return bool(self._reading)
-
     def begin(
-        self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        on_fetched: OnFetched,
+        found: Places | None = None,
+        priority: ReadPriority = ReadPriority.NOW,
     ) -> LocalFetch:
-        """Lease the blocks in host memory and queue reads of the rest; without *now*, at low priority."""
-        fetch = LocalFetch(group_id, blocks, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended)
-        fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
+        """Lease the blocks in host memory and queue reads of the rest, see `LowerTiers.fetch`."""
+        slots = self._index.host[group_id].pool.find_all(blocks.names) if found is None else found
+        fetch = LocalFetch(
+            group_id, blocks, slots, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended
+        )
         if fetch.num_leased < len(fetch.slots):
+            now = priority is ReadPriority.NOW
             if now:
-                self._reading.add(fetch)
+                self.reading.add(fetch)
             fetch.read(now)
             self._cold_reads.pump()
         if fetch.num_leased or fetch.is_reading:
@@ -235,18 +227,18 @@ class Fetches:
     def check(self) -> None:
         """Raise AssertionError if a fetch is kept that leases nothing and waits for nothing."""
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
-        assert self._reading <= self._fetches, "a fetch that is over waits for something"
+        assert self.reading <= self._fetches, "a fetch that is over waits for something"
 
     def _on_come(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
         self._news.append((fetch, place, failure))
         if not fetch.is_reading:
-            self._reading.discard(fetch)
+            self.reading.discard(fetch)
             if not fetch.num_leased:
                 self._on_ended(fetch)
 
     def _on_ended(self, fetch: LocalFetch) -> None:
         self._fetches.discard(fetch)
-        self._reading.discard(fetch)
+        self.reading.discard(fetch)
 
 
 class LocalStatus:
@@ -259,7 +251,7 @@ class LocalStatus:
         block_bytes: Sequence[int],
         transfers: TransferEngine,
         disk_spill: DiskSpill,
-        remote: Link,
+        remote: RemoteLink | None,
         cold_reads: ColdReads,
         fetches: Fetches,
         reserved: Sequence[int],
@@ -293,7 +285,7 @@ class LocalStatus:
 
     @property
     def is_readable(self) -> bool:
-        return self._index.disk.is_readable
+        return self._index.disk.reading.is_closed
 
     @property
     def is_making_room(self) -> bool:
@@ -323,7 +315,8 @@ class LocalStatus:
         if index.disk.is_there:
             tiers[Tier.DISK] = index.disk.statistics()
             disk, admission = index.disk.details(), index.admission.statistics()
-        if (remote := self._remote.statistics()) is not None:
+        remote = None if self._remote is None else self._remote.statistics()
+        if remote is not None:
             tiers[Tier.REMOTE] = TierStatistics(remote.known_blocks, corrupt=remote.faults)
         return LowerStatistics(tiers, disk, remote, admission, index.quotas.num_bytes)
 
@@ -333,7 +326,9 @@ class LocalStatus:
         self._fetches.check()
         for group_id, host in enumerate(self._index.host):
             fetched = self._fetches.num_leased(group_id)
-            written = self._disk_spill.copies.num_leases(host.pool) + self._remote.num_leases(host.pool)
+            written = self._disk_spill.copies.num_leases(host.pool)
+            if self._remote is not None:
+                written += self._remote.num_leases(host.pool)
             read = self._cold_reads.num_leases(group_id)
             expected = fetched + written + read + self._reserved[group_id]
             assert host.pool.num_leases == expected, (
@@ -348,7 +343,7 @@ class LocalHints(LowerHints):
         self,
         index: LowerIndex,
         disk_spill: DiskSpill,
-        remote: Link,
+        remote: RemoteLink | None,
         fetches: Fetches,
         windows: Sequence[CleanAhead],
         unmet: list[int],
@@ -363,20 +358,21 @@ class LocalHints(LowerHints):
 
     @property
     def can_ask(self) -> bool:
-        return bool(self._remote.reads)
+        return self._remote is not None
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        return self._remote.inquire(group_id, names)
+        return NOTHING_TO_ASK if self._remote is None else self._remote.inquire(group_id, names)
 
     def evict_last(self, group_id: int, places: Places) -> None:
         self._index.host[group_id].pool.refresh(places[places >= 0][::-1])
 
     def spill(self) -> None:
-        if self._fetches.any_reading:
+        if self._fetches.reading:
             self.make_room()
         else:
             self._disk_spill.spill()
-            self._remote.spill()
+            if self._remote is not None:
+                self._remote.spill()
             self._unmet[:] = [0 for _ in self._unmet]
 
     def make_room(self) -> None:
@@ -460,16 +456,20 @@ class LocalTiers:
             reads[Tier.DISK] = Reads(
                 self.index, source, memories, transfers, windows, lambda: self._disk_spill.is_making_progress, clock
             )
-        self._remote: Link = NoLink()
+        self._remote: RemoteLink | None = None
         if remote is not None:
             self._remote = RemoteLink(
                 remote, self.index, memories, transfers, windows, lambda: self._disk_spill.is_making_progress, clock
             )
-        self._cold_reads = ColdReads(self.index, reads | self._remote.reads)
+            reads[Tier.REMOTE] = self._remote.reads
+        self._cold_reads = ColdReads(self.index, reads)
         self._disk_probe = ReadProbe(source, self._block_bytes.__getitem__, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._clearing = RecordDeletion(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._cold_reads)
+        # The part of `LowerTiers` that the index and the fetches implement.
+        self.find, self.find_run, self.pop_lost = self.index.find, self.index.find_run, self.index.pop_lost
+        self.fetch = self._fetches.begin
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not provide since the last `spill`
         self.hints = LocalHints(self.index, self._disk_spill, self._remote, self._fetches, windows, self._unmet)
@@ -490,22 +490,6 @@ class LocalTiers:
     def is_forgetting(self) -> bool:
         """Whether `poll` has yet to report blocks that have left the disk."""
         return self.index.disk.index.is_forgetting
-
-    def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        return self.index.find(group_id, names)
-
-    def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        return self.index.find_run(group_id, names)
-
-    def fetch(
-        self,
-        group_id: int,
-        blocks: NamedBlocks,
-        on_fetched: OnFetched,
-        found: Places | None = None,
-        priority: ReadPriority = ReadPriority.NOW,
-    ) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, on_fetched, found, now=priority is ReadPriority.NOW)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host[group_id], self._windows[group_id]
@@ -543,8 +527,9 @@ class LocalTiers:
         if self.index.disk.is_there:
             self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
         self.abandon(group_id, slots)
-        for row in rows:
-            self._remote.on_come(group_id, row.names)
+        if self._remote is not None:
+            for row in rows:
+                self._remote.on_come(group_id, row.names)
         if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
                 self.index.quotas.enforce(group_id, tenant_with(number))
@@ -559,7 +544,8 @@ class LocalTiers:
         in_host = slots[slots != ABSENT]
         pool.refresh(in_host)
         self.index.offer_to_disk(group_id, in_host.tolist())
-        self._remote.want(group_id, names[::-1])
+        if self._remote is not None:
+            self._remote.want(group_id, names[::-1])
         disk = self.index.disk
         assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
         keys = [disk.key(group_id, name) for name in compress(names, were_read)]
@@ -574,7 +560,9 @@ class LocalTiers:
 
     def clear(self) -> bool:
         num_read = sum(self._cold_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
-        if num_read or any(self._reserved) or self._disk_spill.copies.batches or self._remote.is_writing:
+        if num_read or any(self._reserved) or self._disk_spill.copies.batches:
+            return False
+        if self._remote is not None and self._remote.is_writing:
             return False
         if self.index.disk.is_there and not self.index.disk.clear():
             return False
@@ -582,7 +570,8 @@ class LocalTiers:
         self.index.report_disk_lost()
         self.index.disk.index.clear()
         self.index.clear()
-        self._remote.clear()
+        if self._remote is not None:
+            self._remote.clear()
         return True
 
     def forget_all(self) -> None:
@@ -598,7 +587,8 @@ class LocalTiers:
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
         self._clearing.begin()
-        self._remote.clear()
+        if self._remote is not None:
+            self._remote.clear()
 
     def purge(self, order: PurgeOrder) -> LocalPurge:
         disk, host = None, []
@@ -624,10 +614,17 @@ class LocalTiers:
 
     def poll(self) -> None:
         if self.index.disk.is_there:
-            self._go_on_with_disk()
-        self._remote.go_on()
+            if self._clearing.is_done:
+                self._index_load.go_on()
+            else:
+                self._clearing.go_on()
+                self.index.report_forgotten()
+            self._disk_probe.go_on()
+        if self._remote is not None:
+            self._remote.go_on()
         self._cold_reads.pump()
-        self.index.quotas.go_on()
+        if self.index.quotas.has_any:
+            self.index.quotas.go_on()
         self._fetches.deliver()
         now = self._clock()
         for host in self.index.host:
@@ -639,9 +636,6 @@ class LocalTiers:
         This is for callers that may wait for a fetch less long than for the disk: a long queue is not a hung disk.
         """
         self._cold_reads.time_out_late(timeout_s)
-
-    def pop_lost(self) -> Sequence[Lost]:
-        return self.index.pop_lost()
 
     def _publish_row(
         self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers
@@ -658,11 +652,3 @@ class LocalTiers:
             owners[row.start : row.end][::-1],
         )
         return np.delete(own, [len(own) - 1 - place for place in taken]) if taken else own
-
-    def _go_on_with_disk(self) -> None:
-        self._clearing.go_on()
-        if self._clearing.is_done:
-            self._index_load.go_on()
-        else:
-            self.index.report_forgotten()
-        self._disk_probe.go_on()

@@ -15,13 +15,13 @@ from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.host_quotas import HostBlocks, HostQuotas
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, Places, names_at
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.naming.groups import BlockGroup
-from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
+from kvtier.tiers.naming.named_blocks import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.transfer_engine import Route
 
@@ -72,10 +72,10 @@ class LowerIndex:
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and self.disk.is_there:
-            places[absent[self.disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
+            places[absent[self.disk.are_held(group_id, names_at(names, absent))]] = ON_DISK
             absent = np.flatnonzero(places == NOWHERE)
         if len(absent) and self.remote is not None:
-            places[absent[self.remote.are_held(group_id, _picked(names, absent))]] = ON_REMOTE
+            places[absent[self.remote.are_held(group_id, names_at(names, absent))]] = ON_REMOTE
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
@@ -86,7 +86,7 @@ class LowerIndex:
             return places
         if self.remote is not None:
             return _run(self.find(group_id, names))
-        num_held = self.disk.num_held(group_id, _picked(names, absent))
+        num_held = self.disk.num_held(group_id, names_at(names, absent))
         places[absent[:num_held]] = ON_DISK
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
@@ -124,8 +124,10 @@ class LowerIndex:
             digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[is_new].tobytes()
         if len(slots):
             self.host_blocks[group_id].record(slots, digests, tenants)
-            self.quotas.add(group_id, tenants)
-            self._tell_stored(Tier.HOST, group_id, names)
+            if self.quotas.has_any:
+                self.quotas.add(group_id, tenants)
+            if self._events is not None:
+                self._events.append(BlockStored(Tier.HOST, group_id, names, self._block_sizes[group_id]))
         return taken
 
     def add_to_host(
@@ -183,7 +185,7 @@ class LowerIndex:
             ids, asking = ids[is_asking], is_asking.tolist()
             names, parents = list(compress(names, asking)), list(compress(parents, asking))
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
-        self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
+        self.host[group_id].dirty.add(ids[np.array(admitted, np.bool_)])
 
     def on_written(
         self,
@@ -200,7 +202,8 @@ class LowerIndex:
         if names:
             self.disk.index.add(group_id, names)
             self.disk.ages.on_written(names)
-            self._tell_stored(Tier.DISK, group_id, names)
+            if self._events is not None:
+                self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
         for key in evicted:
             if (block := self.disk.block_of(key)) is None:
                 continue
@@ -209,7 +212,7 @@ class LowerIndex:
             self.disk.ages.on_dropped(name)
             self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
             if not self.has(group_id, name):
-                self._lose(group_id, [name], Tier.DISK, cause)
+                self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
         """Record, with its *cause*, that the store has no valid record of a block that the index has on disk.
@@ -231,8 +234,8 @@ class LowerIndex:
     def load_index_page(self, keys: Sequence[bytes]) -> None:
         """Add one page of the keys that were in the store when it was opened."""
         for group_id, names in sorted(self.disk.load(keys).items()):
-            if group_id < len(self._block_sizes):
-                self._tell_stored(Tier.DISK, group_id, names)
+            if self._events is not None and group_id < len(self._block_sizes):
+                self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
     def report_forgotten(self) -> None:
         """Forget some blocks of the disk's earlier content, and report their removal.
@@ -268,19 +271,21 @@ class LowerIndex:
                 is_only_there = host.pool.find_all(page) == ABSENT
                 gone = list(compress(page, is_only_there.tolist()))[:num_left]
                 num_left -= len(gone)
-                self._lose(group_id, gone, Tier.DISK, EvictionCause.CLEARED)
+                if gone:
+                    self._lost.append(Lost(group_id, gone, Tier.DISK, EvictionCause.CLEARED))
                 if not num_left:
                     return
 
     def clear(self) -> None:
-        """Evict every block of host memory after the disk was cleared, and report those not on disk as lost.
+        """Evict every block of host memory after the disk was cleared, and report all as lost.
 
         No event is sent, and no block may be leased.
         """
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
             names = host.clear()
             self._uncount(group_id, blocks.slots())
-            self._lose(group_id, self._not_on_disk(group_id, names), Tier.HOST, EvictionCause.CLEARED)
+            if names:
+                self._lost.append(Lost(group_id, names, Tier.HOST, EvictionCause.CLEARED))
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -303,10 +308,12 @@ class LowerIndex:
         self._uncount(group_id, slots)
         if not names:
             return
-        gone = self._not_on_disk(group_id, names)
+        is_on_disk = self.disk.are_held(group_id, names)
+        gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
         if gone and were_dirty and cause is not EvictionCause.CLEARED:
             self._on_dropped(group_id, [name for name in gone if name in were_dirty], cause)
-        self._lose(group_id, gone, Tier.HOST, cause)
+        if gone:
+            self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
 
@@ -319,22 +326,15 @@ class LowerIndex:
     def _uncount(self, group_id: int, slots: Ids) -> None:
         blocks = self.host_blocks[group_id]
         left = blocks.forget(slots)
-        self.quotas.remove(group_id, blocks.tenants(left))
+        if self.quotas.has_any:
+            self.quotas.remove(group_id, blocks.tenants(left))
 
     def _record_lost_on_disk(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
         slot = self.host[group_id].pool.find(name)
         if slot is not None:
             self.host[group_id].on_copies_lost([slot])
         else:
-            self._lose(group_id, [name], Tier.DISK, cause)
-
-    def _not_on_disk(self, group_id: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
-        is_on_disk = self.disk.are_held(group_id, names)
-        return list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
-
-    def _lose(self, group_id: int, names: Sequence[BlockName], tier: Tier, cause: EvictionCause) -> None:
-        if names:
-            self._lost.append(Lost(group_id, names, tier, cause))
+            self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Return whether the block is on disk, or admitted and about to be written."""
@@ -342,10 +342,6 @@ class LowerIndex:
             return True
         slot = self.host[group_id].pool.find(name)
         return slot is not None and slot in self.host[group_id].dirty
-
-    def _tell_stored(self, tier: Tier, group_id: int, names: Sequence[BlockName]) -> None:
-        if self._events is not None:
-            self._events.append(BlockStored(tier, group_id, names, self._block_sizes[group_id]))
 
     def _tell(self, event: Event) -> None:
         if self._events is not None:
@@ -367,8 +363,3 @@ def _run(places: Places) -> Places:
     """Return the places before the first that is NOWHERE."""
     is_nowhere = places == NOWHERE
     return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places
-
-
-def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Return the names at these distinct *places*."""
-    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

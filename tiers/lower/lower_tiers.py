@@ -15,10 +15,9 @@ from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.naming.named_blocks import NamedBlocks, OwnerNumbers
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed
 
 NOWHERE = ABSENT  # -1
 ON_DISK = -2
@@ -53,6 +52,11 @@ class AllOf:
 
 
 NOTHING_TO_ASK = Answered()
+
+
+def names_at(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
+    """Return the names at these distinct *places*."""
+    return names if len(places) == len(names) else [names[i] for i in places.tolist()]
 
 
 def are_kept(places: Places) -> npt.NDArray[np.bool_]:

@@ -65,7 +65,6 @@ class NameSet:
         self._level = 1  # number of buckets when all had been split equally often; a power of two
         self.num_buckets = 1  # current number; each call that adds names splits a few buckets
         self._next = 0  # bucket where `find` continues
-        self._grow_buckets(1)
 
     def __len__(self) -> int:
         return self._num_in_buckets + len(self._over)
@@ -257,7 +256,8 @@ class NameSet:
     def _split(self, num_buckets: int) -> None:
         """Split the next *num_buckets* buckets by moving about half of their names to new buckets."""
         first, new, num = self.num_buckets - self._level, self.num_buckets, num_buckets
-        self._grow_buckets(new + num)
+        for part in (self._tags, self._places, self._used, self._is_over):
+            part.grow(new + num)
         tags, used = self._tags.all, self._used.all
         goes = (tags[first : first + num] >> 1) & self._level != 0
         tags[new : new + num] = tags[first : first + num] * goes
@@ -269,10 +269,6 @@ class NameSet:
         self.num_buckets += num
         if self.num_buckets == 2 * self._level:
             self._level = self.num_buckets
-
-    def _grow_buckets(self, num_buckets: int) -> None:
-        for part in (self._tags, self._places, self._used, self._is_over):
-            part.grow(num_buckets)
 
 
 def _tags(rows: Rows) -> npt.NDArray[np.uint32]:

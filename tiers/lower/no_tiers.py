@@ -19,10 +19,9 @@ from kvtier.tiers.lower.lower_tiers import (
 )
 from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import NO_TENANT, OwnerNumbers
+from kvtier.tiers.naming.named_blocks import NO_TENANT, NamedBlocks, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed
 
 
 class NoFetch:

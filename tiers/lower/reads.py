@@ -9,13 +9,11 @@ from typing import Protocol
 from kvtier.store.record import Fault
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt, CircuitBreaker
-from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.copies import blocks_in_batch
+from kvtier.tiers.lower.copies import CleanAhead, blocks_in_batch
 from kvtier.tiers.lower.disk_tier import DiskContent
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import Origin
+from kvtier.tiers.naming.named_blocks import NamedBlocks, Origin
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -23,6 +21,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 4 << 20  # per copier: small enough that reading, verifying and uploading overlap
 BATCH_BLOCKS = 32  # limit on a batch, so that processing its outcome is short
+Block = tuple[int, BlockName]  # group and name
 
 
 class Readable(Protocol):
@@ -34,11 +33,7 @@ class Readable(Protocol):
 
     @property
     def reading(self) -> CircuitBreaker:
-        """Circuit breaker of the tier's reads."""
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the tier can be read from, as far as known."""
+        """Circuit breaker of the tier's reads; the tier can be read from while it is closed, as far as known."""
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """Return the key of a block."""
@@ -73,16 +68,11 @@ class ReadableDisk:
     route = Route.DISK_TO_HOST
 
     def __init__(self, content: DiskContent) -> None:
-        self._disk = content.disk
         self.reading = content.disk.reading
         self.key = content.disk.key
         self.read = content.disk.read
         self.find_any = content.disk.index.find_any
         self.on_failed = content.on_read_failed
-
-    @property
-    def is_readable(self) -> bool:
-        return self._disk.is_readable
 
 
 class DiskSource(ReadableDisk):
@@ -100,13 +90,6 @@ class DiskSource(ReadableDisk):
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
         if is_late:  # when their read hung, they were removed from the disk's index
             self._index.offer_to_disk(group_id, slots)
-
-
-def read_blocks(
-    source: ReadSource, memory: HostMemory, keys: Sequence[bytes], host_slots: Sequence[int]
-) -> list[bytes | Fault]:
-    """Fill the host slots from a colder tier, verified, and return each block's digest or fault; runs on a lane."""
-    return source.read(keys, [memory.host_block(slot) for slot in host_slots])
 
 
 def why_failed(tier: Tier, fault: Fault) -> Reason:
@@ -201,7 +184,8 @@ class Reads:
             name = blocks.names[place]
             block_read = under_way.get(name)
             if block_read is None:
-                under_way[name] = block_read = BlockRead(group_id, name, blocks.origin(place), self._source.tier)
+                origin = Origin(blocks.parents[place], blocks.tenant)
+                under_way[name] = block_read = BlockRead(group_id, name, origin, self._source.tier)
                 self._put(block_read, now)
             elif now and block_read in self._wanted_later:
                 del self._wanted_later[block_read]
@@ -291,7 +275,7 @@ class Reads:
     def _submit(self, queue: OrderedDict[BlockRead, None]) -> bool:
         """Submit the queue's first blocks of one group as a batch; return False if that is impossible now."""
         source = self._source
-        attempt = source.reading.begin() if source.is_readable else None
+        attempt = source.reading.begin() if source.reading.is_closed else None
         if attempt is None:
             self._give_up()
             return False
@@ -307,7 +291,7 @@ class Reads:
         keys = [source.key(group_id, block_read.name) for block_read in read.batch]
         if not keys or not self._transfers.submit(
             source.route,
-            lambda: read_blocks(source, memory, keys, slots),
+            lambda: source.read(keys, [memory.host_block(slot) for slot in slots]),
             len(keys) * memory.block_bytes,
             lambda transfer: self._on_read(read, transfer),
             len(keys),
@@ -355,8 +339,9 @@ class Reads:
                 self._end(block_read, why_failed(source.tier, outcome) if isinstance(outcome, Fault) else None)
         slots = [block_read.host_slot for block_read in read.batch if block_read.host_slot is not None]
         self._index.host[read.batch[0].group_id].pool.release(slots)
-        for tenant in {block_read.origin.tenant for block_read in read.batch}:  # each may be over its quota now
-            self._index.quotas.enforce(read.batch[0].group_id, tenant)
+        if self._index.quotas.has_any:
+            for tenant in {block_read.origin.tenant for block_read in read.batch}:  # each may be over its quota now
+                self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[BlockRead, bytes]], is_late: bool) -> None:
         """Make the blocks of a batch that are in their host slots findable, and store their digests."""
@@ -433,3 +418,60 @@ class ColdReads:
                 places = places[~is_remote]
         if len(places) and Tier.DISK in self._reads:
             yield Tier.DISK, places
+
+
+class ReadProbe:
+    """A reader of single blocks from a tier that has rested; after a success, lookups find the tier's blocks again.
+
+    Probes read into their own memory, so that a hung probe keeps a lane's thread but no slot. Each probe uses a
+    different block than those that hang. Owned by the tiers' thread.
+    """
+
+    def __init__(
+        self,
+        source: Readable,
+        block_bytes: Callable[[int], int],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+    ) -> None:
+        self._source = source
+        self._block_bytes = block_bytes
+        self._transfers = transfers
+        self._clock = clock
+        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # with its submission time
+
+    def go_on(self) -> None:
+        """Start a probe if one is due, and report hung probes to the circuit breaker."""
+        source = self._source
+        if source.reading.is_closed:
+            return
+        for earlier, since in self._under_way.values():
+            if self._clock() - since > HUNG_S and not self._transfers.has_undelivered:
+                source.reading.on_hung(earlier)
+        block = source.find_any(besides=self._under_way) if source.reading.allows() else None
+        attempt = None if block is None else source.reading.begin()
+        if block is None or attempt is None:
+            return
+        key, memory = source.key(*block), memoryview(bytearray(self._block_bytes(block[0])))
+        self._under_way[block] = attempt, self._clock()
+        if not self._transfers.submit(
+            source.route,
+            lambda: source.read([key], [memory]),
+            0,  # bytes: a probe must not count in the tier's measured speed
+            lambda transfer: self._on_probed(block, transfer),
+        ):
+            del self._under_way[block]
+            source.reading.withdraw(attempt)
+
+    def _on_probed(self, block: Block, transfer: Transfer) -> None:
+        source = self._source
+        attempt, _ = self._under_way.pop(block)
+        (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
+        if isinstance(transfer.error, LaneClosed):
+            source.reading.withdraw(attempt)
+        elif outcome is Fault.IO_ERROR:
+            source.reading.on_failed(attempt)
+        else:
+            source.reading.on_succeeded(attempt)
+        if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
+            source.on_failed(*block, outcome)

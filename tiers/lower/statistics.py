@@ -144,7 +144,6 @@ class CacheStatistics:
 
     tiers: Mapping[Tier, TierStatistics]
     routes: Mapping[Route, RouteStatistics]
-    promotions_waiting: int
     clean_ahead_blocks: int
     disk: DiskStatistics | None = None
     remote: RemoteStatistics | None = None

@@ -122,36 +122,16 @@ def name_block_size(groups: Iterable[AttentionGroup]) -> int:
     return gcd(*(group.block_size for group in groups))
 
 
-def longest_hit(num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]) -> int:
+def longest_hit(
+    num_tokens: int,
+    groups: Sequence[AttentionGroup],
+    first_hole: Callable[[int, int, int], int],
+    group_ids: Iterable[int] | None = None,
+) -> int:
     """Return the maximum number of tokens, up to *num_tokens*, after which a request can resume in all *groups*.
 
     The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` of a group, in blocks
-    of its own size; it must have no side effects.
-    """
-    return _longest_agreed(num_tokens, range(len(groups)), groups, first_hole)
-
-
-def longest_single(
-    num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
-) -> int:
-    """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
-
-    The result is aligned like `longest_hit`. If it is longer than `longest_hit`, it ends at a *junction*: a prefix that
-    was requested a second time. So the blocks needed to resume after it, which were not named the first time, are worth
-    naming now.
-    """
-    lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
-    alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]
-    return max(_longest_agreed(num_tokens, group_ids, groups, first_hole) for group_ids in alone)
-
-
-def _longest_agreed(
-    num_tokens: int,
-    group_ids: Iterable[int],
-    groups: Sequence[AttentionGroup],
-    first_hole: Callable[[int, int, int], int],
-) -> int:
-    """Return the `longest_hit` of the groups *group_ids* only, aligned to all groups.
+    of its own size; it must have no side effects. With *group_ids* the blocks of other groups are not needed.
 
     Groups that never forget are evaluated once. The other groups are evaluated in turn until a fixed point: each may
     only shorten the result, until all agree in a row.
@@ -164,7 +144,7 @@ def _longest_agreed(
     unit = alignment(groups)
     num_tokens = num_tokens // unit * unit
     forgetful = []
-    for group_id in group_ids:
+    for group_id in range(len(groups)) if group_ids is None else group_ids:
         if groups[group_id].forgets:
             forgetful.append(group_id)
         else:
@@ -178,3 +158,17 @@ def _longest_agreed(
         if num_agreed == len(forgetful):
             break
     return num_tokens
+
+
+def longest_single(
+    num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
+) -> int:
+    """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
+
+    The result is aligned like `longest_hit`. If it is longer than `longest_hit`, it ends at a *junction*: a prefix that
+    was requested a second time. So the blocks needed to resume after it, which were not named the first time, are worth
+    naming now.
+    """
+    lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
+    alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]
+    return max(longest_hit(num_tokens, groups, first_hole, group_ids) for group_ids in alone)

@@ -1,16 +1,50 @@
-"""NamedBlocks: block names with the parents and the tenant that a tier needs to store the blocks."""
+"""Tenants of blocks, and NamedBlocks: block names with the parents and the tenant that a tier needs to store them."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, BlockGroup
-from kvtier.tiers.naming.tenant import NO_TENANT, Origin, tenant_of
 
 BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
+NO_TENANT = b""  # the tenant of requests without a salt
+OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """Return the tenant of requests with *cache_salt*: 8 bytes that do not reveal the salt; NO_TENANT without a salt.
+
+    A tenant may use many salts: all that consist of the tenant's own salt, a NUL and any suffix.
+    """
+    if not cache_salt:
+        return NO_TENANT
+    return hashlib.sha256(b"kvtier tenant\0" + cache_salt.partition("\0")[0].encode()).digest()[:TENANT_BYTES]
+
+
+def number_of(tenant: bytes) -> int:
+    """Return the number of *tenant*."""
+    return int.from_bytes(tenant, "little")
+
+
+def tenant_with(number: int) -> bytes:
+    """Return the tenant with the number *number*."""
+    return number.to_bytes(TENANT_BYTES, "little") if number else NO_TENANT
+
+
+class Origin(NamedTuple):
+    """The block that a block continues, and its tenant.
+
+    *parent* must stay on disk as long as this block does; None if the block is useful without it.
+    """
+
+    parent: BlockName | None = None
+    tenant: bytes = NO_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +65,10 @@ class NamedBlocks:
         parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
         return NamedBlocks(names, parents, self.tenant)
 
-    def origin(self, place: int) -> Origin:
-        """Return the parent and the tenant of the block at index *place*."""
-        return Origin(self.parents[place], self.tenant)
-
 
 def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName]:
     """Return the names of the chain's blocks *ids*."""
-    if _are_in_a_row(ids):
+    if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:  # consecutive
         return chain.names_of(group.block_size, range(int(ids[0]), int(ids[-1]) + 1))
     step = group.block_size // chain.block_size
     return [chain.names[(i + 1) * step - 1] for i in ids.tolist()]
@@ -46,20 +76,8 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
     """Return the chain's blocks *ids*, without parents if *group* forgets, because it needs only its window."""
-    names, parents = names_of(chain, group, ids), _parents(chain, group, ids)
-    return NamedBlocks(names, parents, tenant_of(chain.extra.cache_salt))
-
-
-def _parents(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName | None]:
-    if group.forgets:
-        return [None] * len(ids)
-    if _are_in_a_row(ids):
-        first, last = int(ids[0]), int(ids[-1])
-        before = chain.names_of(group.block_size, range(max(0, first - 1), last))
-        return before if first else [None, *before]
-    step = group.block_size // chain.block_size
-    return [chain.names[i * step - 1] if i else None for i in ids.tolist()]
-
-
-def _are_in_a_row(ids: BlockIds) -> bool:
-    return len(ids) > 0 and int(ids[-1]) - int(ids[0]) == len(ids) - 1
+    parents: Sequence[BlockName | None] = [None] * len(ids)
+    if not group.forgets:
+        before = ids[ids > 0] - 1
+        parents = [*parents[len(before) :], *names_of(chain, group, before)]
+    return NamedBlocks(names_of(chain, group, ids), parents, tenant_of(chain.extra.cache_salt))

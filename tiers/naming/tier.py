@@ -11,10 +11,9 @@ class Tier(StrEnum):
     DISK = "disk"
     REMOTE = "remote"  # a store shared by several machines
 
-    @property
-    def depth(self) -> int:
-        """Position of the tier, 0 for the warmest. Tokens are attributed to the coldest tier that they came from."""
-        return list(Tier).index(self)
+    def __init__(self, _: str) -> None:
+        # Position of the tier, 0 for the warmest. Tokens are attributed to the coldest tier that they came from.
+        self.depth = len(type(self).__members__)
 
 
 class Reason(StrEnum):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import ON_REMOTE, Fetch, LowerTiers, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
-from kvtier.tiers.naming.named_blocks import BlockIds
+from kvtier.tiers.naming.named_blocks import BlockIds, blocks_of, names_of
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.residency import GroupTiers
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
@@ -38,8 +38,8 @@ class Backlog:
         self._is_left[ids] = True
         self._places = np.full(num_blocks, NO_PLACE, np.int64)  # [block id] index in the fetch, or NO_PLACE
         self._places[fetched] = np.arange(len(fetched))
-        self._is_remote = np.zeros(num_blocks, np.bool_)  # [block id]
-        self._is_remote[remote] = True
+        self.is_remote = np.zeros(num_blocks, np.bool_)  # [block id] whether only the remote tier has it
+        self.is_remote[remote] = True
 
     @property
     def blocks(self) -> BlockIds:
@@ -61,11 +61,7 @@ class Backlog:
     @property
     def num_remote(self) -> int:
         """Number of remaining blocks that were found only in the remote tier."""
-        return int(np.count_nonzero(self._is_left & self._is_remote))
-
-    def tier(self, block_id: int) -> Tier:
-        """Return the tier to read a block from that was not found in host memory."""
-        return Tier.REMOTE if self._is_remote[block_id] else Tier.DISK
+        return int(np.count_nonzero(self._is_left & self.is_remote))
 
     def sources(self, ids: BlockIds) -> list[Source | None]:
         """Return the source of each block that was found in host memory; None for blocks that are not fetched yet."""
@@ -93,8 +89,8 @@ class Backlog:
 class Backlogs:
     """The backlogs of all promotions, in the order in which the promotions began. Owned by the cache's thread.
 
-    Each block has one reserved device slot (`BlockPool.reserve`), no matter how many promotions want the block. A block
-    is either in flight or in backlogs, never both.
+    Each block has one reserved device slot (`BlockPool.num_reserved`), no matter how many promotions want the block.
+    A block is either in flight or in backlogs, never both.
     """
 
     def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
@@ -115,11 +111,11 @@ class Backlogs:
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
             is_new = ~self.are_in_flight(promotion.chain, group, ids)
-            group.pool.reserve(int(np.count_nonzero(is_new)))
+            group.pool.num_reserved += int(np.count_nonzero(is_new))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
             if len(fetched):
-                wanted, found = group.blocks_of(promotion.chain, fetched), places[is_in_host]
+                wanted, found = blocks_of(promotion.chain, group.attention, fetched), places[is_in_host]
                 fetch = self._lower.fetch(group.id, wanted, self._on_fetched, found)
             backlogs.append(Backlog(group, ids, fetch, fetched, ids[places == ON_REMOTE]))
         if any(backlog.num_left for backlog in backlogs):
@@ -151,10 +147,10 @@ class Backlogs:
         found = backlog.sources(ids)
         lacking = [place for place, source in enumerate(found) if source is None]
         if lacking:
-            wanted_blocks = group.blocks_of(promotion.chain, ids[lacking])
+            wanted_blocks = blocks_of(promotion.chain, group.attention, ids[lacking])
             fetch = self._lower.fetch(group.id, wanted_blocks, self._on_fetched)
             for number, place in enumerate(lacking):
-                found[place] = fetch, number, backlog.tier(int(ids[place]))
+                found[place] = fetch, number, Tier.REMOTE if backlog.is_remote[ids[place]] else Tier.DISK
         wanted = self._leave(promotion, group, ids)
         return [source for source in found if source is not None], wanted
 
@@ -180,7 +176,7 @@ class Backlogs:
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
                 is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)
-                group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
+                group.pool.num_reserved -= int(np.count_nonzero(is_unwanted))
         return any_dropped
 
     def num_left(self, promotion: Promotion) -> list[int]:
@@ -208,7 +204,7 @@ class Backlogs:
                 assert any(backlog.num_left for backlog in backlogs), "a backlog is empty"
                 ids = backlogs[group.id].blocks
                 assert len(ids) == backlogs[group.id].num_left, "the blocks of a backlog were miscounted"
-                names.update(group.names_of(promotion.chain, ids))
+                names.update(names_of(promotion.chain, group.attention, ids))
             assert group.pool.num_reserved == len(names), "the reserved slots do not match the queued blocks"
 
     def _remove(self, promotion: Promotion, group: GroupTiers, ids: BlockIds) -> None:
@@ -230,7 +226,7 @@ class Backlogs:
             if other is not promotion:
                 backlogs[group.id].release(ids[is_wanted])
             self._remove(other, group, ids[is_wanted])
-        group.pool.unreserve(len(ids))
+        group.pool.num_reserved -= len(ids)
         return wanted
 
 

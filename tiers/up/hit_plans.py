@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.residency import GroupTiers
 from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner, LoadSpeeds
 from kvtier.tiers.up.promoter import Hits
 from kvtier.tiers.up.promotion import Hit

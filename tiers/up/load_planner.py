@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.lower.statistics import PlanStatistics
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route
 
 # A slow lane must be tried again at some time. Its measured speed is trusted for _PATIENCE_S, and then assumed to

@@ -10,16 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import ON_REMOTE, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import alignment, longest_hit
-from kvtier.tiers.naming.named_blocks import BlockIds
+from kvtier.tiers.naming.named_blocks import BlockIds, names_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
-from kvtier.tiers.residency import Residency
+from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.tiers.up.backlog import Backlogs
 from kvtier.tiers.up.load_planner import Demand, Moves
-from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
+from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, PartialHit, Promotion, Upload
 from kvtier.tiers.up.uploads import Uploads
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -49,7 +48,10 @@ class Hits:
         """Return by group the device slots of the blocks that the hit needs, ABSENT for blocks in a lower tier."""
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
-        return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
+        return [
+            group.pool.find_all(hit.chain.names_of(group.block_size, group.needed(hit.num_tokens)))
+            for group in self._groups
+        ]
 
     def slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
         """Return `device_slots` without the blocks before the start of a split hit."""
@@ -69,7 +71,7 @@ class Hits:
                 for group, places, ids in zip(self._groups, hit.below, blocks, strict=True)
             ]
         return [
-            self._residency.lower.find(group.id, group.names_of(hit.chain, ids))
+            self._residency.lower.find(group.id, names_of(hit.chain, group.attention, ids))
             for group, ids in zip(self._groups, blocks, strict=True)
         ]
 
@@ -91,7 +93,9 @@ class Hits:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
-            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
+            return (
+                start + self._residency.locate(group, hit.chain.names_of(group.block_size, range(start, end))).num_found
+            )
 
         is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
         if is_fresh and not any(
@@ -198,7 +202,7 @@ class Hits:
         """Return for each of these blocks of the hit whether another promotion is loading it."""
         coming = self._backlogs.are_in_flight(hit.chain, group, ids)
         if self._uploads.has_any(group):
-            coming |= self._uploads.are_in_flight(group, group.names_of(hit.chain, ids))
+            coming |= self._uploads.are_in_flight(group, names_of(hit.chain, group.attention, ids))
         return coming
 
     def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
@@ -249,19 +253,15 @@ class Refreshes:
         num_left = REFRESH_PART
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
-            first = max(refresh.blocks.start, refresh.blocks.stop - num_left)
-            self._refresh(refresh, range(first, refresh.blocks.stop))
-            num_left -= refresh.blocks.stop - first
-            if first > refresh.blocks.start:
-                rest = range(refresh.blocks.start, first)
-                self._waiting.appendleft(replace(refresh, blocks=rest))
-
-    def _refresh(self, refresh: _Refresh, blocks: range) -> None:
-        group, chain = refresh.group, refresh.chain
-        names = group.names_in(chain, blocks)[::-1]
-        step = group.block_size // chain.block_size
-        from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
-        self._lower.refresh(group.id, names, list(map(bool, from_disk))[::-1])
+            chain, group, start, end = refresh.chain, refresh.group, refresh.blocks.start, refresh.blocks.stop
+            first = max(start, end - num_left)
+            names = chain.names_of(group.block_size, range(first, end))[::-1]
+            step = group.block_size // chain.block_size
+            from_disk = islice(refresh.from_disk, (first + 1) * step - 1, end * step, step)
+            self._lower.refresh(group.id, names, list(map(bool, from_disk))[::-1])
+            num_left -= end - first
+            if first > start:
+                self._waiting.appendleft(replace(refresh, blocks=range(start, first)))
 
 
 class Promoter:
@@ -275,14 +275,12 @@ class Promoter:
         residency: Residency,
         transfers: TransferEngine,
         clock: Callable[[], float],
-        hand_over: Callable[[Promotion], None],
         by_layers: bool,
     ) -> None:
         self._residency = residency
         self._groups = residency.groups
         self._attentions = [group.attention for group in residency.groups]
         self._clock = clock
-        self._hand_over = hand_over
         self._by_layers = by_layers
         self._uploads = Uploads(residency, transfers, self._on_resolved, clock)
         self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.on_fetched)
@@ -303,7 +301,6 @@ class Promoter:
         hit, slots = self.hits.fitting(self.hits.revalidate(hit))
         promotion = Promotion(
             hit.chain,
-            hit.limit,
             hit.num_tokens,
             [array("i", [NO_SLOT]) * group.needed(hit.num_tokens, hit.start).start for group in self._groups],
             bytearray(hit.num_blocks),
@@ -311,12 +308,14 @@ class Promoter:
             deadline,
             hit.start,
         )
-        computed = self.hits.computed(hit)
-        promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
+        if hit.start:
+            computed = self.hits.computed(hit)
+            promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
         if promotion.waiting or any(map(len, blocks)):  # otherwise all blocks are on the device
             self._wait_for(promotion, hit, blocks)
-        self._copy_partial(promotion, hit, window)
+        if hit.partial is not None:
+            self._copy_partial(promotion, hit.partial, window)
         if promotion in self._waiting:
             self.pump(window)
         self._finish_if_arrived(promotion)
@@ -417,7 +416,7 @@ class Promoter:
             absent = absent_blocks(found, group.needed(promotion.num_tokens, promotion.start))
             group.pool.lease(found[found != ABSENT] if len(absent) else found)
             if len(absent) and self._uploads.has_any(group):
-                names = group.names_of(promotion.chain, absent)
+                names = names_of(promotion.chain, group.attention, absent)
                 coming = self._uploads.are_in_flight(group, names)
                 joined = [self._uploads.find(group, names[place]) for place in np.flatnonzero(coming).tolist()]
                 _join(promotion, group, absent[coming], [upload for upload in joined if upload is not None])
@@ -430,21 +429,17 @@ class Promoter:
         below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
-        self._count_unneeded_with_next(promotion)
         self._waiting.add(promotion)
         is_all_to_come = not promotion.waiting and not hit.start
         if self._by_layers and is_all_to_come and all((places >= 0).all() for places in below):
             self._kept_back[promotion] = []
 
-    def _copy_partial(self, promotion: Promotion, hit: Hit, window: int) -> None:
+    def _copy_partial(self, promotion: Promotion, partial: PartialHit, window: int) -> None:
         """Copy the partially matching block into a block of the request, in all groups or in none.
 
         The copy runs on the compute stream: after the kernels that wrote the block, before those that continue it.
         """
-        if hit.partial is None:
-            return
-        name = hit.partial.name
-        sources = [(group, slot) for group in self._groups if (slot := group.pool.find(name)) is not None]
+        sources = [(group, slot) for group in self._groups if (slot := group.pool.find(partial.name)) is not None]
         if len(sources) < len(self._groups):
             return
         for group, source in sources:  # lent, not leased: sharing a few tokens must not make the block recent
@@ -455,10 +450,10 @@ class Promoter:
                 assert target is not None, "fewer free slots than a moment ago"
                 group.memory.copy(source, target[0])
                 promotion.tables[group.id].append(target[0])
-            promotion.num_copied = hit.partial.num_tokens
+            promotion.num_copied = partial.num_tokens
         for group, source in sources:
             group.pool.put_back([source])
-        if promotion.num_copied and hit.partial.is_used_up:
+        if promotion.num_copied and partial.is_used_up:
             for group, source in sources:
                 if group.pool.is_free(source):
                     group.slots.evict([source], EvictionCause.SUPERSEDED)
@@ -487,7 +482,7 @@ class Promoter:
     def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
         """Start loading the first blocks of a backlog, and return how many have left it."""
         group, ids = self._backlogs.first(promotion, limit)
-        names = group.names_of(promotion.chain, ids)
+        names = names_of(promotion.chain, group.attention, ids)
         here = group.pool.find_all(names)
         if (here != ABSENT).any():  # a request has computed them in the meantime
             self._use(promotion, group, ids[here != ABSENT], here[here != ABSENT])
@@ -505,7 +500,8 @@ class Promoter:
             _join(waiter, group, ids[is_wanted], joined)
             if waiter is not promotion:
                 self._copy_kept_back(waiter)
-        if any(upload.host_slot is None for upload in uploads):  # not all blocks are in host memory any more
+        is_by_layers = promotion in self._kept_back
+        if is_by_layers and any(upload.host_slot is None for upload in uploads):  # some have left host memory
             self._copy_kept_back(promotion)
         if promotion in self._kept_back:
             self._kept_back[promotion] += uploads
@@ -536,24 +532,21 @@ class Promoter:
             if waiter is promotion
         ]
         for group, ids, places_below in zip(self._groups, blocks, below, strict=True):
+            sources = np.full(len(ids), Tier.HOST.depth, np.uint8)
+            sources[places_below < 0] = Tier.DISK.depth
+            sources[places_below == ON_REMOTE] = Tier.REMOTE.depth
             joined = [(block_id, upload.source.depth) for block_id, upload in under_way if upload.group is group]
             all_ids = np.concatenate([ids, np.array([block_id for block_id, _ in joined], np.int64)])
-            sources = np.concatenate(
-                [
-                    depths_of(places_below),
-                    np.array([depth for _, depth in joined], np.uint8),
-                ]
-            )
+            sources = np.concatenate([sources, np.array([depth for _, depth in joined], np.uint8)])
             step = group.block_size // promotion.chain.block_size
             for place in range(step):
                 places = all_ids * step + place
                 depths[places] = np.maximum(depths[places], sources)
-
-    def _count_unneeded_with_next(self, promotion: Promotion) -> None:
+        # Blocks at the beginning that no group needs count like the first one that a group needs.
         starts = [group.needed(promotion.num_tokens).start * group.block_size for group in self._groups]
         first = min(starts) // promotion.chain.block_size
         if first < promotion.num_blocks:
-            promotion.depths[:first] = bytes([promotion.depths[first]]) * first
+            depths[:first] = depths[first]
 
     def _on_resolved(self, upload: Upload, failure: Reason | None) -> None:
         """Update the promotions that wait for a block that has arrived, or that has failed with *failure*."""
@@ -582,7 +575,8 @@ class Promoter:
             for group in self._groups:
                 self._refreshes.add(promotion.chain, group, group.needed(promotion.num_tokens), from_disk)
         self._waiting.discard(promotion)
-        self._hand_over(promotion)
+        for group, table in zip(self._groups, promotion.tables, strict=True):
+            group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
     def _cut(self, promotion: Promotion, failure: Reason) -> None:
         """Shorten the prefix to the part that can be resumed with the blocks that have arrived."""
@@ -612,14 +606,6 @@ class Promoter:
         promotion.num_tokens, promotion.num_copied = usable, 0
 
 
-def depths_of(places: Places) -> npt.NDArray[np.uint8]:
-    """Return the depth of the tier of each place in the lower tiers."""
-    depths = np.full(len(places), Tier.HOST.depth, np.uint8)
-    depths[places < 0] = Tier.DISK.depth
-    depths[places == ON_REMOTE] = Tier.REMOTE.depth
-    return depths
-
-
 def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:
     """Make a promotion wait for *uploads*, which load its blocks *ids*."""
     slots = np.array([upload.device_slot for upload in uploads], np.int32)
@@ -638,5 +624,5 @@ def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Rea
 
 def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
     """Make the prefix's device blocks the most recent ones, the front more recent than the tail."""
-    slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
+    slots = group.pool.find_all(promotion.chain.names_of(group.block_size, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])

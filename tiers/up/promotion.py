@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Fetch, Places
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.residency import GroupTiers
 from kvtier.transfer.layer_gate import LayerGate
 
 NO_SLOT = -1  # in a table: the group does not need this block and never reads it
@@ -79,11 +79,6 @@ class Hit:
         """Length of the hit in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
-    @property
-    def reason_at_end(self) -> Reason:
-        """Reason why the first missing block was not found; LAST_BLOCK if all blocks were found."""
-        return self.misses.first(self.num_tokens)
-
 
 @dataclass(eq=False, slots=True)
 class Promotion:
@@ -96,7 +91,6 @@ class Promotion:
     """
 
     chain: BlockChain
-    limit: int
     num_tokens: int
     tables: Tables
     depths: bytearray  # [name of the chain] depth of the coldest tier from which a group gets the block

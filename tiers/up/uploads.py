@@ -9,12 +9,11 @@ import numpy.typing as npt
 
 from kvtier.store.record import digest_for_threads
 from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.residency import Residency
+from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.tiers.up.backlog import Source
 from kvtier.tiers.up.promotion import Upload
 from kvtier.transfer.block_memory import BlockMemory
@@ -120,6 +119,10 @@ class Uploads:
         self._clock = clock
         self.resolved_at = 0.0  # when the last upload ended
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
+        self._batch_blocks = {
+            group: blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
+            for group in residency.groups
+        }
         self._coming: dict[tuple[Fetch, int], Upload] = {}  # blocks not leased in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
         self.queued_bytes = 0  # of `_to_upload`
@@ -200,7 +203,7 @@ class Uploads:
         ):
             return None
         self._on_lane.update(dict.fromkeys(uploads, self._clock()))
-        self._to_verify.extend((layered, batch) for batch in _batches(uploads))
+        self._to_verify.extend((layered, batch) for batch in self._batches(uploads))
         return layered.gate
 
     def pump(self) -> None:
@@ -255,16 +258,21 @@ class Uploads:
     def _submit_upload(self) -> bool:
         group = next(iter(self._to_upload)).group
         memory = group.memory
-        first = islice(self._to_upload, _in_batch(memory))
+        first = islice(self._to_upload, self._batch_blocks[group])
         batch = list(takewhile(lambda upload: upload.group is group, first))
         host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
         digests = [upload.digest for upload in batch]
         device_slots = [upload.device_slot for upload in batch]
+
+        def on_uploaded(transfer: Transfer) -> None:
+            self._on_lane_moved()
+            self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))
+
         submitted = self._transfers.submit(
             Route.HOST_TO_DEVICE,
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
             len(batch) * memory.block_bytes,
-            lambda transfer: self._on_uploaded(batch, transfer),
+            on_uploaded,
             len(batch),
         )
         if submitted:
@@ -305,12 +313,8 @@ class Uploads:
 
     def _take_in(self, layered: LayeredUpload) -> None:
         if (outcomes := layered.outcomes()) is not None:
-            for batch in _batches(list(outcomes)):
+            for batch in self._batches(list(outcomes)):
                 self._finish(batch, [outcomes[upload] for upload in batch])
-
-    def _on_uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
-        self._on_lane_moved()
-        self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
     def _finish(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """End these uploads. *outcomes* says for each block whether its bytes are correct; None if its copy failed."""
@@ -344,6 +348,15 @@ class Uploads:
                     group.pool.release([upload.device_slot])
                     waiter.tables[group.id][place] = slot
 
+    def _batches(self, uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
+        """Yield the uploads in batches of one group each, as large as one copy may be."""
+        by_group: dict[GroupTiers, list[Upload]] = {}
+        for upload in uploads:
+            by_group.setdefault(upload.group, []).append(upload)
+        for group, members in by_group.items():
+            limit = self._batch_blocks[group]
+            yield from (members[first : first + limit] for first in range(0, len(members), limit))
+
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
         """End the uploads of blocks that have arrived or failed, and call `on_resolved` for each."""
         self._end(uploads)
@@ -367,16 +380,6 @@ class Uploads:
             group.pool.release([upload.device_slot for upload in uploads if upload.group is group])
 
 
-def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """Yield the uploads in batches of one group each, as large as one copy may be."""
-    by_group: dict[GroupTiers, list[Upload]] = {}
-    for upload in uploads:
-        by_group.setdefault(upload.group, []).append(upload)
-    for group, members in by_group.items():
-        limit = _in_batch(group.memory)
-        yield from (members[first : first + limit] for first in range(0, len(members), limit))
-
-
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
     """Yield the uploads in rows of consecutive blocks of one chain; an upload without waiters is its own row."""
     row: list[Upload] = []
@@ -391,7 +394,3 @@ def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
         row = [upload]
     if row:
         yield row
-
-
-def _in_batch(memory: BlockMemory) -> int:
-    return blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtier.transfer.block_runs import BlockRuns, Slots, merge_adjacent
+from kvtier.transfer.block_memory import Slots
+from kvtier.transfer.block_runs import BlockRuns, merge_adjacent
 
 STAGING_BYTES = 4 << 20  # size of a staging buffer; each call uses two, so that filling and emptying overlap
 _WORD_BYTES = 8

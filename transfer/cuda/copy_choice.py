@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.transfer.block_runs import Slots
+from kvtier.transfer.block_memory import Slots
 from kvtier.transfer.cuda.copies import BatchCopies, BlockCopies, Ends, LoopCopies, StagedCopies
 from kvtier.transfer.cuda.kernel import KernelCopies
 

@@ -5,7 +5,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from kvtier.transfer.block_runs import Slots
+from kvtier.transfer.block_memory import Slots
 from kvtier.transfer.cuda.copies import Ends
 
 _WORD_BYTES = 16  # one load instruction of a thread

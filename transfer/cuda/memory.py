@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.transfer.block_memory import layer_bytes
-from kvtier.transfer.block_runs import Slots, slot_pairs
+from kvtier.transfer.block_memory import Slots, layer_bytes, slot_pairs
 from kvtier.transfer.cuda.copies import BatchCopies, Ends, LoopCopies
 from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, CopyMethod, choose_copies, num_trial_blocks
 from kvtier.transfer.host_slab import HostSlab, Pin

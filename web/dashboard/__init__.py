@@ -1,1 +1,1 @@
-"""The dashboard page, which shows live and over time from which tier tokens came and why others were computed."""
+"""The dashboard page, which shows which tiers prompt tokens came from, and why other tokens were computed."""

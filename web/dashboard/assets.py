@@ -13,7 +13,7 @@ PAGE = "/dashboard"
 ASSETS = f"{PAGE}/page"
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-# No content from other origins, no inline scripts or styles, and no frames on other pages.
+# Forbid content from other origins, inline scripts and styles, and frames that show this page on other pages.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"

@@ -19,10 +19,10 @@ from kvtier.web.dashboard.stream import Stream, event
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 10
-OWN_EVERY_S = 5
+OWN_EVERY_S = 5  # interval of the events that go only to the viewers of one group
 # Samples are taken in the middle of seconds, so that a slightly early or late one still belongs to its second.
 MIDDLE_S = 0.5
-MAX_MISSED = 60  # max number of missed seconds that the next sample fills in with rates; more leave a gap
+MAX_MISSED = 60  # max number of consecutive missed seconds to fill in with rates; a longer pause stays a gap
 _DIGITS = 6  # significant digits of numbers that are sent
 
 
@@ -40,7 +40,10 @@ class Source(Protocol):
         """Return the server's current state. Raise `NoSample` if there is none."""
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the facts that only viewers of *group* may see. Raise `NoSample` if there are none now."""
+        """Return the facts that only viewers of *group*, such as a tenant, may see.
+
+        Raises `NoSample` if there are none now.
+        """
 
 
 class Dashboard:
@@ -110,7 +113,7 @@ class Dashboard:
         self._num_ticks += 1
 
     def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
-        """Fill in missed seconds with the mean rates, which are in *row*. Their levels stay unknown.
+        """Fill in the seconds missed before *at* with the mean rates, which are in *row*. Levels stay unknown.
 
         Returns:
             The fields of a tick that describe the missed seconds: their number and their row. Empty if none was missed.

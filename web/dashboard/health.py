@@ -60,7 +60,7 @@ def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]
     for tier, found in tiers.items():
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)
-            text = f"{_blocks(damaged)} had no valid bytes since the start ({causes}); their tokens were recomputed"
+            text = f"{_blocks(damaged)} failed verification since the start ({causes}); their tokens were recomputed"
             yield Condition(f"{tier} blocks", HealthState.WATCH, text)
         if found.dropped_spills and tier is not Tier.DISK:
             text = f"{_blocks(found.dropped_spills)} evicted before the tier below had a copy"

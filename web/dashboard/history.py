@@ -1,6 +1,6 @@
 """A history of rows of numbers over time, in several resolutions and of constant size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A copy of the rows of a period, without gaps. Unknown values are NaN."""
+    """A copy of the rows of a period, with one row for every time step. Unknown values are NaN."""
 
     step_s: int
     start: int  # start of the first row, in seconds since the Unix epoch
@@ -122,7 +122,7 @@ class History:
         Rows later than *now* are left out, because a clock must have been wrong.
 
         Returns:
-            Seconds that the copied rows cover, in the finest resolution that they do not fill.
+            Number of seconds that the copied rows cover, in the finest resolution whose ring they do not fill.
         """
         self.num_changes += 1
         taken_s, is_full = 0, True
@@ -155,9 +155,3 @@ class History:
         """Return and clear the places of rows that were written since the last call."""
         unsaved, self._unsaved = self._unsaved, set()
         return unsaved
-
-    def all_places(self) -> Iterator[Place]:
-        """Yield the places of all rows."""
-        for number, ring in enumerate(self.rings):
-            for index in np.flatnonzero(ring.stamps != NEVER):
-                yield Place(number, int(index))

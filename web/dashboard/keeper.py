@@ -17,13 +17,13 @@ from kvtier.web.dashboard.ring_file import BadFile, RingFile, Shape
 log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0  # max time to wait for the last rows when the server stops
-_LOOK_S = 0.01  # polling interval during this time
+_LOOK_S = 0.01  # polling interval while waiting
 
 _T = TypeVar("_T")
 
 
 class Keeper(Protocol):
-    """Storage for a history that persists (`HistoryKeeper`) or does not (`NoKeeper`). Owned by the event loop."""
+    """Storage for a history: a file (`HistoryKeeper`), or nothing (`NoKeeper`). Owned by the event loop."""
 
     async def read(self) -> History | None:
         """Return the history that was kept, or None if none can be read."""
@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
 
 def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | None:
-    """Return the file of the history: the configured path, else one next to the store's folder, None without [disk]."""
+    """Return the path of the history's file: as configured, else next to the store's folder, else None (no [disk])."""
     if dashboard.path is not None:
         return Path(dashboard.path)
     if disk is None:
@@ -66,8 +66,8 @@ class NoKeeper:
 class HistoryKeeper:
     """A keeper that reads and writes a `RingFile`, one call at a time.
 
-    A disk that hangs, is full or cannot be written costs only the saved history and one log line, because calls in
-    progress are not waited for.
+    The server does not wait for these calls. So a disk that hangs, is full or cannot be written costs only the saved
+    history and one log line.
     """
 
     def __init__(self, path: Path, shape: Shape, open_file: Callable[[Path, Shape], RingFile] = RingFile) -> None:
@@ -95,7 +95,7 @@ class HistoryKeeper:
         return None
 
     def save(self, history: History) -> None:
-        """Start writing the new rows. While an earlier call is in progress, keep them for the next one."""
+        """Start writing the new rows. While an earlier write is in progress, keep them for the next call."""
         if self._has_failed:
             return
         self._unsaved |= history.take_unsaved()
@@ -110,7 +110,10 @@ class HistoryKeeper:
         self._writing = in_daemon(lambda: file.write(rows))
 
     async def close(self, history: History) -> None:
-        """Write the new rows and close the file. Wait at most `CLOSE_S` for each of the two calls in progress."""
+        """Write the new rows and close the file.
+
+        Waits at most `CLOSE_S` for a call in progress, and at most `CLOSE_S` for the last write.
+        """
         await self._wait()
         self.save(history)
         await self._wait()

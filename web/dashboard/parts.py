@@ -49,7 +49,7 @@ def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
 def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
     """Return the current contents of the tier, in blocks and bytes."""
     levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks}
-    if tier is not Tier.REMOTE:  # the size of the remote tier is not managed here
+    if tier is not Tier.REMOTE:  # kvtier neither knows nor limits the size of the remote tier
         levels |= {f"tier.{tier}.bytes": statistics.num_bytes, f"tier.{tier}.capacity": statistics.capacity_bytes}
     if tier in WITH_SLOTS:
         levels |= {f"tier.{tier}.leased": statistics.num_leased, f"tier.{tier}.dirty": statistics.num_dirty}
@@ -77,7 +77,7 @@ def lane_columns(lane: str) -> tuple[str, ...]:
 
 
 def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the work that the lane has done since the start."""
+    """Return the copies that the lane has done since the start: their bytes, seconds and failures."""
     return {
         f"lane.{lane}.bytes": statistics.num_bytes,
         f"lane.{lane}.seconds": statistics.seconds,
@@ -86,7 +86,7 @@ def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
 
 
 def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the work that is queued or in flight in the lane."""
+    """Return the number and bytes of the copies that are queued or in flight in the lane."""
     return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
 
 
@@ -96,7 +96,7 @@ def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
 
 
 def what_if_levels(ratios: HitRatios) -> Numbers:
-    """Return the estimated hit ratio down to each tier if that tier were smaller or larger."""
+    """Return the estimated hit ratios of each tier and the faster tiers together, for several sizes of that tier."""
     return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
 
 
@@ -163,7 +163,7 @@ def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
 
 
 def store_facts(store: StoreStanding) -> dict[str, object]:
-    """Return whether the store is open, and its faults since the start."""
+    """Return whether the disk tier's store is open, and how often it was lost since the start."""
     return {
         "folder": str(store.folder),
         "not_open": store.not_open,

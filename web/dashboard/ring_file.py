@@ -40,11 +40,6 @@ class Shape:
             self._starts.append(self._starts[-1] + resolution.num_rows * self.record.itemsize)
 
     @classmethod
-    def of(cls, history: History) -> Self:
-        """Return the shape of a history."""
-        return cls(history.columns, [ring.resolution for ring in history.rings])
-
-    @classmethod
     def read(cls, content: bytes) -> Self:
         """Return the shape that is described in a file's header. Raise `BadFile` if the header is invalid."""
         try:
@@ -111,7 +106,7 @@ class RingFile:
     def read(self) -> tuple[History, int]:
         """Return the history in the file and the number of damaged rows. Raise `BadFile` if it was not a history.
 
-        A file that was not a history or had another shape becomes an empty file of this shape.
+        If the file was not a history or had another shape, it is first replaced by an empty history of this shape.
         """
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         is_new = not content

@@ -28,7 +28,10 @@ GroupOf = Callable[[Request], str | None]
 
 
 class HistoryStretch(msgspec.Struct, frozen=True):
-    """The dashboard's data of a period: for each column one value per step of *step_s*, null where it is unknown."""
+    """The dashboard's data of a period that begins at *start*, in seconds since the Unix epoch.
+
+    Each column has one value per step of *step_s* seconds, which is null if unknown.
+    """
 
     step_s: int
     start: int

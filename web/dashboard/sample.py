@@ -28,16 +28,6 @@ class Sample:
         both = {**self.totals, **self.levels}
         return np.array([both.get(column, np.nan) for column in columns], np.float64)
 
-    def plus(self, other: "Sample") -> "Sample":
-        """Return this sample with the numbers and facts of *other* added."""
-        return Sample(
-            self.at,
-            self.monotonic_s,
-            {**self.totals, **other.totals},
-            {**self.levels, **other.levels},
-            {**self.facts, **other.facts},
-        )
-
 
 class Rates:
     """A converter of samples to rows of a history, with levels unchanged and totals as rates per second."""

@@ -84,7 +84,7 @@ class Stream:
                 del self._groups[group]
                 self._own.pop(group, None)
             if not self._groups:
-                self._latest = b""  # not updated without viewers, so the next viewer would get an old event
+                self._latest = b""  # nothing is published without viewers, so the next viewer would get an old event
 
     async def _events(self, group: str | None) -> AsyncIterator[bytes]:
         yield self._first

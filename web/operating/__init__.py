@@ -1,1 +1,1 @@
-"""Operators' verbs, which act on a running server, with access control and an audit log."""
+"""Operators' verbs, such as reset and pin, which act on a running server, with access control and an audit log."""

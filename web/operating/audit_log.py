@@ -51,7 +51,7 @@ class AuditLog:
                 raise OSError(why) from error
 
     def write(self, who: str | None, verb: str, arguments: Mapping[str, object], outcome: Mapping[str, object]) -> None:
-        """Write a line. *who* is None if the token is unknown."""
+        """Write a line about a verb. *who* is the operator's name, or None if the token is unknown."""
         now = self._clock()
         seconds, milliseconds = divmod(round(now * 1000), 1000)
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z"

@@ -1,4 +1,4 @@
-"""The operators, who are authorized by tokens to carry out verbs."""
+"""The operators, whose tokens authorize them to use verbs such as reset and pin."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from kvtier.web.operating.audit_log import AuditLog
 
 TOKEN = "KVTIER_OPERATOR_TOKEN"  # environment variable with the token of the operator that is called NAME
 NAME = "operator"
-REFUSED_S = 60.0  # min time between two lines on refused tokens
+REFUSED_S = 60.0  # min time between two lines of the audit log about wrong tokens
 
 
 class Operators:
@@ -21,14 +21,14 @@ class Operators:
 
     @classmethod
     def of(cls, file: str | None, environment: Mapping[str, str]) -> "Operators | None":
-        """Return the operators of *file*, or the one whose token is in *environment*, or None if neither is set.
+        """Return the operators in *file*, or the one whose token is in *environment*, or None if neither is given.
 
-        Raises ValueError as `ApiKeys.from_file` does, for an invalid token, and if both are set.
+        Raises ValueError if both are given, if a token is invalid, or if *file* is unusable.
         """
         token = environment.get(TOKEN)
         if file is not None:
             if token:
-                raise ValueError(f"operators.tokens and {TOKEN}: give one of them")
+                raise ValueError(f"both operators.tokens and {TOKEN} are set; give one of them")
             return cls(ApiKeys.from_file(Path(file).expanduser(), "operators' tokens"))
         if not token:
             return None
@@ -40,10 +40,13 @@ class Operators:
     def refuse_keys_of(self, keys: ApiKeys | None) -> None:
         """Raise ValueError if a token is also an API key, because then a client would be an operator."""
         if keys is not None and self._tokens.digests & keys.digests:
-            raise ValueError("an operator's token is an API key too; make another: openssl rand -hex 32")
+            raise ValueError("an operator's token is an API key too; make another token with openssl rand -hex 32")
 
     def name_of(self, authorization: str) -> str | None:
-        """Return the operator whose token is in the header *authorization*, or None. Takes the same time for all."""
+        """Return the operator whose token is in the header *authorization*, or None.
+
+        Takes the same time for all tokens, so that the time does not help to guess one.
+        """
         scheme, _, token = authorization.partition(" ")
         return self._tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
 
@@ -58,7 +61,10 @@ class RefusedTokens:
         self._told_at = float("-inf")
 
     def note(self) -> None:
-        """Count a wrong token. Lines are rate-limited, so that no client can rotate all others out of the file."""
+        """Count a wrong token, and write the count to the audit log if it is time for a line.
+
+        Lines are rate-limited, so that a client cannot rotate all other lines out of the log.
+        """
         self._num_refused += 1
         if self._clock() >= self._told_at + REFUSED_S:
             self._audit.write(None, "", {}, {"status": 401, "times": self._num_refused})

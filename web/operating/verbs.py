@@ -12,10 +12,9 @@ from kvtier.engine.config import parse_bytes
 from kvtier.tiers.lower.purge import Purged
 from kvtier.tiers.naming.tier import Tier
 
-PAUSE_S = 0.002  # pause between two parts, so that the tiers' thread can do its other work
+PAUSE_S = 0.002  # pause between two parts of a verb, so that the tiers' thread can do its other work
 MAX_PINNED_S = 7 * 86_400.0
 MAX_WAITED_S = 600.0
-LEVELS = ("debug", "info", "warning", "error")
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -26,7 +25,7 @@ Answer = dict[str, object]
 
 
 async def until_done(go_on: Callable[[], Awaitable[bool]]) -> None:
-    """Call *go_on*, which makes the tiers' thread do the next parts, until it returns True."""
+    """Call *go_on* until it returns True. Each call makes the tiers' thread do the next part of a verb's work."""
     while not await go_on():
         await asyncio.sleep(PAUSE_S)
 
@@ -81,7 +80,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies down all blocks without a lower copy, and waits at most *seconds* for the copies."""
+    """A verb that copies all blocks without a copy in a lower tier down, and waits up to *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 
@@ -106,7 +105,7 @@ class Pin(Verb, frozen=True, kw_only=True):
 
     @property
     def pin_id(self) -> str:
-        """Name of the pin, which is the same each time a prompt is pinned."""
+        """Name of the pin, which is always the same for the same prompt, model, tenant and salt."""
         content = [self.model, self.tenant, self.salt, self.prompt, self.token_ids]
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
@@ -125,7 +124,7 @@ class Unpin(Verb, frozen=True, kw_only=True):
 class Check(Verb, frozen=True, kw_only=True):
     """A verb that verifies the bookkeeping of all tiers.
 
-    Requests have to wait for the check, so it is refused while there are any, unless *now* is set.
+    Requests have to wait for the check, so it is refused while there are requests, unless *now* is set.
     """
 
     now: bool = False

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.fast_path import TOLERANCE, share_of_largest, works
 
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_ROWS = 32  # that the order of the weights is chosen for; the order is as good for one row and for thousands
+NUM_ROWS = 32  # oneDNN orders the weights for inputs of this many rows; one row or thousands are as fast
 MAX_MEMORY_SHARE = 1 / 8  # of the available memory, for all copies of a model
 
 
 class PackedLinear:
     """A replacement for the `forward` of one linear layer.
 
-    Its class tells it apart from a `forward` that the model's owner replaced.
+    Checks for changes of the model recognize it by its class, and report any other `forward` that was replaced.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -101,7 +101,10 @@ def _error(layer: torch.nn.Linear) -> float:
 
 
 def _has_onednn() -> bool:
-    """Return whether this torch has the operations. They belong to its compiler and are not a public interface."""
+    """Return whether this torch has the oneDNN operations used here.
+
+    They belong to torch's compiler and are not a public interface.
+    """
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
     return is_there and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
 

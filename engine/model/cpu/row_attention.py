@@ -20,9 +20,11 @@ from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, oldest_key, segment
 
 DTYPES = (torch.float32, torch.bfloat16)  # Numba has no float16 arithmetic on a CPU
-# Minimum work of a thread, in keys times query heads times head_dim: 0.1 ms, ten times the cost of handing it over.
+# Minimum work of a thread, in keys times query heads times head_dim. This much takes 0.1 ms, ten times as long as it
+# takes to start it in another thread.
 MIN_WORK_PER_THREAD = 1 << 20
-# The sample that the kernel is tried with: tokens before each row's own, and the layer.
+# The sample that the kernel is tried with: the number of tokens before each row's token, the number of layers in the
+# slab, and the layer that is computed.
 SAMPLE_STARTS = (0, 30, 200)
 NUM_SAMPLE_LAYERS, SAMPLE_LAYER = 2, 1
 
@@ -75,7 +77,10 @@ class RowAttention:
         return rows, others
 
     def plan(self, segments: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> RowPlan:
-        """Return the plan of *segments*, at least one and with one query each, in a slab of *num_layers* layers."""
+        """Return the plan of *segments*, which have one query each, in a slab of *num_layers* layers.
+
+        There must be at least one segment.
+        """
         firsts = [oldest_key(part.group, part.start) - part.first_key for part in segments]
         num_keys = [part.num_keys - first for part, first in zip(segments, firsts, strict=True)]
         first_blocks = np.cumsum([0, *(len(part.table) for part in segments[:-1])])
@@ -95,7 +100,7 @@ class RowAttention:
         scoring: Scoring,
         output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
     ) -> None:
-        """Compute the attention of the plan's rows and write their tokens of *output*, and no other tokens."""
+        """Compute the attention of the plan's rows and write it to their tokens of *output*, and to no other tokens."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
 
         floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
@@ -128,7 +133,8 @@ class RowAttention:
 
     def _error(self, shape: Shape) -> float:
         """Return the largest difference from gathered attention in float32, as a fraction of the largest value."""
-        random = torch.Generator().manual_seed(7)  # the model being loaded must draw the same numbers as without this
+        # With a generator of its own, this leaves the random numbers of a model that is being loaded unchanged.
+        random = torch.Generator().manual_seed(7)
         num_heads, head_dim, size = shape.num_heads, shape.head_dim, shape.group.block_size
         segments: list[Segment] = []
         num_slots = 0

@@ -1,7 +1,7 @@
 """The kernel of `row_attention`, compiled by Numba: one query per row, over keys and values in their blocks.
 
-Numba compiles it at the first call, which takes two seconds for each dtype of the slab, and keeps the result in its
-cache. The first call happens while a model is loaded and compared with its own attention.
+Numba compiles the kernel at the first call, which takes two seconds for each dtype of the slab, and keeps the result in
+its cache. The first call happens at load, when a model is compared with its own attention.
 """
 
 import math
@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import overload
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it from the environment
-    raise ImportError("NUMBA_DISABLE_JIT is set, and kernels that are not compiled take a thousand times as long")
+    raise ImportError("NUMBA_DISABLE_JIT is set, and a kernel that is not compiled takes a thousand times as long")
 
 Array = np.ndarray
 P = ParamSpec("P")
@@ -25,7 +25,10 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def _compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return *function* as Numba compiles it at the first call, kept in Numba's cache if there is one."""
+    """Return *function* wrapped so that Numba compiles it at its first call.
+
+    Numba's cache on disk keeps the compiled code, if the cache can be written.
+    """
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)  # type: ignore[no-any-return]  # untyped in Numba

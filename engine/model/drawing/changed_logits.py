@@ -15,8 +15,8 @@ from kvtier.engine.model.drawing.token_counts import TokenCounts
 def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
     """Return *logits* `[rows, vocab]` with the changes of each row's sampler.
 
-    The result is in *copies*; it is *logits* itself if no sampler changes anything. If *logits* is in *copies*, it is
-    changed in place.
+    The result is *logits* itself if no sampler changes anything. Otherwise it is in the memory of *copies*. If *logits*
+    is in that memory too, it is changed in place.
     """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits
@@ -67,7 +67,10 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
-    """Forbid what the rows' grammars do not allow, touching only the smaller of the allowed and forbidden sets."""
+    """Set the logits of the tokens that the rows' grammars do not allow to -inf.
+
+    `exceptions` of a grammar is the smaller of its sets of allowed and of forbidden tokens.
+    """
     grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
     forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_majority}
     if forbidden:
@@ -83,14 +86,14 @@ def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _exceptions(
     logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows and columns of *token_ids*, a mapping by row."""
+    """Return the row and column indices of *token_ids*, which maps rows to their token ids."""
     rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
     columns = np.concatenate(list(token_ids.values()))
     return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows and columns of the *token_ids* of each row."""
+    """Return the row and column indices of *token_ids*, which has the token ids of each row."""
     rows: npt.NDArray[np.int64] = np.repeat(np.arange(len(token_ids)), [len(ids) for ids in token_ids])
     columns = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.long, device=logits.device)
     return torch.from_numpy(rows).to(logits.device), columns

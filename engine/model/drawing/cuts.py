@@ -1,4 +1,4 @@
-"""Cuts: temperature, min-p, top-k and top-p of the rows of a step, and the sampling under them."""
+"""Cuts: temperature, min-p, top-k and top-p of the rows of a step, and the sampling of tokens with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,19 @@ from kvtier.engine.model.drawing.sampler import Sampler
 
 _NUM_LIKELIEST = 256  # a trained model's top-p set is nearly always within these most likely tokens
 _FEWEST, _MAX = 32, 2048  # bounds on the number of most likely tokens to examine, if all rows have a top-k
-# Above the relative error of a sum of float32 exponentials: three roundings of an exponent of 40 nats, and the sum's.
+# An upper bound on the relative error of a sum of float32 exponentials: three roundings of an exponent of 40 nats, and
+# the rounding of the sum.
 _FLOAT32_ERROR = 2e-5
-_MIN_TEMPERATURE = 1e-30  # in float32
+_MIN_TEMPERATURE = 1e-30  # in float32, lower temperatures count as this, because the reciprocal must be finite
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """The sampling parameters of several rows, each `[rows]`, and the random number from 0 to 1 for each row.
 
-    min-p and top-k apply first, and their order does not matter. Of the remaining tokens top-p keeps the smallest set
-    of most likely ones with probability p. At least one token stays. Among equally likely tokens lower ids stay.
+    min-p and top-k apply first, and their order does not matter. Of the remaining tokens, top-p keeps the most likely
+    ones, as few as have a total probability of p or more. At least one token is kept. Of equally likely tokens, those
+    with lower ids are kept first.
     """
 
     temperature: torch.Tensor
@@ -39,7 +41,7 @@ class Cuts:
         return cls(table[:, 0], table[:, 1], table[:, 2], top_k, table[:, 4])
 
     def num_likeliest(self, vocab_size: int) -> int:
-        """Return how many of the most likely tokens to examine before the whole rows."""
+        """Return how many of the most likely tokens `draw` examines first."""
         limit = int(self.top_k.max())
         num_wanted = _NUM_LIKELIEST if limit == vocab_size else min(max(limit + 1, _FEWEST), _MAX)
         return min(num_wanted, vocab_size)
@@ -52,7 +54,8 @@ class Cuts:
 def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
     """Sample a token id for each row, `[rows]`, from *logits* `[rows, vocab]`.
 
-    The most likely tokens are examined first. Rows that keep more tokens are ranked; both ways give the same token.
+    The most likely tokens are examined first. If they do not suffice for a row, all its tokens are ranked. Both ways
+    give the same token.
     """
     token_ids, is_drawn = _from_likeliest(logits, cuts, scratch)
     if not is_drawn.any():
@@ -64,7 +67,7 @@ def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
 
 
 def argmax_tokens(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """Return the most likely token of each row, the lowest id among equals, as for temperature 0."""
+    """Return the most likely token of each row, as for temperature 0. Of equally likely tokens return the lowest id."""
     return logits.argmax(dim=-1)
 
 
@@ -76,7 +79,10 @@ def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tens
 
 
 def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from the most likely tokens only. Return the tokens, and whether the whole rows would give the same."""
+    """Sample from the most likely tokens only.
+
+    Return the tokens, and for each row whether sampling from all its tokens would certainly give the same token.
+    """
     vocab_size = logits.shape[-1]
     num_there = cuts.num_likeliest(vocab_size)
     values, token_ids = _likeliest(logits, num_there)
@@ -86,7 +92,7 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
     num_above = (weights >= cuts.min_p[:, None]).sum(dim=-1)
     num_kept = cuts.top_k.minimum(torch.where(num_above < num_there, num_above, vocab_size))
     at_edge = num_kept.clamp(1, num_there)[:, None] - 1
-    # Tokens as likely as the last one may be outside, with lower ids.
+    # Tokens that are as likely as the last of these, and have lower ids, may not be among them.
     is_whole = values > values[:, -1:] if num_there < vocab_size else torch.ones_like(values, dtype=torch.bool)
     is_known = (num_kept <= num_there) & is_whole.gather(1, at_edge)[:, 0]
     total, error = cumulated.gather(1, at_edge)[:, 0], torch.zeros_like(cuts.top_p)
@@ -106,7 +112,10 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
 
 
 def _likeliest(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logits of each row and their token ids, equals by id, which topk does not guarantee."""
+    """Return the largest logits of each row and their token ids, the largest first.
+
+    Equal logits are in the order of their ids, which topk does not guarantee.
+    """
     token_ids = logits.topk(num_tokens).indices.sort(dim=-1).values
     values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
     return values, token_ids.gather(1, order)
@@ -128,7 +137,8 @@ def _from_ranking(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.T
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Return each token's probability relative to the most likely one, in the scratch's float64 tensor."""
-    # Subtracting the largest logit avoids overflow at tiny temperatures; in float64 a large vocabulary sums to 1.
+    # Subtracting the largest logit avoids overflow at tiny temperatures. float64 keeps sums over a large vocabulary
+    # exact enough.
     weights = scratch.copy(logits, torch.float64)
     return weights.sub_(largest[:, None]).div_(temperature[:, None]).exp_()
 
@@ -136,6 +146,9 @@ def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Ten
 def _exponents(
     logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Return approximate logarithms of the weights, in the same order, in the scratch's float32 tensor."""
+    """Return approximate logarithms of the result of `_weights`, in the scratch's float32 tensor.
+
+    A token with a larger weight never has a smaller logarithm.
+    """
     factor = temperature.clamp(min=_MIN_TEMPERATURE).reciprocal().float()
     return scratch.copy(logits, torch.float32).sub_(largest[:, None]).mul_(factor[:, None])

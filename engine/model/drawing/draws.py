@@ -19,10 +19,11 @@ _Way = Callable[[torch.Tensor, Cuts, Scratch], torch.Tensor]
 
 @torch.inference_mode()
 def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """Return the next token id of each request from *logits* `[requests, vocab]`, float32, which are not changed.
+    """Sample the next token id of each request from *logits*, `[requests, vocab]` in float32.
 
-    Greedy requests get the lowest of the most likely ids. Each sampler records its token. A row whose largest logit is
-    not finite gives any token, or any token that its grammar allows.
+    The logits are not changed. A greedy request gets its most likely token, and of equally likely tokens the lowest id.
+    Each sampler records its token. If a row's largest logit is not finite, the result is an arbitrary token that the
+    row's grammar allows, if it has one.
     """
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
@@ -47,7 +48,10 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int
 
 
 def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
-    """Yield the rows that are sampled in the same way, at most *num_rows* at a time, with the function for it."""
+    """Yield groups of at most *num_rows* rows, each with the function that samples all rows of the group.
+
+    Rows whose result is the argmax of unchanged logits are left out.
+    """
     ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], argmax_tokens: []}
     for row, sampler in enumerate(samplers):
         if not sampler.is_greedy:

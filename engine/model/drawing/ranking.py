@@ -10,7 +10,7 @@ _SPAN = 40.0  # nats below the most likely token; less likely tokens are in the 
 
 
 class Scratch:
-    """One reusable tensor of each dtype, allocated on first use. The next request for a dtype overwrites its content.
+    """One reusable tensor of each dtype, allocated on first use. The next call for a dtype returns the same memory.
 
     Memory never touched before is much slower than reused memory (DESIGN.md, section 10): with new memory, passes over
     logits took up to 1.5 times as long.
@@ -34,9 +34,10 @@ class Scratch:
 
 
 class Ranking:
-    """Weights of tokens, `[rows, vocab]`, queried as if each row were sorted: the largest first, equals by id.
+    """Weights of tokens, `[rows, vocab]`, that can be queried as if each row were sorted.
 
-    Tokens are put into bins by their distance from the most likely token, and a query sorts one bin of each row.
+    The order is by weight, the largest first, and by token id for equal weights. Tokens are put into bins by their
+    distance from the most likely token, and a query sorts one bin of each row.
     """
 
     def __init__(self, depths: torch.Tensor, weights: torch.Tensor, scratch: Scratch) -> None:
@@ -45,8 +46,9 @@ class Ranking:
         Takes ownership of both tensors and of the scratch's int64 tensor.
 
         Args:
-            depths: Nats below the most likely token, in the same order as *weights*.
-            weights: Probabilities in float64; 0 for a token that was cut off.
+            depths: Distances from the most likely token in nats, `[rows, vocab]` in float32. A token with a larger
+                weight never has a larger depth.
+            weights: Probabilities, `[rows, vocab]` in float64; 0 for a token that was cut off.
             scratch: Provides memory for the bin of each token.
         """
         depths.clamp_(max=_SPAN).mul_((_NUM_BINS - 1) / _SPAN)  # clamped first, because depths may be infinite
@@ -60,14 +62,21 @@ class Ranking:
         return self._cumulated[:, -1]
 
     def at_weight(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the id of the first token at which the cumulated weight reaches *wanted* `[rows]`, and that weight."""
+        """Return the first token at which each row's cumulated weight reaches *wanted* `[rows]`.
+
+        Returns:
+            The token ids and the cumulated weights at these tokens, both `[rows]`.
+        """
         wanted = wanted.minimum(self.total)[:, None]
         token_ids, cumulated, counts = self._sorted_bin(torch.searchsorted(self._cumulated, wanted))
         at = (cumulated < wanted).sum(dim=-1, keepdim=True).minimum(counts - 1)
         return token_ids.gather(1, at)[:, 0], cumulated.gather(1, at)[:, 0]
 
     def at_rank(self, rank: torch.Tensor) -> torch.Tensor:
-        """Return the weight of the *rank* `[rows]` most likely tokens, 1 to the vocabulary's size."""
+        """Return the total weight of the *rank* most likely tokens of each row, `[rows]`.
+
+        *rank* is `[rows]` too, with numbers from 1 to the vocabulary's size.
+        """
         wanted = rank.double()[:, None]
         counts = self._in_bins(torch.ones_like(self._weights))
         bin_ids = torch.searchsorted(counts, wanted)

@@ -13,8 +13,8 @@ from kvtier.engine.model.structured.grammar import GrammarState
 class Sampler:
     """The random numbers, bans, token counts and grammar of one request, which owns the sampler.
 
-    They depend only on the request's parameters and tokens. So neither other requests nor a cache hit change the
-    tokens that it samples.
+    This state depends only on the request's parameters and tokens. So the sampled tokens depend neither on other
+    requests nor on cache hits.
     """
 
     def __init__(
@@ -27,7 +27,8 @@ class Sampler:
         """Create the sampler, which takes ownership of the state of its *grammar*."""
         self.params = params
         self.grammar = grammar
-        # One number per token, drawn on the host so that, unlike with torch.Generator, seeds agree on CPU and GPU.
+        # Gives one number per token. It runs on the host, so that a seed gives the same numbers for CPU and GPU, unlike
+        # with torch.Generator.
         self._random = random.Random(params.seed)
         self._prompt_token_ids = prompt_token_ids
         self._bans = bans

@@ -11,7 +11,11 @@ from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TokenBans:
-    """The banned tokens: end tokens before *min_tokens*, and the last token of a bad word after its other tokens."""
+    """The tokens that are banned at a position of the output.
+
+    End tokens are banned within the first *min_tokens* tokens. The last token of a bad word is banned if the output
+    ends with the word's other tokens.
+    """
 
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
@@ -54,9 +58,10 @@ NO_BANS = TokenBans()
 
 
 def _tokenized(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and, if they differ in equal number, within a text.
+    """Return the token ids of each word as at the start of a text.
 
-    Source: vLLM `SamplingParams.update_from_tokenizer`.
+    The result also has the token ids of a word after a space, if their first token differs and their number is the
+    same. Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
     stripped = [word.lstrip() for word in words]
     texts = stripped + [f" {word}" for word in stripped]

@@ -1,4 +1,4 @@
-"""TokenCounts: the tokens of a request, with their numbers of occurrences in its output."""
+"""TokenCounts: how often each token of a request occurs in its output, for penalties."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,10 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Distinct token ids and their numbers of occurrences in the output. Owned by the request's sampler."""
+    """The distinct token ids of a request, each with its number of occurrences in the output.
+
+    Owned by the request's sampler.
+    """
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         """Start with the prompt's tokens at count 0, because only occurrences in the output count."""

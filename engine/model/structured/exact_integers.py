@@ -1,8 +1,9 @@
 """ExactIntegers: grammar rules for a JSON schema with integers that llguidance would round.
 
-llguidance reads the numbers of a schema as doubles. So the path to an integer beyond 2**53 is written here as rules in
-Lark's notation, and llguidance compiles the remaining subschemas. Every text of these rules is valid by the schema, but
-they do not allow members that the schema does not describe.
+llguidance reads the numbers of a schema as doubles, which are not exact beyond 2**53. So this module writes the
+subschemas that contain larger integers as rules in Lark's notation, and llguidance compiles the remaining subschemas.
+Every text that the rules allow is valid by the schema. The rules allow only members that the schema describes, although
+the schema itself may allow others.
 """
 
 import json
@@ -65,7 +66,7 @@ class NotExact(ValueError):
 
 
 class ExactIntegers:
-    """The rules of one schema. Their names begin with *prefix*, and the rule *prefix* stands for the whole schema."""
+    """The rules of one schema. Their names begin with *prefix*, and the rule called *prefix* is the whole schema."""
 
     def __init__(self, schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> None:
         """Write the rules. *options* are passed to llguidance with each subschema.
@@ -93,7 +94,7 @@ class ExactIntegers:
         return name
 
     def _written(self, schema: object) -> str:
-        """Return the expression for a value of the *schema* in a rule."""
+        """Return an expression for use in a rule, which matches the values that are valid by *schema*."""
         if not isinstance(schema, dict) or not self._is_inexact(schema):
             return f"%json {json.dumps(self._self_contained(schema), ensure_ascii=False)}"
         keys = schema.keys() - REMARKS
@@ -162,7 +163,7 @@ class ExactIntegers:
         return self._rule(" | ".join(choices))
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule for the objects with the members that the schema describes, in its order."""
+        """Return a rule for objects whose members are those that the schema describes, in the schema's order."""
         members = dict(schema.get("properties", {}))
         required = schema.get("required", [])
         for name in required:
@@ -210,7 +211,7 @@ def _literal(value: object) -> str:
 
 
 def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema of several types that applies to one of them."""
+    """Return a schema with several types reduced to the type *kind* and the keywords that apply to this type."""
     about = {"integer": _OF_INTEGERS, "object": _OF_OBJECTS, "array": _OF_ARRAYS}
     others = frozenset().union(*(keys for name, keys in about.items() if name != kind)) - about.get(kind, frozenset())
     return {**{key: value for key, value in schema.items() if key not in others}, "type": kind}

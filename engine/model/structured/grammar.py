@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # an optional package
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The vocabulary of grammars: the model's number of logits (*size*) and its end tokens (*ends*)."""
+    """The token ids of a model and of the matchers, the objects with which llguidance follows a text."""
 
-    size: int
-    ends: Sequence[int]
+    size: int  # number of the model's logits
+    ends: Sequence[int]  # the model's end tokens
     num_matched: int  # number of tokens that matchers know
-    end_mark: int  # a token of the matchers only, which they allow if the text may end
+    end_mark: int  # id of a token that only matchers have; they allow it where the text may end
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Grammar:
     left_out: Sequence[str] = ()  # keywords of the schema that are not enforced
 
     def begin(self, end_token_ids: Iterable[int]) -> "GrammarState":
-        """Return the state of a completion without tokens that ends at one of *end_token_ids*."""
+        """Return the state of a new completion, which ends at one of *end_token_ids*."""
         return GrammarState(self.start.deep_copy(), self.vocabulary, end_token_ids)
 
 
 class GrammarState:
     """One completion's position in its grammar. Owned by the sampler of its request.
 
-    It depends only on the sampled tokens, so a preempted request continues where it was. End tokens are allowed exactly
-    where the grammar lets the text end.
+    The position depends only on the sampled tokens, so a preempted request continues where it was. End tokens are
+    allowed exactly where the text may end by the grammar.
     """
 
     def __init__(self, matcher: "LLMatcher", vocabulary: Vocabulary, end_token_ids: Iterable[int]) -> None:
@@ -50,8 +50,8 @@ class GrammarState:
         self._ends = [token_id for token_id in end_token_ids if 0 <= token_id < vocabulary.size]
         self.has_failed = False  # whether the grammar was too costly, or allowed none of the model's tokens
         self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # the tokens that may be sampled next
-        self.allows_majority = False
-        self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.allows_majority = False  # whether more than half of the tokens may be sampled next
+        self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # the forbidden tokens if so, else allowed
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +76,7 @@ class GrammarState:
             self.has_failed = True
 
     def nearest(self, token_id: int) -> int:
-        """Return the token if it is allowed, otherwise the first allowed one.
+        """Return the token if it is allowed, otherwise the allowed token with the lowest id.
 
         A disallowed token is sampled if a row of logits has no finite value or every allowed token is banned.
         """

@@ -24,9 +24,9 @@ _END_MARK = "<|kvtier: the text may end|>"
 
 
 class Grammars:
-    """The grammars of one tokenizer. Any thread may compile.
+    """A compiler of grammars for one tokenizer. Any thread may use it.
 
-    The 256 most recently used grammars are cached, within 256 MiB.
+    It caches the 256 most recently used grammars, or fewer if they exceed 256 MiB.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: frozenset[int]) -> None:
@@ -41,9 +41,10 @@ class Grammars:
         self._kept_bytes = 0
 
     def prepare(self) -> None:
-        """Read the vocabulary now rather than with the first grammar. Do nothing if llguidance cannot read it.
+        """Read the tokenizer's vocabulary now rather than with the first grammar.
 
-        It takes a second for 150,000 tokens, during which no other thread runs.
+        This takes a second for 150,000 tokens, during which no other thread runs. Do nothing if llguidance cannot read
+        the vocabulary.
         """
         with suppress(InvalidParameter):
             self._vocabulary("")
@@ -103,7 +104,11 @@ class Grammars:
 
 
 def compiled(asked: StructuredOutputs, tried: TrialResult, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
-    """Compile a constraint that has passed its trial for the *tokens*. Raise `InvalidParameter` if that fails."""
+    """Compile the constraint *asked*, which has passed the trial *tried*, for llguidance's vocabulary *tokens*.
+
+    Raises:
+        InvalidParameter: If llguidance cannot compile it.
+    """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())

@@ -21,7 +21,8 @@ from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLParserLimits
 
-# Whitespace between the parts of JSON, enough for a deep indentation. Without a limit a model may write it for ever.
+# Whitespace between the parts of JSON, enough for a deep indentation. Without a limit, a model might write whitespace
+# until it runs out of tokens.
 WHITESPACE = r"[ \n\r\t]{0,32}"
 _EMBEDDED = re.compile(r"%json\s*\{")  # a schema in a grammar of Lark's notation
 
@@ -47,7 +48,7 @@ def limits() -> "LLParserLimits":
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A constraint in llguidance's notation, with the keywords of schemas that it does not enforce."""
+    """A constraint in llguidance's notation. *left_out* are keywords of its schemas that it does not enforce."""
 
     text: str
     left_out: Sequence[str] = ()
@@ -120,16 +121,20 @@ class _Schemas:
         return "\n".join(["".join([*parts, grammar[place:]]), *rules])
 
     def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
-        """Return the schema as rules if it needs them, otherwise none. Drop keywords that cannot be enforced from it.
+        """Return rules for a schema with integers that llguidance would round, or no rules for another schema.
 
-        The first rule is called *name*. *where* is the path of the schema, for messages about its keywords.
+        Keywords that cannot be enforced are removed from *schema*. The first rule is called *name*. *where* is the path
+        of the schema, for messages about its keywords.
+
+        Raises:
+            InvalidParameter: If a keyword of a strict schema cannot be enforced.
         """
         drop_nulls(schema)
         left_out: list[str] = []
         if any(has_inexact(each) for _, each in schemas_in(schema)):
             try:
                 return ExactIntegers(schema, options, name).rules
-            except (NotExact, AttributeError, TypeError):  # the latter two: not a schema, which llguidance reports
+            except (NotExact, AttributeError, TypeError):  # the last two: no schema, which llguidance reports
                 left_out += drop_inexact(schema)
         is_strict = not options.get("lenient")
         lenient = {**options, "lenient": True, "coerce_one_of": True}
@@ -142,7 +147,7 @@ class _Schemas:
         if left_out and is_strict:
             what = ", ".join(where + each for each in left_out)
             raise InvalidParameter(
-                self._asked.parameter_name, f"cannot enforce {what}; leave it out, or do without strict"
+                self._asked.parameter_name, f"cannot enforce {what}; leave it out, or set strict to false"
             )
         self.left_out += [where + each for each in left_out]
         return []
@@ -163,5 +168,8 @@ class _Said:
 
     @property
     def is_not_written(self) -> bool:
-        """Whether no grammar can be built. An unsatisfiable grammar does not count; it is the client's mistake."""
+        """Whether llguidance cannot build a grammar, other than because no value can be valid by the schema.
+
+        A schema without valid values is the client's mistake.
+        """
         return self.is_error and not any("Unsatisfiable" in text for text in self.messages)

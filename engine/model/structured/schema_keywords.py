@@ -37,14 +37,14 @@ def schemas_in(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def drop_nulls(schema: object) -> None:
-    """Remove keywords that are null, which clients write for keywords that they do not set."""
+    """Remove keywords whose value is null. Clients write null for keywords that they do not set."""
     for _, node in schemas_in(schema):
         for key in [key for key, value in node.items() if value is None and key not in _MAY_BE_NULL]:
             del node[key]
 
 
 def has_inexact(node: dict[str, Any]) -> bool:
-    """Return whether a keyword of this schema, without its subschemas, has an integer that a double cannot hold."""
+    """Return whether a keyword of this schema has an integer that a double cannot hold. Subschemas do not count."""
     return any(_inexact_keywords(node))
 
 
@@ -64,7 +64,11 @@ def _inexact_keywords(node: dict[str, Any]) -> Iterator[str]:
 
 
 def drop_what_fails(schema: object, compiles: Callable[[dict[str, Any]], bool]) -> Iterator[str]:
-    """Remove keywords that do not compile even in a schema of their own. Yield their paths."""
+    """Remove keywords that llguidance cannot compile, and yield their paths.
+
+    Bounds, string keywords and patterns are each tried in a schema of their own. *compiles* returns whether llguidance
+    can compile a schema.
+    """
     for path, node in schemas_in(schema):
         for kind, keywords in (("number", _BOUNDS), ("string", _OF_STRINGS)):
             yield from (path + key for key in _failing(kind, node, keywords, compiles) if _drop(node, key))
@@ -113,7 +117,7 @@ def _drop(node: dict[str, Any], key: str) -> bool:
 
 
 def _is_inexact(value: object) -> bool:
-    """Return whether a JSON value contains an integer that llguidance would change."""
+    """Return whether a JSON value contains a number beyond 2**53, which llguidance may round."""
     match value:
         case bool() | str() | None:
             return False

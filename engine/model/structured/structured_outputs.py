@@ -39,7 +39,7 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
-            there = ", ".join(given) or "none of them"
+            there = ", ".join(given) or "no constraint"
             raise InvalidParameter(self.parameter_name, f"has {there}; give exactly one of {', '.join(_KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", self._schema_text(self.json))
@@ -47,7 +47,7 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", self._checked_choice(self.choice))
         for kind in ("regex", "grammar"):
             if not isinstance(getattr(self, kind), str | None):
-                raise InvalidParameter(self.parameter_name, f"{kind} is not a string; give one")
+                raise InvalidParameter(self.parameter_name, f"has a {kind} that is not a string; give a string")
         if (length := len(self.text)) > MAX_CHARACTERS:
             raise InvalidParameter(self.parameter_name, f"has {length:,} characters; send {MAX_CHARACTERS:,} at most")
 
@@ -65,19 +65,22 @@ class StructuredOutputs:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     def _schema_text(self, schema: object) -> str:
-        """Return the schema as a text that identifies it. The order of properties counts, as completions follow it."""
+        """Return the schema as a text that identifies it.
+
+        Schemas that differ in the order of properties have different texts, because completions follow this order.
+        """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise InvalidParameter(self.parameter_name, f"the schema is no JSON: {error}") from None
+            raise InvalidParameter(self.parameter_name, f"has a schema that is not JSON: {error}") from None
         if not isinstance(parsed, Mapping):
-            raise InvalidParameter(self.parameter_name, f"the schema is a {type(parsed).__name__}; give an object")
+            raise InvalidParameter(self.parameter_name, f"has a schema of type {type(parsed).__name__}; give an object")
         return text
 
     def _checked_choice(self, choice: Sequence[str]) -> tuple[str, ...]:
         if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
             raise InvalidParameter(
-                self.parameter_name, "choice is no list of texts; give one or more, none of them empty"
+                self.parameter_name, "has a choice that is not a list of texts; give one or more texts, none empty"
             )
         return tuple(choice)

@@ -1,4 +1,4 @@
-"""Trial of a grammar: it is compiled and followed for a while in a subprocess, which may die of it.
+"""Trial of a grammar in a subprocess, which compiles it and follows it for some tokens, and may crash without harm.
 
 llguidance is fast and bounds most costs of a grammar, but not all: a schema of 16 KB compiled for more than a minute,
 another took 2 GB, and a chain of 5,000 rules overflowed the stack, which ends the process.
@@ -30,7 +30,7 @@ DEADLINE_S = 20.0  # for a trial, which takes 0.1 s on an idle machine
 STACK_BYTES = 1 << 20  # half the stack of the threads that use grammars
 NUM_STEPS = 256
 MAX_TOLD = 300  # characters of an error message
-MAX_LEFT_OUT = 100  # keywords to name
+MAX_LEFT_OUT = 100  # keywords that are named as not enforced
 _END_MARK = 256
 _SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, which grammars name by its id
 
@@ -63,7 +63,7 @@ def run_trial(asked: StructuredOutputs) -> TrialResult:
             env={**os.environ, "RUST_BACKTRACE": "0"},
         )
     except subprocess.TimeoutExpired:
-        raise InvalidParameter(asked.parameter_name, f"was not compiled in {DEADLINE_S:g} s; ask again later") from None
+        raise InvalidParameter(asked.parameter_name, f"was not compiled in {DEADLINE_S:g} s; try again later") from None
     if done.returncode or not done.stdout:
         raise InvalidParameter(asked.parameter_name, "takes too much time or memory to compile; make it smaller")
     answer = json.loads(done.stdout)
@@ -73,7 +73,7 @@ def run_trial(asked: StructuredOutputs) -> TrialResult:
 
 
 class _Bytes:
-    """A vocabulary for llguidance of all bytes and *num_special* special tokens."""
+    """A tokenizer for llguidance whose tokens are all single bytes and *num_special* special tokens."""
 
     eos_token_id = _END_MARK
     bos_token_id = None
@@ -107,7 +107,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
-    """Return the grammar with the model's special tokens replaced by this vocabulary's, and their number."""
+    """Return the grammar with the ids of special tokens replaced by ids of `_Bytes`, and the number of these tokens."""
     ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
     return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
 
@@ -118,7 +118,7 @@ def _one_line(text: str) -> str:
 
 
 def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
-    """Return the error if random texts of the grammar cost too much, otherwise None."""
+    """Return the error if the grammar allows no text or takes too much time to follow random texts, otherwise None."""
     rng, matcher = random.Random(0), start.deep_copy()
     is_first = True
     for _ in range(NUM_STEPS):

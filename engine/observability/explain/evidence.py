@@ -19,6 +19,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 NUM_DURING = 4  # requests to name with an eviction
 _TIERS = tuple(Tier)
+# Reasons that the trail gives for a block that was in no tier; the explanation finds a more exact reason.
 _LOST = frozenset({Reason.NEVER_SEEN, *(Reason.evicted_from(tier) for tier in Tier)})
 
 
@@ -27,16 +28,17 @@ class Evidence:
     """An immutable snapshot, so that the explanation can be derived without blocking the engine's thread."""
 
     past: Past
-    is_new: bool  # whether the prompt belongs to no request and is only asked about
+    is_new: bool  # whether the prompt belongs to no request: a client asks what it would hit now
     known: OlderPrompts
     ghosts: Ghosts  # a copy
-    ways: Sequence[tuple[int, tuple[str, ...]]]  # (number of first blocks seen in another way, fields that differ)
+    # Pairs (number of first blocks, fields): these blocks were seen before, but under names in which the fields differ.
+    ways: Sequence[tuple[int, tuple[str, ...]]]
     is_other_text: bool  # whether an earlier request with the same messages had another first block
-    tiers: Sequence[Tier | None]  # the current tier of each block, if the prompt is only asked about
+    tiers: Sequence[Tier | None]  # the current tier of each block if `is_new`; otherwise empty
     remembered: Sequence[Past]  # all requests that may have run when blocks were evicted
     clock_offset: float  # seconds from the clock of the ghosts to the Unix epoch
-    block_steps: Sequence[int]
-    notes: tuple[str, ...]
+    block_steps: Sequence[int]  # numbers of names that a block of an attention group spans
+    notes: tuple[str, ...]  # limits of the explanation
 
     def explanation(self) -> Explanation:
         """Derive why the prompt was a hit or a miss. This takes milliseconds, and longer for a long prompt."""
@@ -98,9 +100,10 @@ class Evidence:
         return replace(row, why=why, cause=ghost.cause, evicted_at=(at, at), during=self._running_at(at))
 
     def _running_at(self, at: float) -> tuple[str, ...]:
-        """Return the ids of the tenant's requests that ran at a time or, if none did, the id of the last one before.
+        """Return the ids of the tenant's requests that ran at time *at*.
 
-        A finished request counts because its blocks are copied down after its end, and then evict other blocks.
+        If none ran, return the id of the last request that arrived before. Blocks of a finished request are copied down
+        after its end, and may then cause evictions.
         """
         ids, arrived_at, ended_at = self._own
         has_come = arrived_at <= at
@@ -122,7 +125,7 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block the reason to give if it was never seen under its name."""
+        """Return for each full block the reason, and the differing fields, to give if its name was never seen."""
         names = self.past.trail.names
         if self.is_other_text:
             return [(Why.OTHER_TEMPLATE, ("template",))] * len(names)

@@ -27,7 +27,7 @@ MAX_FIELD = 64  # characters
 
 
 class Explainer:
-    """A bounded memory of finished requests.
+    """A bounded memory of finished requests, from which their hits and misses can be explained.
 
     It holds digests, block names, and 16 bits of a hash per token, but no text. Owned by the thread that creates the
     records.
@@ -43,13 +43,13 @@ class Explainer:
         block_steps: Sequence[int] = (1,),
         notes: Sequence[str] = (),
     ) -> None:
-        """Create the explainer, loading the contents that an earlier process saved at *path*.
+        """Create the explainer, and load the digests of prompts that an earlier process saved at *path*.
 
         Args:
             block_size: Tokens per block name.
             namespace: The fields that determine a block's bytes in addition to its prompt.
             clock: The clock of the tiers, in seconds.
-            path: The file that passes seen contents on to the next process; None to keep them in memory only.
+            path: The file in which `close` saves the digests for the next process; None to keep them in memory only.
             block_steps: For each attention group, the number of names that one of its blocks spans.
             notes: Limits of the explanations, shown with each.
         """
@@ -66,7 +66,7 @@ class Explainer:
         self._namespace = self.namespace_of(namespace)
 
     def namespace_of(self, fields: Mapping[str, str]) -> str:
-        """Return a name for the namespace with these fields. An engine has one namespace, a sidecar several."""
+        """Register the namespace with these fields, and return its name. A sidecar has several namespaces."""
         name = "/".join(f"{key}={fields[key]}" for key in sorted(fields))
         self._seen.add_namespace(name, fields)
         return name
@@ -79,7 +79,11 @@ class Explainer:
         ghosts: Ghosts,
         namespace: str | None = None,
     ) -> None:
-        """Remember a finished request. *chain* holds its prompt's tokens, *ghosts* the blocks evicted by its tiers."""
+        """Remember a finished request.
+
+        *chain* holds the tokens of its prompt. *ghosts* are the blocks that the request's tiers have evicted.
+        *namespace* is the namespace's name; None is the namespace that the explainer was created with.
+        """
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.fingerprint_of(chain, trail.names, record.tokens.num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
@@ -90,11 +94,11 @@ class Explainer:
                 self._seen.add(content, way)
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:
-        """Return the tenant's newest requests with this id, one for each completion; possibly none."""
+        """Return the tenant's newest requests with this id, possibly none. Each completion is a request of its own."""
         return self._past.find(request_id, tenant)
 
     def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
-        """Return the evidence of why the prompt of a request was a hit or a miss, in a fraction of a millisecond.
+        """Return the evidence of why the prompt of a request was a hit or a miss. Takes a fraction of a millisecond.
 
         Args:
             past: The request, from `find`.
@@ -113,7 +117,7 @@ class Explainer:
         namespace: str | None = None,
         same_messages: Sequence[str] = (),
     ) -> Evidence:
-        """Return the evidence of the hit that a prompt would have now. *tiers* has the tier of each of its blocks."""
+        """Return the evidence of why a prompt would be a hit or a miss now. *tiers* has the tier of each block."""
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.fingerprint_of(chain, trail.names, num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, tenant)
@@ -129,7 +133,7 @@ class Explainer:
         return _marked(past.prompt) == _marked(own)
 
     def close(self) -> None:
-        """Save the seen contents to the file, if there is one. On failure the next process explains less."""
+        """Save the digests of prompts to the file, if there is one. If that fails, the next process explains less."""
         if self._path is None:
             return
         try:
@@ -165,7 +169,10 @@ class Explainer:
         )
 
     def _other_ways(self, past: Past) -> list[tuple[int, tuple[str, ...]]]:
-        """Return pairs of the number of first blocks that were seen in another way and the fields that differ."""
+        """Return pairs (number of first blocks, fields) for blocks that were seen before with other fields.
+
+        The fields, such as the salt or the adapter, are those that gave the blocks other names.
+        """
         found = []
         for num_blocks, content in past.prompt.contents.items():
             differing = self._seen.differing(content, past.way, past.seen_before)

@@ -9,10 +9,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 class Why(StrEnum):
     """Reasons for misses in addition to those of `Reason`."""
 
-    OTHER = "other"  # seen with another salt, adapter or namespace; the row says which field
+    OTHER = "other"  # the tokens were seen with another salt, adapter or namespace; the row says which field
     OTHER_TEMPLATE = "other_template"  # the same messages were seen, but the template rendered another text
     SHORT = "shorter_than_block"  # the prompt has no full block
-    BEHIND = "behind_a_missed_block"  # in a tier, but an earlier block is not
+    BEHIND = "behind_a_missed_block"  # the block is in a tier, but an earlier block of the prompt is not
     FORGOTTEN = "evicted_long_ago"  # seen before, but the record of its eviction is gone
 
 
@@ -28,15 +28,15 @@ class ExplainedRun:
     evicted_at: tuple[float, float] | None = None  # first and last eviction, in seconds since the Unix epoch
     during: tuple[str, ...] = ()  # the tenant's own requests that ran during the eviction, or the last one before
     differs: tuple[str, ...] = ()  # the naming fields in which an earlier prompt with these tokens differed
-    is_copied: bool = False  # whether they come from a block that shares only its first tokens with the prompt
+    is_copied: bool = False  # whether the tokens came from a block that shares only its first tokens with the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
     """The point at which a prompt departs from the nearest known prompt, which shares its first *num_shared* tokens.
 
-    *departs* is False if one of the two prompts ends there. *text* is the first token of the asker's own prompt after
-    the shared tokens, and *before* the text preceding it. Both are set only if the asker supplied the prompt.
+    *departs* is False if one of the two prompts ends there. *text* is the prompt's first token after the shared tokens,
+    and *before* is the text in front of it. Both are set only if the client that asks has supplied the prompt.
     """
 
     num_shared: int
@@ -47,7 +47,10 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All tokens of one prompt, in rows without gaps. *request_id* is None for a prompt that was only asked about."""
+    """All tokens of one prompt, in rows without gaps.
+
+    *request_id* is None if the prompt belongs to no request, because a client asked what it would hit now.
+    """
 
     request_id: str | None
     arrived_at: float | None

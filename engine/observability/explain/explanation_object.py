@@ -9,7 +9,10 @@ from kvtier.engine.observability.explain.explanation import Departure, Explained
 
 
 class EvictionObject(msgspec.Struct, frozen=True):
-    """The evictions of a row's blocks. *during* has the tenant's own requests that ran then, or the last one before."""
+    """The evictions of a row's blocks, with the times of the first and the last one.
+
+    *during* has the ids of the tenant's own requests that ran then, or of the last request before.
+    """
 
     cause: str
     first_at: float

@@ -1,4 +1,4 @@
-"""KnownPrompts: prints of the newest prompts; OlderPrompts: a search for the point where a prompt departs from them."""
+"""KnownPrompts: the newest prompts, as fingerprints. OlderPrompts: finds the point where a prompt departs from them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.engine.observability.explain.prompt_print import PromptFingerprint
 
 MAX_PROMPTS = 4096
-MAX_TOKENS = 1 << 20  # of all prompts together, which are searched within some milliseconds
+MAX_TOKENS = 1 << 20  # tokens of all prompts together; searching this many takes some milliseconds
 NONE = np.empty(0, np.uint64)
 
 
@@ -59,7 +59,7 @@ class OlderPrompts:
         return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
 
     def _siblings(self, parent: np.uint64) -> list[tuple[PromptFingerprint, int]]:
-        """Return the blocks that continue the same prefix, each as its prompt and its index there."""
+        """Return the known blocks whose parent is *parent*, each as its prompt and its index in the prompt."""
         parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
         ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
         found = []
@@ -76,7 +76,7 @@ class KnownPrompts:
         self._max_tokens = max_tokens
         self._prompts: deque[PromptFingerprint] = deque()  # the newest last
         self._num_tokens = 0
-        self.num_added = 0  # prompts added so far; serves as a time for `older`
+        self.num_added = 0  # number of prompts added so far; identifies a moment for `older`
 
     def add(self, prompt: PromptFingerprint) -> None:
         """Add a prompt, dropping the oldest ones if there are too many."""
@@ -87,6 +87,6 @@ class KnownPrompts:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:
-        """Return the prompts that were added when `num_added` was below *before*."""
+        """Return the prompts that were added before the moment at which `num_added` was *before*."""
         num_newer = max(0, self.num_added - before)
         return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

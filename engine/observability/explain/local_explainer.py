@@ -1,4 +1,4 @@
-"""LocalExplainer: the explainer of an engine, which has its own tiers with one kind of blocks."""
+"""LocalExplainer: the explainer of an engine, which has one namespace, unlike a sidecar."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LocalExplainer:
-    """An `Explainer` bound to the *ghosts* of the engine's tiers. Owned by the engine's thread."""
+    """An `Explainer` with the *ghosts*, the evicted blocks, of one engine's tiers. Owned by the engine's thread."""
 
     def __init__(self, explainer: Explainer, ghosts: Ghosts) -> None:
         self._explainer = explainer
@@ -40,7 +40,7 @@ class LocalExplainer:
         tenant: str | None,
         same_messages: Sequence[str] = (),
     ) -> Evidence:
-        """Return the evidence of the hit that a prompt would have now, see `Explainer.evidence_now`."""
+        """Return the evidence of why a prompt would be a hit or a miss now, see `Explainer.evidence_now`."""
         return self._explainer.evidence_now(
             trail, chain, self._ghosts, tiers, num_tokens, tenant, same_messages=same_messages
         )
@@ -50,5 +50,5 @@ class LocalExplainer:
         return self._explainer.is_prompt_of(past, chain, num_tokens)
 
     def close(self) -> None:
-        """Save the seen contents for the next process."""
+        """Save the digests of prompts for the next process."""
         self._explainer.close()

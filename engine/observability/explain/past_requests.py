@@ -24,9 +24,9 @@ class Past:
     trail: Trail
     prompt: PromptFingerprint
     way: Way
-    ghosts: Ghosts  # of the tiers that were looked up
-    before: int  # number of prompts known when it ended, see `KnownPrompts.older`
-    seen_before: int  # see `SeenContents.differing`
+    ghosts: Ghosts  # blocks evicted from the tiers in which the request's prefix was looked up
+    before: int  # number of prompts added to `KnownPrompts` when the request ended, see `KnownPrompts.older`
+    seen_before: int  # `SeenContents.num_added` when the request ended, see `SeenContents.differing`
 
 
 class PastRequests:

@@ -18,11 +18,11 @@ _ROW = 512  # tokens per inner loop of numpy's multiplication; with 16 it takes 
 
 @dataclass(frozen=True)
 class PromptFingerprint:
-    """A prompt as digests and hashes that depend on a secret of this process.
+    """A prompt as digests and hashes that depend on a secret key.
 
-    A mark is 16 bits of a hash of a token and its position in the block. Two different tokens have different marks at
-    the same position, except for at most one pair in 32,768. Properties that only explanations need are computed on
-    first use.
+    *marks* has for each token 16 bits of a hash of the token and its position in the block. At the same position two
+    different tokens have different marks, except for at most one pair in 32,768. Properties that only explanations need
+    are computed on first use.
     """
 
     contents: Mapping[int, bytes]  # digests of the tokens of the first 1, 2, 4, ... and of all full blocks
@@ -56,11 +56,11 @@ class PromptFingerprint:
 
 
 class PromptPrinter:
-    """A factory of prints for one block size and one secret. Prints of two secrets cannot be compared.
+    """A factory of fingerprints for one block size and one key. Fingerprints with different keys cannot be compared.
 
-    Each finished request is printed in the engine's thread, so the hashes must be fast. Contents use xxh3, because a
-    keyed blake2b takes 0.55 ms for 131,072 tokens. Marks use a multiplication, because a running hash over each block
-    takes 3 ms. `bench/observability/remembering.py` measures the remaining cost.
+    The engine's thread makes a fingerprint of each finished request, so the hashes must be fast. `contents` uses xxh3,
+    because a keyed blake2b takes 0.55 ms for 131,072 tokens. `marks` uses a multiplication, because a running hash over
+    each block takes 3 ms. `bench/observability/remembering.py` measures the remaining cost.
     """
 
     def __init__(self, block_size: int, key: bytes) -> None:
@@ -75,9 +75,9 @@ class PromptPrinter:
     def fingerprint_of(
         self, chain: BlockChain, names: Sequence[BlockName], num_tokens: int, namespace: str
     ) -> PromptFingerprint:
-        """Return the print of the first *num_tokens* tokens of the chain in *namespace*.
+        """Return the fingerprint of the first *num_tokens* tokens of the chain in *namespace*.
 
-        *names* are the names of their full blocks; the print keeps a reference to them.
+        *names* are the names of the full blocks of these tokens. The fingerprint keeps a reference to *names*.
         """
         size, extra = self._block_size, chain.extra
         num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
@@ -111,7 +111,10 @@ class PromptPrinter:
     def _marks(
         self, named: npt.NDArray[np.uint32], tail: npt.NDArray[np.uint32], num_blocks: int
     ) -> npt.NDArray[np.uint16]:
-        """Return the marks of all tokens, overwriting *named*, because a new array would not be in the CPU's caches."""
+        """Return the marks of the tokens *named* (in full blocks) and *tail* (the rest).
+
+        Overwrites *named*, because a new array would not be in the CPU's caches.
+        """
         width = len(self._factors)
         in_rows = len(named) // width * width
         rows, rest = named[:in_rows].reshape(-1, width), named[in_rows:]

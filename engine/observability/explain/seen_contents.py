@@ -17,7 +17,7 @@ NUM_NAMESPACES = 256
 
 
 class Way(NamedTuple):
-    """The inputs other than tokens to the name of a prompt's first block. Salts are digests."""
+    """The inputs, in addition to the tokens, that determine the name of a prompt's first block. Salts are digests."""
 
     salt: bytes
     adapter: str
@@ -42,13 +42,17 @@ class _Kept(msgspec.Struct):
 
 
 class SeenContents:
-    """A bounded LRU memory of contents and the ways in which they were seen. Owned by one thread."""
+    """A bounded LRU memory of contents, each with the ways in which it was seen. Owned by one thread.
+
+    A content is the digest of the tokens at the beginning of a prompt. A `Way` is the salt, adapter and namespace with
+    which a request had this content.
+    """
 
     def __init__(self, key: bytes) -> None:
         """Create an empty memory. *key* is the secret of all digests, and is saved with them."""
         self.key = key
         self._ways: OrderedDict[bytes, dict[Way, int]] = OrderedDict()  # by content, each way's `num_added` when added
-        self.num_added = 0  # number of calls of `add`; serves as a time for `differing`
+        self.num_added = 0  # number of calls of `add`; identifies a moment for `differing`
         self._namespaces: OrderedDict[str, Mapping[str, str]] = OrderedDict()
 
     def add_namespace(self, name: str, fields: Mapping[str, str]) -> None:
@@ -72,8 +76,9 @@ class SeenContents:
     def differing(self, content: bytes, way: Way, before: int) -> list[str]:
         """Return the fields in which *way* differs from the most similar other way in which the content was seen.
 
-        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways added when `num_added` was below
-        *before* count, and only if *way* may learn of them, see `Way.may_see`. Without any the list is empty.
+        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways that were first added before the
+        moment at which `num_added` was *before* count, and only if *way* may learn of them, see `Way.may_see`. If there
+        is no such way, the list is empty.
         """
         ways = [
             other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)

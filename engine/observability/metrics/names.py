@@ -41,14 +41,17 @@ EVICTION_AGE = histogram(
     "Seconds since the last use of evicted blocks (on disk: since they were written), from a sample.",
     "tier",
 )
-CLEAN_AHEAD_BLOCKS = gauge("kvtier_clean_ahead_blocks", "Next blocks to be evicted on the device that are kept clean.")
+CLEAN_AHEAD_BLOCKS = gauge(
+    "kvtier_clean_ahead_blocks",
+    "Number of the device's next blocks to be evicted that are kept clean, with a copy in a lower tier.",
+)
 HOST_PREPARED_BYTES = gauge(
     "kvtier_host_prepared_bytes", "Bytes of the host tier that are backed by memory and, with CUDA, page-locked."
 )
 PINNED_BYTES = gauge("kvtier_pinned_bytes", "Bytes that pins keep in host memory or prefetch there.")
 TENANT_TOKENS = counter(
     "kvtier_tenant_tokens",
-    "Prompt tokens by source, of the largest tenants since they are shown, and of all other tenants together.",
+    "Prompt tokens by tenant and source. A large tenant is counted by name once it is shown, all others together.",
     "tenant",
     "source",
 )
@@ -56,7 +59,7 @@ TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a q
 
 WHAT_IF_HIT_RATIO = gauge(
     "kvtier_what_if_hit_ratio",
-    "Fraction of recent prompt tokens that would be hits in this tier or a warmer one if it had this relative size.",
+    "Fraction of recent prompt tokens that this tier and the warmer ones would hit if it had this relative size.",
     "tier",
     "size",
 )
@@ -70,10 +73,12 @@ PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait for the 
 PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of the copies that wait for the lane or run on it.", "route")
 LOAD_PLANS = counter(
     "kvtier_load_plans",
-    "Hits below the device, by how much of the hit was loaded: all, split, part, nothing.",
+    "Hits in tiers below the device, by how much of the hit was loaded: all, split, part, nothing.",
     "loaded",
 )
-PREFILL_SPEED = gauge("kvtier_prefill_tokens_per_second", "Tokens computed per second in the first 1,000 of a prompt.")
+PREFILL_SPEED = gauge(
+    "kvtier_prefill_tokens_per_second", "Tokens per second at which the first 1,000 tokens of a prompt are computed."
+)
 
 # The disk.
 DISK_OPEN = gauge("kvtier_disk_open", "1 while the disk tier's store is open; at 0 kvtier serves without it.")
@@ -82,26 +87,37 @@ DISK_FOLDER_GONE = counter("kvtier_disk_folder_gone", "Times that the open store
 DISK_PROCESS_ENDED = counter(
     "kvtier_disk_process_ended", "Store processes that ended unexpectedly, or hung and were killed."
 )
-DISK_BREAKER = gauge("kvtier_disk_breaker", "1 for the current state of each side's circuit breaker.", "side", "state")
+DISK_BREAKER = gauge(
+    "kvtier_disk_breaker",
+    "1 for the current state of the circuit breaker of each side: read, write.",
+    "side",
+    "state",
+)
 DISK_BREAKER_OPENED = counter("kvtier_disk_breaker_opened", "Times that the side's circuit breaker opened.", "side")
 DISK_FILE_BYTES = gauge("kvtier_disk_file_bytes", "Bytes that the store takes on the disk.")
 DISK_WRITTEN_BYTES = counter("kvtier_disk_written_bytes", "Bytes written to the store since it was created.")
-DISK_INDEX_BLOCKS = gauge("kvtier_disk_index_blocks", "Blocks on disk that the index in memory knows.")
-DISK_INDEX_LOADED = gauge("kvtier_disk_index_loaded", "1 once the index knows all blocks on disk at the start, else 0.")
+DISK_INDEX_BLOCKS = gauge("kvtier_disk_index_blocks", "Blocks on disk that are in the index in memory.")
+DISK_INDEX_LOADED = gauge(
+    "kvtier_disk_index_loaded", "1 once all blocks that were on disk at the start are in the index, until then 0."
+)
 DISK_ADMISSION_BLOCKS = counter(
-    "kvtier_disk_admission_blocks", "Blocks by whether they were admitted to the disk or refused.", "decision"
+    "kvtier_disk_admission_blocks", "Blocks that were admitted to the disk, or refused.", "decision"
 )
 DISK_BUDGET_LEFT_BYTES = gauge(
     "kvtier_disk_budget_left_bytes",
     "Bytes that may be written now under max_written_bytes_per_day; negative if too much was written.",
 )
 SSD_LIFE_USED = gauge("kvtier_ssd_life_used_ratio", "Fraction of the drive's endurance that this store has used.")
-SSD_YEARS_LEFT = gauge("kvtier_ssd_years_left", "Years until the endurance is used up, at the rate since the start.")
+SSD_YEARS_LEFT = gauge(
+    "kvtier_ssd_years_left", "Years until the drive's endurance is used up, at the rate of writes since the start."
+)
 
 # The remote tier.
 REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes looked up in the remote tier.")
-REMOTE_LATE = counter("kvtier_remote_late", "Remote lookups whose request continued without the answer.")
-REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Recent seconds per lookup in the remote tier.")
+REMOTE_LATE = counter(
+    "kvtier_remote_late", "Remote lookups answered only after their request had gone on without the answer."
+)
+REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Seconds that a recent lookup in the remote tier took.")
 REMOTE_BLOCKS = counter(
     "kvtier_remote_blocks",
     "Blocks to be put into the remote tier, by outcome: stored, there already, refused.",
@@ -158,14 +174,14 @@ SIDECAR_QUARANTINED_CLIENTS = gauge(
     "kvtier_sidecar_quarantined_clients", "Clients whose session has ended while one of their processes may still copy."
 )
 SIDECAR_QUARANTINED_CHUNKS = gauge(
-    "kvtier_sidecar_quarantined_chunks", "Slots of quarantined clients, which are not reused meanwhile."
+    "kvtier_sidecar_quarantined_chunks", "Slots of quarantined clients, which are not reused until quarantine ends."
 )
 SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators have pinned in host memory.")
 SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment held by the operators' pins.")
 SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only.")
 SIDECAR_HASHED_BYTES = counter(
     "kvtier_sidecar_hashed_bytes",
-    "Bytes hashed, of new chunks (digest) or before they are read (verify).",
+    "Bytes of chunks hashed, when they were new (digest) or before they were read (verify).",
     "lane",
 )
 SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Seconds of hashing chunks, by lane.", "lane")

@@ -29,7 +29,6 @@ class _HttpServer:
         registry = CollectorRegistry()
         registry.register(collector)
         self._server, self._thread = start_http_server(port, host, registry)
-        self.port = self._server.server_port
 
     def close(self) -> None:
         self._server.shutdown()

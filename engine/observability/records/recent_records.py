@@ -40,11 +40,6 @@ class RecentRecords:
         for trail_listener in self._trail_listeners:
             trail_listener(record, trail)
 
-    def find(self, request_id: str) -> RequestRecord | None:
-        """Return the newest record of this request; None if there is none, or if it was dropped."""
-        both = (*reversed(self._newest), *self._slowest)
-        return next((record for record in both if record.request_id == request_id), None)
-
     def newest(self) -> Sequence[RequestRecord]:
         """Return the newest records, newest first, by value."""
         return tuple(reversed(self._newest))

@@ -25,7 +25,10 @@ COLDEST = (NO_TIER, *(tier.value for tier in Tier))
 
 @dataclass(frozen=True, slots=True)
 class TimesStatistics:
-    """Histograms in seconds. The times to the first token are by the lowest tier that a token came from, or NO_TIER."""
+    """Histograms of request times in seconds.
+
+    *ttft* has a histogram for each coldest tier that a request's tokens came from, and one for NO_TIER.
+    """
 
     ttft: Mapping[str, HistogramStatistics]
     queue: HistogramStatistics
@@ -34,14 +37,14 @@ class TimesStatistics:
 
 
 class RequestTimes:
-    """Histograms of request times, a listener to records. Owned by the thread that creates the records."""
+    """Histograms of request times, updated with each record. Owned by the thread that creates the records."""
 
     def __init__(self) -> None:
         self._ttft = {coldest: Histogram(SECONDS) for coldest in COLDEST}
         self._queue, self._lookup, self._load = (Histogram(SECONDS) for _ in range(3))
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count the stages that a finished request reached."""
+        """Count the times of a finished request, for the stages that it reached."""
         own = self._ttft[NO_TIER if record.coldest is None else record.coldest.value]
         for histogram, seconds in (
             (own, record.ttft_s),
@@ -69,7 +72,7 @@ class RequestStatistics:
     times: TimesStatistics
     served: ServedStatistics
     tenants: Mapping[str, TokenBalance]  # of the largest tenants, and of all other tenants together
-    what_if: HitRatios  # for smaller and larger tiers
+    what_if: HitRatios  # hit ratios estimated for smaller and larger tiers
     log: LogCounts | None  # None without a request log
 
 

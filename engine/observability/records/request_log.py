@@ -36,7 +36,7 @@ class LogCounts:
 
 
 class RequestLog:
-    """A listener to records with their trails, whose own thread writes them, so that callers never block.
+    """A log file with a JSON line for each finished request. Its own thread writes, so that callers never block.
 
     Lines are dropped and counted if the queue is full or the disk fails. Only this user can read the files.
     """
@@ -50,7 +50,7 @@ class RequestLog:
         self._max_bytes = max_bytes
         self._num_files = num_files
         self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MAX_WAITING)
-        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # the last one: by the thread
+        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # first and last: by the thread
         self._is_failing = False
         self._num_bytes = 0  # size of the current file
         self._file: BinaryIO | None = None
@@ -107,7 +107,7 @@ class RequestLog:
             self._is_failing = False
 
     def _give_up(self, error: OSError) -> None:
-        """Log a warning once, and close the file, so that the next line reopens it."""
+        """Log a warning about the first error in a row, and close the file, so that the next line reopens it."""
         if not self._is_failing:
             log.warning("request log: %s cannot be written (%s); lines are dropped until it can", self._path, error)
         self._is_failing = True
@@ -135,7 +135,7 @@ class RequestLog:
 
 
 def _opened(path: Path) -> int:
-    """Open the file at *path*, which may also be a device, or a pipe that another process reads.
+    """Open *path* for appending. It may also be a device, or a pipe that another process reads.
 
     Raises:
         PermissionError: If the file or pipe belongs to another user, or the file has several hard links.
@@ -146,7 +146,7 @@ def _opened(path: Path) -> int:
     is_anothers = found.st_uid != os.geteuid() and not stat.S_ISCHR(found.st_mode)
     if is_anothers or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
         os.close(file)
-        raise PermissionError(errno.EPERM, "is another user's, or has several hard links; remove it", str(path))
+        raise PermissionError(errno.EPERM, "it belongs to another user or has several hard links", str(path))
     return file
 
 
@@ -158,7 +158,7 @@ def refuse_unusable(config: RequestLogConfig) -> None:
     if not folder.exists():
         why = f"there is no folder {folder}; make it, or give another path"
     elif not folder.is_dir():
-        why = f"{folder} is no folder; give another path"
+        why = f"{folder} is not a folder; give another path"
     elif path.is_dir():
         why = f"{path} is a folder; give a file in it"
     elif not os.access(path if path.exists() else folder, os.W_OK):
@@ -186,9 +186,9 @@ def line_of(record: RequestRecord, trail: Trail) -> bytes:
 
 
 def coarse_names(trail: Trail) -> tuple[int, list[str]]:
-    """Return a step and the names of every step-th block of a prompt, at most `MAX_NAMES`.
+    """Return a step, and the names of a prompt's blocks at multiples of the step, at most `MAX_NAMES`.
 
-    The step is a power of two, so that two prompts can be compared at the larger of their steps.
+    The step is a power of two. So the names of two prompts can be compared at the larger of their two steps.
     """
     step = 1
     while len(trail.names) // step > MAX_NAMES:

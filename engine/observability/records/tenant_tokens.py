@@ -1,4 +1,4 @@
-"""TenantTokens: sources of the tokens of the largest tenants, and of all other tenants together."""
+"""TenantTokens: token counts, by source, of the largest tenants and of all other tenants together."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,8 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.tiers.lower.statistics import TokenBalance
 
 OTHER = "other"
-SKETCHED = 8  # ratio of watched tenants to shown tenants
-MUCH_LARGER = 2  # a watched tenant needs this many times the tokens of the smallest shown tenant to replace it
+SKETCHED = 8  # for each shown tenant, this many other tenants are watched, whose counts are estimated
+MUCH_LARGER = 2  # to replace the smallest shown tenant, a watched tenant needs more than this many times its tokens
 
 
 class TenantTokens:
@@ -41,7 +41,7 @@ class TenantTokens:
         return {**self._shown, **other}
 
     def _is_now_shown(self, tenant: str, num_tokens: int) -> bool:
-        """Show a tenant if there is room, or if it is much larger than the smallest shown one. Return whether it is."""
+        """Show a tenant if there is room, or if it is much larger than the smallest shown one; return whether shown."""
         if tenant == OTHER or not self._num_shown:
             return False
         if len(self._shown) < self._num_shown:

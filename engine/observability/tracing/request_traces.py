@@ -1,4 +1,4 @@
-"""RequestTraces: the selection of an engine's requests for tracing, and their spans and those of their blocks."""
+"""RequestTraces: decides which of an engine's requests are traced, and sends their spans and those of block copies."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,8 +27,8 @@ class _Running:
 class RequestTraces:
     """The traced requests of an engine. Owned by the engine's thread.
 
-    A request is selected when it arrives, because its blocks may be copied down before it ends. Nothing is kept of
-    other requests.
+    Whether a request is traced is decided when it arrives, because its blocks may be copied down before it ends.
+    Nothing is kept about requests that are not traced.
     """
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,11 @@ class RequestTraces:
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "RequestTraces | None":
-        """Return the configured traces; None without an endpoint. Raise `MissingExtra` without the extra otel."""
+        """Return the configured traces; None if no endpoint is configured.
+
+        Raises:
+            MissingExtra: If the packages of `kvtier[otel]` are not installed.
+        """
         tracer = Tracer.of(config, service)
         return None if tracer is None else cls(tracer)
 
@@ -49,7 +53,7 @@ class RequestTraces:
         return self._spills.log
 
     def begin(self, request: Hashable, caller: Caller, names: Sequence[BlockName]) -> None:
-        """Decide whether a new request is traced. The *names* of its blocks may grow until it ends."""
+        """Decide whether a new request is traced. Until its end, the list *names* of its blocks may grow."""
         span, parent_id = self._tracer.begin(caller.traceparent, caller.request_id)
         if span.is_sampled:
             self._running[request] = _Running(span, parent_id, names)

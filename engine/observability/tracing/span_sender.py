@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # requests and batches in the queue; further ones are dropped and counted
-MAX_AT_ONCE = 256  # requests and batches per message
-TIMEOUT_S = 10.0  # of one message
+MAX_WAITING = 4096  # requests and batches of copies in the queue; further ones are dropped and counted
+MAX_AT_ONCE = 256  # requests and batches of copies per message to the collector
+TIMEOUT_S = 10.0  # of one message to the collector
 CLOSING_S = 5.0  # how long closing waits for the collector
 TRACES = "/v1/traces"
 
@@ -51,7 +51,6 @@ class SpanSender:
         self._is_closed = False
         self._resource = Resource.create({"service.name": service})
         self._waiting: queue.Queue[MakeSpans | None] = queue.Queue(MAX_WAITING)
-        self._num_dropped_here = self._num_dropped_there = self._num_sent = 0  # the last two: by the thread
         self._is_failing = False
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it logs each failed message
         self._thread = threading.Thread(target=self._run, name="kvtier-spans", daemon=True)
@@ -59,23 +58,11 @@ class SpanSender:
 
     def send(self, make: MakeSpans) -> None:
         """Queue *make* for the thread, which calls it and sends the spans that it returns. Return at once."""
-        try:
+        with suppress(queue.Full):
             self._waiting.put_nowait(make)
-        except queue.Full:
-            self._num_dropped_here += 1
-
-    @property
-    def num_sent(self) -> int:
-        """Number of requests and batches whose spans the collector has. Any thread may read this."""
-        return self._num_sent
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of requests and batches whose spans were dropped. Any thread may read this."""
-        return self._num_dropped_here + self._num_dropped_there
 
     def close(self) -> None:
-        """Send the queued spans, within about `CLOSING_S`, and end. Idempotent."""
+        """Send the queued spans, for about `CLOSING_S` seconds at most, and end the thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -93,17 +80,13 @@ class SpanSender:
             is_open = None not in waiting
             makes = [make for make in waiting if make is not None]
             if makes:
-                self._send([span for make in makes for span in make()], len(makes))
+                self._send([span for make in makes for span in make()])
 
-    def _send(self, spans: Sequence[Span], num_sends: int) -> None:
+    def _send(self, spans: Sequence[Span]) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         result = self._export([_readable(span, self._resource) for span in spans])
         is_sent = result is SpanExportResult.SUCCESS
-        if is_sent:
-            self._num_sent += num_sends
-        else:
-            self._num_dropped_there += num_sends
         if is_sent == self._is_failing:
             told = "accepts spans again" if is_sent else "does not accept spans; they are dropped until it does"
             log.warning("tracing: %s %s", self._endpoint, told)

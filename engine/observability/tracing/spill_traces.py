@@ -1,4 +1,4 @@
-"""SpillTraces: spans of batches of blocks that are copied down, or dropped before that."""
+"""SpillTraces: spans of batches of blocks that are copied down, or are dropped instead of being copied."""
 
 import time
 from collections import deque
@@ -10,9 +10,9 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 
-MAX_BLOCKS = 1 << 16  # names to keep: a million tokens in blocks of 16; older requests get no spans of copies
-MAX_OWNERS = 8  # requests per block, the newest
-MAX_LINKS = 32  # requests per batch
+MAX_BLOCKS = 1 << 16  # names to keep: a million tokens in blocks of 16; copies of older requests have no spans
+MAX_OWNERS = 8  # requests to remember for each block, the newest
+MAX_LINKS = 32  # requests to which the span of a batch links
 
 
 class TracedBlocks:
@@ -38,7 +38,10 @@ class TracedBlocks:
             self._forget_oldest()
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """Return the spans of at most `MAX_LINKS` requests that have some of these blocks, with the blocks' indices."""
+        """Return the spans of at most `MAX_LINKS` requests that have some of these blocks.
+
+        The values are the indices of each request's blocks in *names*.
+        """
         found: dict[TraceContext, list[int]] = {}
         if self._owners.keys().isdisjoint(names):  # usually true if few requests are sampled; 2 us for 128 names
             return found
@@ -62,8 +65,9 @@ class TracedBlocks:
 class SpillTraces:
     """Spans of batches of copies down. Owned by the tiers' thread.
 
-    A batch is not part of a request and happens later. So its span is the root of a separate trace, with links to the
-    traced requests whose blocks it contains. Batches without a traced request have no span.
+    A batch is copied later than its requests run, and may contain blocks of several requests. So its span is the root
+    of a separate trace, with links to the traced requests whose blocks it contains. A batch without blocks of a traced
+    request has no span.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class SpillTraces:
         self._blocks.add(request, names)
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """Return the spans of traced requests that have some of these blocks, with the blocks' indices."""
+        """Return the spans of traced requests that have some of these blocks, as `TracedBlocks.find` does."""
         return self._blocks.find(names)
 
     def go_on(self) -> None:

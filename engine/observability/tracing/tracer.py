@@ -1,4 +1,4 @@
-"""Tracer: the sampling of requests, and the sending of their spans."""
+"""Tracer: decides which requests are traced, and sends their spans."""
 
 import hashlib
 import random
@@ -14,13 +14,13 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 
 
 class Tracer:
-    """A tracer of requests. A request with a `traceparent` is traced if that is sampled.
+    """A tracer of requests. A request with a `traceparent` header is traced if the header has the flag "sampled".
 
     Of the requests without a `traceparent`, the fraction *sample* is traced, each in a trace of its own.
     """
 
     def __init__(self, sender: SpanSender, sample: float, dice: Callable[[], float] = random.random) -> None:
-        """Take ownership of the *sender*."""
+        """Take ownership of the *sender*. *dice* returns a random number from 0 to 1."""
         self._sender = sender
         self._sample = sample
         self._dice = dice
@@ -28,13 +28,18 @@ class Tracer:
 
     @classmethod
     def of(cls, config: TracingConfig, service: str) -> "Tracer | None":
-        """Return the configured tracer; None without an endpoint. Raise `MissingExtra` without the extra otel."""
+        """Return the configured tracer; None if no endpoint is configured.
+
+        Raises:
+            MissingExtra: If the packages of `kvtier[otel]` are not installed.
+        """
         return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
 
     def begin(self, header: str | None, request_id: str = "") -> tuple[TraceContext, str | None]:
-        """Return the span of a request with this `traceparent`, and the id of its parent span, if any.
+        """Return a span for a request, and the id of its parent span, or None.
 
-        Without a parent, the same *request_id* gives the same span again.
+        The parent is the span in *header*, the request's `traceparent`. Without a valid *header*, a sampled request's
+        span is derived from *request_id*, unless that is empty, so that another call returns the same span.
         """
         parent = TraceContext.of(header)
         if parent is None:
@@ -47,7 +52,7 @@ class Tracer:
             self._sender.send(lambda: [span])
 
     def on_record(self, record: RequestRecord) -> None:
-        """Send the spans of a record, if its request is traced. This is a listener to records."""
+        """Send the spans of a finished request, if it is traced. Can be a listener of `RecentRecords`."""
         self.end_request(record, *self.begin(record.traceparent, record.request_id))
 
     def end_request(self, record: RequestRecord, span: TraceContext, parent_id: str | None) -> None:

@@ -310,7 +310,7 @@ def test_an_adapter_can_be_named_and_one_that_is_not_there_is_refused() -> None:
 def test_lengths_fit_the_model() -> None:
     with fake_server(max_model_len=600) as server:
         fitting = proof_of(server, lengths=None)
-        with pytest.raises(ValueError, match=r"--lengths 600: the model takes 600 tokens; give 483 or less"):
+        with pytest.raises(ValueError, match=r"--lengths 600: the model takes at most 600 tokens; give 483"):
             proof_of(server, lengths=(600,))
 
     assert {row.length for row in fitting.judgement.rows} == {200}

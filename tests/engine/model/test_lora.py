@@ -534,7 +534,7 @@ def test_a_model_with_peft_in_it_is_refused() -> None:
 
     adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
 
-    with pytest.raises(ValueError, match="PeftModel is no transformers model"):
+    with pytest.raises(ValueError, match="PeftModel is not a transformers model"):
         LLM(adapted, {}, byte_tokenizer())
 
 

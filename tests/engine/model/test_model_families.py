@@ -169,7 +169,7 @@ def test_a_mask_that_is_another_than_the_configuration_says_is_seen_at_its_edge(
     monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", make_another)
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4001)).eval()
 
-    with pytest.raises(UnsupportedModel, match="its token at 4000 does not read the one at 0"):
+    with pytest.raises(UnsupportedModel, match="the token at 4000 does not read the token at 0"):
         ModelRunner(model, BLOCK_SIZE, 1 << 20)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtier.engine.model import paged_choice
-from kvtier.engine.model.paged_choice import ALL_GATHERED, ALL_IN_PLACE, Choice, Shape, choose, class_of
+from kvtier.engine.model.paged_choice import ALL_GATHERED, Choice, Shape, choose, class_of
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 
@@ -51,7 +51,7 @@ def test_every_class_goes_one_way_and_what_was_not_measured_is_read_in_place() -
     assert not choice.in_place(part(0, 1))
     assert not choice.in_place(part(1000, 64))
     assert choice.in_place(part(4000, 1))
-    assert ALL_IN_PLACE.in_place(part(0, 1))
+    assert Choice(frozenset()).in_place(part(0, 1))
     assert not ALL_GATHERED.in_place(part(100_000, 4096))
 
 

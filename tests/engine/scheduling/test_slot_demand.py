@@ -22,7 +22,9 @@ def request(num_tokens: int, num_leased: int, *, is_decoding: bool = False) -> R
 
 
 def test_a_request_fits_beside_what_others_will_need_for_their_prompts() -> None:
-    cache = SimpleNamespace(groups=(FullAttention(16),), plans=SimpleNamespace(num_leased=lambda hit: [2]), free_slots=lambda: [9])
+    cache = SimpleNamespace(
+        groups=(FullAttention(16),), plans=SimpleNamespace(num_leased=lambda hit: [2]), free_slots=lambda: [9]
+    )
     demand, hit = SlotDemand(cast(TieredCache, cache), 64), cast(Hit, None)
     new = request(16 * 8 - 1, 0)  # eight slots, two of which have its prefix and are leased
 

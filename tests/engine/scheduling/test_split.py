@@ -31,8 +31,7 @@ from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.load_planner import Demand, LoadPlan, Moves
-from kvtier.transfer.lane import Transfer
-from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.lane import LaneSpeed, Transfer
 from kvtier.transfer.transfer_engine import Route
 
 PROMPT = prompt_of(1, 300)  # 18 whole blocks that may hit

@@ -200,7 +200,7 @@ def test_a_text_too_long_to_be_answered_is_not_counted_either(server: ServerInTh
         ({"tools": [{"name": "a", "input_schema": {}}]}, "the model's chat template does not support tools"),
         ({"tools": [{"name": "a"}]}, "input_schema: is missing"),
         ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "a tool that the server runs is not supported"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: is required, and there are no tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is 'required', but the request has no tools"),
         ({"temperature": 1.5}, "temperature"),
         ({"unheard_of": 1}, "unheard_of: unknown parameter"),
         ({"max_tokens": 5000}, "maximum context length is 4096"),

@@ -190,8 +190,8 @@ def test_a_breakpoint_may_stand_at_a_call_or_at_its_result(tool_server: ServerIn
     ("change", "told"),
     [
         ({"tools": [{**TOOLS[0], "input_schema": {"type": "array"}}]}, "is not the schema of an object"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "there are two of the name get_weather"),
-        ({"tool_choice": {"type": "tool", "name": "rm"}}, "there is no tool of that name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name get_weather"),
+        ({"tool_choice": {"type": "tool", "name": "rm"}}, "the request has no tool of that name"),
         (
             {
                 "messages": [
@@ -199,7 +199,7 @@ def test_a_breakpoint_may_stand_at_a_call_or_at_its_result(tool_server: ServerIn
                     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]},
                 ]
             },
-            "the last one calls tools",
+            "the last message calls tools",
         ),
     ],
 )

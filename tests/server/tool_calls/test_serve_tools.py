@@ -213,7 +213,7 @@ def test_an_answer_may_be_json_by_a_schema_or_a_call(tool_server: ServerInThread
     assert json.loads(ask(tool_server, **asked, **script.saying("json")).choices[0].message.content)["answer"] == "dry"
     assert len(said(ask(tool_server, **asked, **script.saying("calls")))) == 1
     assert said(ask(tool_server, tool_choice=NAMED, **asked))[0][0] == "search"
-    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools here"):
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with optional tool calls"):
         ask(tool_server, extra_body={"structured_outputs": {"regex": "a+"}})
 
 
@@ -297,10 +297,10 @@ def test_the_clients_helpers_take_models_for_tools(tool_server: ServerInThread, 
     [
         (
             {"tool_choice": {"type": "function", "function": {"name": "rm"}}},
-            "there is no tool of that name among get_weather",
+            "the request has no tool of that name; its tools: get_weather",
         ),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice: is required, and there are no tools"),
-        ({"tools": [WEATHER, WEATHER]}, "there are two of the name get_weather"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice is 'required', but the request has no tools"),
+        ({"tools": [WEATHER, WEATHER]}, "two tools have the name get_weather"),
         ({"tools": [{"type": "web_search"}]}, "type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (

@@ -762,7 +762,8 @@ def test_a_client_that_does_not_say_how_many_read_has_no_hits(
         assert client.ask("status", "second") == 0
 
     assert [record.getMessage() for record in caplog.records] == [
-        "lmcache: a client that does not send num_kv_readers has no hits; install lmcache>=0.5.5,<0.5.8 there"
+        "lmcache: a client that does not send num_kv_readers gets no hits; install lmcache>=0.5.5,<0.5.8 in the "
+        "engine's environment"
     ]
 
 

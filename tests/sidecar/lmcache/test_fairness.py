@@ -7,7 +7,7 @@ from lmcache_bed import CHUNK, CHUNK_BYTES, Bed, RawClient, key, lmcache_bed
 
 from kvtier.sidecar.lmcache import promises
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.named_blocks import tenant_of
 
 NUM_SLOTS = 128  # of the bed's segment, of 1 KiB chunks in pages
 

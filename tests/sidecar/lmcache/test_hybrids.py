@@ -244,8 +244,8 @@ def test_skipped_chunks_that_a_worker_cannot_mean_are_refused(
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"window_tokens": CHUNK + 1}, "group 1 has 9 tokens of each chunk, which has 8"),
-        ({"recurrent": True, "window_chunks": 0}, "group 1 has recurrent states, and needs those of all chunks"),
+        ({"window_tokens": CHUNK + 1}, "group 1 has 9 tokens of each chunk, but a chunk has 8"),
+        ({"recurrent": True, "window_chunks": 0}, "group 1 has recurrent states, but needs all chunks"),
         ({"dtype_str": "complex64"}, "dtype 'complex64' is not known"),
         ({"num_layers": 1 << 20}, "an extent 65536"),
     ],

@@ -16,7 +16,7 @@ from kvtier.engine.attached.wire import Chain, GroupShape
 from kvtier.sidecar.endpoint import LeaseUse
 from kvtier.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.naming.tenant import number_of, tenant_of
+from kvtier.tiers.naming.named_blocks import number_of, tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 
@@ -71,7 +71,7 @@ def test_two_starts_of_a_sidecar_are_told_apart(tmp_path: Path) -> None:
         ({"groups": [GroupShape(0, False, 4096)]}, "blocks of 0 tokens and 4096 bytes are invalid"),
         ({"groups": [GroupShape(16, False, -1)]}, "blocks of 16 tokens and -1 bytes are invalid"),
         ({"groups": [GroupShape(16, False, EXTENT_BYTES - 1)]}, "start the sidecar with extents of 131070 bytes or"),
-        ({"groups": [GroupShape(16, False, 1)] * 64}, "slots for these blocks, at most 4194304 are served"),
+        ({"groups": [GroupShape(16, False, 1)] * 64}, "slots for these blocks, but the limit is 4194304; use larger"),
         ({"model": "m" * 257}, "a model's name has at most 256 characters"),
         ({"model": "a\nb"}, "all of them printable"),
     ],

@@ -251,7 +251,8 @@ def test_the_operator_is_told_who_keeps_what(bed: Bed, engine: Engine, caplog: p
 
     bed.pass_time(0.2)
 
-    assert f"engine: 9 slots of {name} are in quarantine since its session ended: process {os.getpid()}" in caplog.text
+    message = f"engine: 9 slots of {name} are in quarantine: its session has ended, but process {os.getpid()} may still"
+    assert message in caplog.text
     assert caplog.text.count("in quarantine") == 1
     snapshot = snapshot_of(bed.sidecar)
     assert stats_view(snapshot)["quarantine"] == {"num_clients": 1, "num_chunks": 9}
@@ -323,9 +324,7 @@ from kvtier.engine.attached.session import open_session
 shapes = [wire.GroupShape(16, False, 4096)]
 session = open_session(sys.argv[1], wire.Hello(wire.VERSION, "a test", "m", b"n" * 16, shapes))
 session.send(wire.Reserve(0, 4))
-child = os.fork()
-if child:
-    print(child, flush=True)
+print(os.fork(), flush=True)  # the child too, once it has closed what was its parent's
 sys.stdin.read()
 """
 
@@ -337,7 +336,7 @@ def test_a_child_that_is_forked_keeps_nothing_of_its_parents_session(bed: Bed) -
         assert parent.stdout is not None
         while not select.select([parent.stdout], [], [], 0.01)[0]:
             bed.turn()
-        child = int(parent.stdout.readline())
+        child = max(int(parent.stdout.readline()) for _ in range(2))
         bed.settle()
         assert bed.num_leases() == 4
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from store_cases import kv_bytes
 
-from kvtier.store.codec.codec import CODECS, Codec, NoCodec, ZstdPlaneCodec, codec_by_id
+from kvtier.store.codec.codec import CODEC_BY_ID, CODECS, Codec, NoCodec, ZstdPlaneCodec
 
 LOSSLESS = [codec for codec in CODECS.values() if codec.is_lossless]
 PLANES = [codec for codec in CODECS.values() if isinstance(codec, ZstdPlaneCodec)]
@@ -71,8 +71,8 @@ def test_a_block_of_half_an_element_is_refused() -> None:
 
 
 def test_codecs_are_found_by_the_number_in_the_record() -> None:
-    assert [codec_by_id(codec.codec_id) for codec in CODECS.values()] == list(CODECS.values())
-    assert codec_by_id(999) is None
+    assert [CODEC_BY_ID[codec.codec_id] for codec in CODECS.values()] == list(CODECS.values())
+    assert 999 not in CODEC_BY_ID
     assert {codec.name: codec.codec_id for codec in CODECS.values()} == {  # on disk: for ever
         "none": 0,
         "zstd-plane-1": 17,

@@ -59,13 +59,15 @@ def test_bytes_that_came_over_the_socket_have_no_pages_to_enter() -> None:
 def test_the_pages_of_blocks_are_entered_before_the_store_writes_them(tmp_path: Path) -> None:
     entered: list[bool] = []
 
-    class WatchedStore(LmdbStore):
-        def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-            entered.extend(entered_pages(mappings, 64))
-            return super().put_many(blobs)
-
     ours, theirs = socket.socketpair()
-    with shared_pages(64) as file, WatchedStore(tmp_path / "store", 16 << 20) as store, ours:
+    with shared_pages(64) as file, LmdbStore(tmp_path / "store", 16 << 20) as store, ours:
+        put_many = store.put_many
+
+        def watched_put(blobs: Sequence[Blob]) -> list[bytes]:
+            entered.extend(entered_pages(mappings, 64))
+            return put_many(blobs)
+
+        store.put_many = watched_put
         mappings = Mappings([(file, 64 * PAGE, False)])
         key, block = b"k" * 32, (0, 0, 4 * PAGE)
         row = (key, digest(b"a" * 4 * PAGE), block, b"", b"")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 from chaos import FakeClock
 
-from kvtier.tiers.lower.admission import MAX_PROMISED, Admission
-from kvtier.tiers.lower.write_budget import DAY_S, RESERVE, WriteBudget
+from kvtier.tiers.lower.admission import DAY_S, MAX_PROMISED, RESERVE, Admission, WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
 
 DAYS_BYTES = 1000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tiers.lower.clean_ahead import HEADROOM, RATE_MEMORY_S, CleanAhead
+from kvtier.tiers.lower.copies import HEADROOM, RATE_MEMORY_S, CleanAhead
 
 MIN, MAX = 32, 20_000
 

@@ -12,12 +12,12 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.lower import disk_tier
+from kvtier.tiers.lower.admission import DAY_S
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.name_set import rows_of
 from kvtier.tiers.lower.ssd_life import SsdLife
-from kvtier.tiers.lower.write_budget import DAY_S
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -150,7 +150,8 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     asked = store.num_asked
 
     for document in "ab":
-        assert w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).reason_at_end is not Reason.FAILED
+        hit = w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1)
+        assert hit.misses.first(hit.num_tokens) is not Reason.FAILED
         read(w, document)
     assert store.num_asked == asked  # it was not asked
 

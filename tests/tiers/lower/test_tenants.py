@@ -12,7 +12,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.eviction_order import EvictionOrder
 from kvtier.tiers.lower import host_quotas
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
+from kvtier.tiers.naming.named_blocks import NO_TENANT, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ import random
 import pytest
 from chaos import FakeClock
 
-from kvtier.tiers.lower.write_budget import DAY_S, WriteBudget
+from kvtier.tiers.lower.admission import DAY_S, WriteBudget
 
 DAYS_BYTES = 1000
 HOUR_S = DAY_S / 24

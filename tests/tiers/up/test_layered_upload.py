@@ -10,10 +10,10 @@ import pytest
 import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
 
-from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.no_tiers import NoFetch
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.residency import GroupTiers
 from kvtier.tiers.up.promotion import Upload
 from kvtier.tiers.up.uploads import LayeredUpload
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory

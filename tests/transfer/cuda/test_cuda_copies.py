@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.transfer.block_runs import Slots
+from kvtier.transfer.block_memory import Slots
 from kvtier.transfer.cuda import copies as cuda_copies
 from kvtier.transfer.cuda import copy_choice
 from kvtier.transfer.cuda.copies import (

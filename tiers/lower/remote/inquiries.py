@@ -68,7 +68,7 @@ class Inquiries:
             question.waiting.append(inquiry)
             inquiry.is_done = question.is_late
         else:
-            waits = self._remote.asking.is_closed and self._remote.is_readable
+            waits = self._remote.asking.is_closed and self._remote.reading.is_closed
             inquiry.is_done = not self._ask(group_id, names, FIRST_NAMES, self._clock(), [inquiry]) or not waits
         return inquiry
 
@@ -86,11 +86,6 @@ class Inquiries:
                     self._remote.asking.on_hung(question.attempt)
         if not self._remote.asking.is_closed:
             self._try_out()
-
-    @property
-    def num_under_way(self) -> int:
-        """Number of unanswered questions."""
-        return len(self._under_way)
 
     def _try_out(self) -> None:
         """Ask about a block that does not exist, to find out whether the store answers."""

@@ -64,18 +64,9 @@ class RemoteTier:
         """Return the store's key of a block."""
         return block_key(self._namespace, group_id, name)
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether the store can be read, as far as known; False when half open, as no request waits for a probe."""
-        return self.reading.is_closed
-
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """Return for each of the blocks whether it is believed to be in the store and can be read."""
-        return self.presence.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
-
-    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """Return how many of *names* come before the first for which `are_held` is False."""
-        return self.presence.num_held(group_id, names) if self.is_readable else 0
+        return self.presence.are_held(group_id, names) if self.reading.is_closed else np.zeros(len(names), np.bool_)
 
     def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether the store seems to have a record, None if that could not be determined.

@@ -179,7 +179,7 @@ def test_an_engine_writes_the_log_that_its_configuration_names(tmp_path: Path) -
     ("path", "what"),
     [
         ("none/requests.jsonl", "there is no folder {}/none; make it, or give another path"),
-        ("file/requests.jsonl", "{}/file is no folder; give another path"),
+        ("file/requests.jsonl", "{}/file is not a folder; give another path"),
         ("file/below/requests.jsonl", "there is no folder {}/file/below; make it, or give another path"),
         ("folder", "{}/folder is a folder; give a file in it"),
     ],

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from chaos import NAMESPACE, World
+from memory_remote import MemoryRemote
 from small_cache import BLOCK_SIZE, DOCUMENT, compute_and_leave, world
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
-from kvtier.store.remote.memory_remote import MemoryRemote
 from kvtier.store.remote.sealed_remote import SealedRemote
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.lower.name_set import block_key

@@ -1,4 +1,4 @@
-"""`MemoryRemote`: a minimal `RemoteStore` in memory, for tests and for trying things out."""
+"""`MemoryRemote`: a minimal `RemoteStore` in memory."""
 
 import threading
 from collections.abc import Sequence
