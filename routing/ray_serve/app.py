@@ -11,15 +11,16 @@ from kvtier.routing.ray_serve.config import ray_serve_config
 from kvtier.routing.ray_serve.engine import Engine
 from kvtier.routing.ray_serve.front import Front
 
-ENDS_S = 30.0  # beyond `drain_s`, to write cached blocks
+ENDS_S = 30.0  # time after `drain_s` for a replica to write its cached blocks and end
 MAX_AT_ONCE = 256  # requests at one replica that have not ended; the engine has a queue of its own
-STATS_S = 2.0  # between Ray's queries for a replica's event endpoints, which do not change
+STATS_S = 2.0  # pause between Ray's queries for a replica's event endpoints, which never change
 
 
 def build_app(args: Mapping[str, object]) -> Application:
-    """Return the application with these arguments, see `RayServeConfig`: a `Front` and, behind it, an `Engine`.
+    """Return the application with these arguments, see `RayServeConfig`.
 
-    `replicas`, or Ray's own configuration of the deployment, sets the number of replicas and the resources of each.
+    Its deployment `Front` passes requests to its deployment `Engine`. The argument `replicas`, or Ray's own
+    configuration of `Engine`, sets the number of replicas and the resources of each.
     """
     config = ray_serve_config(args)
     routing = RequestRouterConfig(
@@ -39,6 +40,6 @@ def build_app(args: Mapping[str, object]) -> Application:
     }
     fronts = {"max_ongoing_requests": 16 * MAX_AT_ONCE, **config.fronts}
     engine = serve.deployment(Engine, name="Engine", **replicas)
-    # Ray replaces all replicas when their arguments change, so the arguments leave out the number of replicas.
+    # Ray restarts all replicas when their arguments change, so the arguments leave out the options of deployments.
     made_of = msgspec.structs.replace(config, replicas={}, fronts={})
     return serve.deployment(Front, name="Front", **fronts).bind(engine.bind(made_of), made_of)

@@ -18,15 +18,15 @@ from kvtier.engine.config import (
 from kvtier.routing.config import IndexConfig, PolicyConfig, TokensConfig
 from kvtier.sidecar.config import sidecar_config
 
-ANY_ADDRESS = "0.0.0.0"  # selects the rules for a server on a network; nothing listens there
+ANY_ADDRESS = "0.0.0.0"  # selects the rules for a server on a network; no socket listens at this address
 
 
 class RayServeConfig(Table, frozen=True, kw_only=True):
     """The arguments of `build_app`.
 
-    *config* is a configuration file of `kvtier serve`, and *engine* has tables that override it. *sidecar* has the
-    tables of each node's sidecar; without it replicas share nothing. *policy*, *index* and *tokens* are tables of
-    `kvtier route`.
+    *config* is the path of a configuration file of `kvtier serve`, and *engine* has tables that override the file.
+    *sidecar* has the tables of each node's sidecar; without it, there is no sidecar, and replicas share no blocks.
+    *policy*, *index* and *tokens* are tables of `kvtier route`.
 
     *replicas* and *fronts* are options of Ray's deployments `Engine` and `Front`: `num_replicas`, `autoscaling_config`,
     `ray_actor_options` and so on.
@@ -47,7 +47,7 @@ class RayServeConfig(Table, frozen=True, kw_only=True):
         return config_from_dict({**self.engine_tables(), **tables}, "engine")
 
     def engine_tables(self) -> Mapping[str, object]:
-        """Return the given tables of the engine's configuration."""
+        """Return the tables of the engine's configuration that the arguments give."""
         return merge_tables({} if self.config is None else load_toml(self.config), self.engine)
 
 
@@ -70,14 +70,14 @@ def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:
 def server_settings(config: Config) -> ServerConfig:
     """Return the server settings in an engine's configuration, adapted to a Ray Serve application.
 
-    Ray's proxies listen on addresses that are not known here, so hosts are checked as for a server on a network.
+    The addresses of Ray's proxies are not known here, so a request's `Host` is checked as for a server on a network.
     """
     return msgspec.structs.replace(config.server, host=ANY_ADDRESS)
 
 
 _WHY_NOT = {
-    "events": "each replica publishes its own, at a free port; leave the table out",
-    "sidecar": "is started by the application; give its tables as sidecar",
-    "documents": "are kept by one server, and replicas come and go; leave the table out",
-    "disk": "replicas of a node cannot share a folder; give it as sidecar.disk",
+    "events": "each replica publishes its own events at a free port; leave the table out",
+    "sidecar": "the application starts the sidecar; give the sidecar's tables in the application's argument sidecar",
+    "documents": "documents are kept by one server, but replicas come and go; leave the table out",
+    "disk": "replicas of a node cannot share a folder; give the table as sidecar.disk",
 }

@@ -29,7 +29,7 @@ _ANY_PORT = "tcp://*:0"
 async def messages(app: ASGIApp, call: ReceivedRequest) -> AsyncGenerator[Message]:
     """Yield the messages that *app* sends for *call*, each when it is sent.
 
-    If the reader leaves before the end, the app is cancelled, which tells it that its client has left.
+    If the caller closes the generator before the end, *app* is cancelled, as if its client had disconnected.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()  # bounded by the length of the model's answer
     to_receive: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -77,7 +77,7 @@ def _scope(call: ReceivedRequest) -> Scope:
 
 
 class Engine:
-    """One engine, which publishes KV events and attaches to its node's sidecar if the application has sidecars.
+    """One engine. It publishes KV events, and attaches to its node's sidecar if the application has sidecars.
 
     Ray Serve creates it, calls it on one event loop, and calls `__del__` before it ends the process.
     """
@@ -111,7 +111,7 @@ class Engine:
         self._serving.service.llm.statistics()
 
     async def answer(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
-        """Yield the answer to a request as ASGI messages. *way* is for the request router."""
+        """Yield the answer to a request as ASGI messages. *way* is only used by the request router."""
         async for message in messages(self._app, call):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name)]}  # noqa: PLW2901

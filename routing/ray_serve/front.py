@@ -31,7 +31,7 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-MAX_TRIES = 3  # replicas that may die from one request, or by chance, before its client gets an error
+MAX_TRIES = 3  # replicas that get a request one after another, each because the one before has died
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Front:
             raise
 
     async def _ask(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
-        """Yield a replica's answer, and set its progress in *way*. If the reader leaves, cancel the call."""
+        """Yield a replica's answer, and record its progress in *way*. Cancel the call if the generator is closed."""
         answer = self._engine.remote(call, way)
         try:
             async for message in answer:
@@ -146,7 +146,10 @@ class Front:
 
 
 async def _body(begun: _Begun) -> AsyncGenerator[bytes]:
-    """Yield the answer's bytes. If the answer breaks off, end the connection, after an error event if it has events."""
+    """Yield the answer's bytes. If the replica dies, raise its error, which ends the connection.
+
+    A stream of server-sent events gets an error event before that.
+    """
     is_events = dict(begun.head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
     try:
         yield begun.first.get("body", b"")

@@ -25,17 +25,17 @@ from kvtier.sidecar.config import sidecar_config
 log = logging.getLogger(__name__)
 
 NAMESPACE = "kvtier"
-LOOK_S = 1.0  # between two checks whether the application is still deployed
-AGAIN_S = 1.0  # between the unexpected end of a sidecar and its restart
-READY_S = 120.0  # max time until a sidecar has its memory and its disk
-ENDS_S = 10.0  # beyond `drain_s`
+LOOK_S = 1.0  # pause between two checks whether the application is still deployed
+AGAIN_S = 1.0  # pause between the unexpected end of a sidecar and its restart
+READY_S = 120.0  # maximum time until a sidecar has its memory and its disk
+ENDS_S = 10.0  # time after `drain_s` for a sidecar to end
 
 
 class NodeSidecar:
     """An actor that keeps `kvtier sidecar` running while the application is deployed, then ends it and itself.
 
-    The actor is detached, so that it outlives the replicas, which come and go. The sidecar's process ends with the
-    actor. A thread owns that process.
+    The actor is detached, so that it outlives the replicas, which come and go. A thread of the actor owns the sidecar's
+    process, which ends with the actor.
     """
 
     def __init__(self, app_name: str, tables: Mapping[str, object], path: str) -> None:
@@ -45,7 +45,7 @@ class NodeSidecar:
         self._thread.start()
 
     def socket(self) -> str:
-        """Return the socket's path once engines can attach. Raise TimeoutError if the sidecar does not start."""
+        """Wait until engines can attach, and return the socket's path. Raise TimeoutError if they cannot in time."""
         give_up_at = time.monotonic() + READY_S
         while not _is_listening(self._path):
             if time.monotonic() > give_up_at or not self._thread.is_alive():

@@ -32,7 +32,8 @@ class Stage(IntEnum):
 class Wanted:
     """The prompt of a call.
 
-    *tokens* are None if unknown. *salt* is the salt with which replicas name its blocks. *who* identifies the client.
+    *tokens* is None if the tokens are unknown. *salt* is the salt with which replicas name the prompt's blocks. *who* is
+    the header with the client's credentials.
     """
 
     question: Question
@@ -45,11 +46,11 @@ class Wanted:
 class Way:
     """The routing information of a call, which is passed as an argument of the call.
 
-    The request router is in the caller's process and sees this very object; the replica gets an empty one. A call
-    without *wanted* goes to the replica that *key* selects, and without either it goes to any replica.
+    The request router is in the caller's process and gets this object itself, not a copy. The replica gets an empty
+    `Way`. A call without *wanted* goes to the replica that *key* selects. A call without both goes to any replica.
 
-    The caller sets *stage* from its own thread as the answer arrives. The request router reads it, and takes a way that
-    no longer exists for one that has ended.
+    The caller sets *stage* from its own thread as the answer arrives, and the request router reads it. If a way no
+    longer exists, the request router concludes that its call has ended.
     """
 
     wanted: Wanted | None = None

@@ -25,8 +25,8 @@ from kvtier.routing.ray_serve.received_request import Stage, Wanted, Way
 from kvtier.routing.replica import Health, Replica, Work
 from kvtier.routing.router import Routed, RoutedPrompt, Router
 
-EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # endpoints of its KV events in a replica's routing stats
-MAX_RANKED = 3  # replicas that are tried in the policy's order, before Ray chooses among the rest
+EVENTS, REPLAY = "kvtier_events", "kvtier_replay"  # keys of a replica's event endpoints in its routing stats
+MAX_RANKED = 3  # replicas to try in the policy's order, before Ray chooses among the rest
 
 
 class Feeds:
@@ -60,10 +60,11 @@ class _Sent:
 class PrefixRequestRouter(LocalityMixin, RequestRouter):
     """A request router that sends a call to the replica with most of its prompt, unless that replica is too busy.
 
-    The replicas' KV events tell it which blocks each replica has in device memory, in host memory and on disk. A call
-    without a `Way` among its arguments goes to the less busy of two random replicas.
+    From the replicas' KV events, the router knows which blocks each replica has in device memory, in host memory and on
+    disk. A call without a `Way` among its arguments goes to the less busy of two random replicas.
 
-    Ray creates one router in each process that has a handle. Owned by the event loop in which Ray routes.
+    Ray creates one router in each process that has a handle of the deployment. Owned by the event loop in which Ray
+    routes.
     """
 
     def initialize_state(self, policy: Mapping[str, object], index: Mapping[str, object]) -> None:
@@ -72,7 +73,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         index_config: IndexConfig = tree_from_dict(IndexConfig, index, "index")
         self._router = Router(policy_config, index_config)
         self._feeds = Feeds()
-        self._sent: dict[ReferenceType[Way], _Sent] = {}  # a call ends when its caller drops the way
+        self._sent: dict[ReferenceType[Way], _Sent] = {}  # a call has ended if its way no longer exists
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         """Listen to new replicas, and forget replicas that are no longer among *replicas*."""
@@ -107,7 +108,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [*ranks, list(there.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Record the replica that has accepted a call, which may be other than the best one."""
+        """Record the replica that has accepted a call. It may not be the best one, because that was full."""
         way, name = _way_of(pending_request), replica_id.unique_id
         sent = None if way is None else self._sent.get(ref(way))
         if way is not None and sent is not None and sent.name != name and name in self._router.replicas:
@@ -136,7 +137,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         while len(ranks) < MAX_RANKED and (routed := self._router.choose(prompt, ranks)) is not None:
             ranks[routed.choice.name] = routed
         if ranks:
-            # Record this now and not once Ray has sent it, or calls in the meantime would all go to the same replica.
+            # Record the choice before Ray has sent the call, or all calls until then would go to the same replica.
             self._send(way, prompt, ranks, next(iter(ranks)))
         return list(ranks)
 
@@ -159,7 +160,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
                 self._router.refused(sent.prompt, sent.name)
 
     def _weigh(self) -> None:
-        """Update the load of replicas from the progress of calls and from requests that other routers have sent."""
+        """Update the load of replicas by the progress of calls, and by the requests that other routers have sent."""
         for reference, sent in list(self._sent.items()):
             if (way := reference()) is None or way.stage is Stage.ENDED:
                 del self._sent[reference]

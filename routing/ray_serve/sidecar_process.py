@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(parent: int, tables: dict[str, object]) -> int:
     """Serve engines until a signal, and return the exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the thread ends that started this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # when the thread that started this process ends
     if os.getppid() != parent:
         return 0
     config = sidecar_config(None, tables)
