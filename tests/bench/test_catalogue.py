@@ -23,9 +23,6 @@ NO_RESULT = {
     "bench.attached.crowd",
     "bench.attached.engine_process",
 }
-# Results whose rows have other names than the benchmark's by now, as they are of other questions, until `make results`
-# measures them anew.
-OLD_RESULTS = {"doors_faults", "doors_tiers", "sidecar", "sidecar_foul_clients"}
 LIST = """import json; from bench.catalogue import RESULTS
 print(json.dumps([
     [each.name, each.module, [need.name for need in each.needs], [str(need) for need in each.missing]]
@@ -85,9 +82,8 @@ def test_each_question_is_asked_by_one_result() -> None:
 
 def quick_runs(with_engines: bool) -> list[Any]:
     """A parameter for each result that needs foreign engines, or for each that needs none."""
-    marks = {name: [pytest.mark.xfail(reason="to be measured anew", strict=False)] for name in OLD_RESULTS}
     return [
-        pytest.param(name, missing, id=name, marks=marks.get(name, []))
+        pytest.param(name, missing, id=name)
         for name, _, needs, missing in RESULTS
         if ("ENGINES" in needs) is with_engines
     ]
