@@ -68,11 +68,12 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
     """`[policy]`: the weights of the routing policy, which sends a request to the replica with the lowest cost.
 
     The unit of cost is computing one token. Loading a token costs *host_cost* (from host memory) or *disk_cost* (from
-    disk). Each prompt token that waits at a replica costs *queue_weight*, and each request there costs *request_tokens*.
-    A conversation stays with its replica unless the cost of another replica is lower by more than *session_tokens*.
+    disk). Each prompt token that waits at a replica costs *queue_weight*, and each request there costs
+    *request_tokens*. A conversation stays with its replica unless the cost of another replica is lower by more than
+    *session_tokens*.
 
-    If no replica has any part of a prompt, consistent hashing of its first *first_tokens* tokens orders the replicas. The
-    prompt goes to the first replica with less than *hash_slack* times the average number of requests.
+    If no replica has any part of a prompt, consistent hashing of its first *first_tokens* tokens orders the replicas.
+    The prompt goes to the first replica with less than *hash_slack* times the average number of requests.
     """
 
     host_cost: Part = 0.1
@@ -87,7 +88,8 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 class IndexConfig(Table, frozen=True, kw_only=True):
     """`[index]`: limits on what the router remembers.
 
-    *max_blocks* limits the blocks of replicas, which take about 250 bytes each. *max_sessions* limits the conversations.
+    *max_blocks* limits the blocks of replicas, which take about 250 bytes each. *max_sessions* limits the
+    conversations.
     """
 
     max_blocks: Count = 2_000_000
@@ -97,9 +99,9 @@ class IndexConfig(Table, frozen=True, kw_only=True):
 class TokensConfig(Table, frozen=True, kw_only=True):
     """`[tokens]`: how the router gets a prompt's tokens, which it needs because KV events refer to tokens.
 
-    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches answers with
-    up to *max_cached* tokens in all, which take four bytes each. Without *ask* or without an answer, the router compares
-    the prompt's text with the texts that were sent to each replica.
+    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches answers
+    with up to *max_cached* tokens in all, which take four bytes each. Without *ask* or without an answer, the router
+    compares the prompt's text with the texts that were sent to each replica.
     """
 
     ask: bool = True

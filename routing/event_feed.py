@@ -34,8 +34,8 @@ class EventFeed:
     """A subscription to one publisher that replays missed batches and reports when earlier batches are unreliable.
 
     Earlier batches are unreliable after a gap that cannot be replayed. They are also unreliable when another publisher
-    answers at the endpoint, because the replica was restarted. In both cases, *lose* is called, and then *take* with the
-    batches after the last gap that can be replayed. Owned by the event loop; `run` runs until it is cancelled.
+    answers at the endpoint, because the replica was restarted. In both cases, *lose* is called, and then *take* with
+    the batches after the last gap that can be replayed. Owned by the event loop; `run` runs until it is cancelled.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class EventFeed:
     ) -> None:
         """Create the feed of *publisher*.
 
-        *take* is called with each batch once, in order. *lose* is called when all batches so far have become unreliable.
-        A replay is abandoned if its next part does not arrive within *replay_s* seconds.
+        *take* is called with each batch once, in order. *lose* is called when all batches so far have become
+        unreliable. A replay is abandoned if its next part does not arrive within *replay_s* seconds.
         """
         self._name = publisher.name
         self._endpoint, self._replay_endpoint = publisher.events, publisher.replay

@@ -29,8 +29,8 @@ class Fingerprints:
     """Fingerprints of prefixes. A fingerprint is a polynomial of all tokens of a prefix, modulo 2^64.
 
     Replicas name blocks by chains of slow hashes, and each may use its own hash. They report the parent and the tokens
-    of each block, so the router can compute names that are the same for all replicas. Fingerprints are extended block by
-    block, but do not depend on the block size: equal prefixes have equal fingerprints.
+    of each block, so the router can compute names that are the same for all replicas. Fingerprints are extended block
+    by block, but do not depend on the block size: equal prefixes have equal fingerprints.
 
     Different prefixes may have the same fingerprint by chance, or because an attacker knows *key*. The router may then
     choose a worse replica, but the answer stays correct, because the replica itself looks up which blocks it reads.
@@ -42,7 +42,7 @@ class Fingerprints:
         self._powers: dict[int, _Powers] = {}  # by size of blocks
 
     def root(self, *what: str | None) -> Fingerprint:
-        """Return the fingerprint with which prefixes begin. It differs for different *what*: adapter, salt and so on."""
+        """Return the fingerprint of the empty prefix, which is different for different *what* (adapter, salt, ...)."""
         parts = b"".join(b"-" if each is None else b"%d:%b" % (len(raw := _utf8(each)), raw) for each in what)
         digest = blake2b(parts, digest_size=8, key=self._key.to_bytes(8, "big")).digest()
         return int.from_bytes(digest, "big")

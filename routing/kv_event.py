@@ -105,8 +105,8 @@ def _event(raw: object) -> Event | None:
 class Publisher:
     """The ZMQ endpoints of the replica *name*.
 
-    The replica publishes KV events at *events*, under the topic *topic*. It sends missed events again at *replay*; None:
-    it cannot.
+    The replica publishes KV events at *events*, under the topic *topic*. It sends missed events again at *replay*;
+    None: it cannot.
     """
 
     name: str

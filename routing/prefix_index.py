@@ -74,8 +74,8 @@ class PrefixIndex:
     there is room. When room runs out, the oldest name is dropped and its prefix is forgotten for all replicas, so that
     no replica is believed to have blocks that it lost long ago. Owned by one thread.
 
-    The index is approximate for long prompts, of which about 512 blocks at equal distances are looked up. A replica that
-    holds a block that was looked up counts as holding the blocks before it too.
+    The index is approximate for long prompts, of which about 512 blocks at equal distances are looked up. A replica
+    that holds a block that was looked up counts as holding the blocks before it too.
     """
 
     def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:

@@ -16,7 +16,7 @@ SESSION_HEADER = "x-session-id"
 CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
-# A body beyond these limits is not parsed but compared as bytes: parsing 64 MiB of token ids blocks all clients for 14 s.
+# A body beyond these limits is compared without parsing it: parsing 64 MiB of token ids blocks all clients for 14 s.
 MAX_READ_BYTES = 8 << 20
 MAX_VALUES = 1 << 18  # numbers, texts and objects, counted by the commas between them
 _MAX_MESSAGES = 4096  # of an Anthropic request that is tokenized
@@ -31,8 +31,8 @@ class Question:
     """The prompt of a request, before it is tokenized.
 
     *text* is the whole prompt in a form in which the next turn of a conversation begins with the text of this turn.
-    *session* is a digest of the conversation's name, or None. *tokenize* is the body of the request to `/tokenize`; None
-    if the prompt cannot be tokenized there.
+    *session* is a digest of the conversation's name, or None. *tokenize* is the body of the request to `/tokenize`;
+    None if the prompt cannot be tokenized there.
     """
 
     text: bytes

@@ -134,7 +134,8 @@ def _server(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> AsgiSe
         max_per_address=config.max_connections_per_address,
     )
     gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
-    # The Date header is the replica's. X-Forwarded-For is not evaluated, because its last address must be the client's.
+    # The Date header is the replica's. X-Forwarded-For is not evaluated here, because the router must append the
+    # address of the connected client to it.
     return AsgiServer(app, gate, LEAVING_S, date_header=False, proxy_headers=False)
 
 

@@ -31,7 +31,7 @@ class UsageObject(msgspec.Struct, frozen=True):
 
 
 class TokenSources(msgspec.Struct, frozen=True):
-    """The number of prompt tokens loaded from each tier, and of *recomputed* ones. They add up to the prompts' length."""
+    """The number of prompt tokens from each tier, and of *recomputed* ones. They add up to the prompts' length."""
 
     device: int
     host: int
@@ -171,8 +171,8 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class MessageUsage(msgspec.Struct, frozen=True):
     """Anthropic's token counts. The three counts of input tokens add up to the prompt.
 
-    *cache_read_input_tokens* were read from the cache. *cache_creation_input_tokens* were computed, and are now kept for
-    a `cache_control` of the request. *input_tokens* are the rest.
+    *cache_read_input_tokens* were read from the cache. *cache_creation_input_tokens* were computed, and are now kept
+    for a `cache_control` of the request. *input_tokens* are the rest.
     """
 
     input_tokens: int

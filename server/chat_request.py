@@ -79,8 +79,8 @@ Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 class Message(msgspec.Struct, frozen=True):
     """One message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
 
-    Unknown fields are ignored, see `unknown_fields`. Servers use *reasoning_content*, *reasoning* or *thinking* for what
-    the model thought before its answer.
+    Unknown fields are ignored, see `unknown_fields`. Servers use *reasoning_content*, *reasoning* or *thinking* for
+    what the model thought before its answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -185,8 +185,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     """A conversation to continue. Without *max_tokens*, the answer may be as long as the context length allows.
 
     OpenAI's API does not have the following parameters. *chat_template_kwargs* sets variables of the model's chat
-    template, such as `enable_thinking`. With *continue_final_message*, the answer continues the last message, which must
-    be the assistant's. Without *add_generation_prompt*, the prompt ends with the last message.
+    template, such as `enable_thinking`. With *continue_final_message*, the answer continues the last message, which
+    must be the assistant's. Without *add_generation_prompt*, the prompt ends with the last message.
 
     The template gets *reasoning_effort* as a variable. It gets the *tools* even if *tool_choice* is none, so that all
     prompts of one conversation share a prefix.
@@ -210,7 +210,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if not self.messages:
             raise ValueError("messages: the list is empty; send one message or more")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message: the last message is not the assistant's; leave this parameter out")
+            raise ValueError(
+                "continue_final_message: the last message is not the assistant's; leave this parameter out"
+            )
         if self.continue_final_message and self.messages[-1].tool_calls:
             raise ValueError("messages: the last message calls tools; append the results of the tools")
         check_tools(self.tools, self.tool_choice)
@@ -296,8 +298,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     ) -> Iterator[Breakpoint]:
         """Yield the places in the prompt where tools and parts with a `cache_control` end.
 
-        A template may rewrite a conversation, so each place is found by rendering the conversation again: with a mark at
-        the place, or only up to the place. The text before the place is then compared with *text*, the prompt.
+        A template may rewrite a conversation, so each place is found by rendering the conversation again: with a mark
+        at the place, or only up to the place. The text before the place is then compared with *text*, the prompt.
         """
         write = partial(self._text, tokenizer, traits)
         for place, tool in enumerate(self.tools):

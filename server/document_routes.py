@@ -208,8 +208,8 @@ def _api_errors(service: Service) -> Iterator[None]:
         raise ApiError(400, message, param="text", code="invalid_value") from None
     except TooManyTokens as error:
         message = (
-            f"the document has {error.min_num_tokens} tokens or more; shorten it to {error.limit}, which leaves room for "
-            "a question"
+            f"the document has {error.min_num_tokens} tokens or more; shorten it to {error.limit}, which leaves room "
+            "for a question"
         )
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:

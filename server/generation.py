@@ -104,8 +104,8 @@ class PromptKeeper:
 def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
     """Return the header that lists the keywords of JSON schemas in *left_out*, which are not enforced.
 
-    Return no header if there are no such keywords. The keywords are percent-encoded, and the list is cut off after 1,024
-    characters. The answer's `kvtier` object has the whole list.
+    Return no header if there are no such keywords. The keywords are percent-encoded, and the list is cut off after
+    1,024 characters. The answer's `kvtier` object has the whole list.
     """
     named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
     if len(named) > _MAX_CHARACTERS:
@@ -223,8 +223,8 @@ class Generation:
                 )
             else:
                 message = (
-                    f"{ContextLimit.of(llm)}. With {num_new} in the completion, the prompt may have {max_prompt}, but it "
-                    f"has {min_num_tokens} or more. Please shorten the prompt or the completion."
+                    f"{ContextLimit.of(llm)}. With {num_new} in the completion, the prompt may have {max_prompt}, but "
+                    f"it has {min_num_tokens} or more. Please shorten the prompt or the completion."
                 )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 

@@ -169,7 +169,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         raise NotImplementedError
 
     def truncated_length(self, limit: int) -> int | None:
-        """Return how many of a prompt's last tokens to use, or None for all; *limit* is the maximum, which -1 selects."""
+        """Return how many of a prompt's last tokens to use; None: all. *limit* is the number that -1 stands for."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
 

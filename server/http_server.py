@@ -78,7 +78,8 @@ class HttpServer:
         """Load the model, and serve until `stop`. Raise the error of loading, or the error that ended the engine.
 
         Returns:
-            True after serving. False if `stop` was called before the model was loaded; a thread may still be loading it.
+            True after serving. False if `stop` was called before the model was loaded; a thread may still be loading
+            it.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
@@ -102,7 +103,10 @@ class HttpServer:
             await app.close()
 
     async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
-        """Wait for *doing* or `stop`. Raise the error of *doing*; return True, and cancel *doing*, if `stop` is first."""
+        """Wait for *doing* or `stop`, and raise the error of *doing*.
+
+        Return True, and cancel *doing*, if `stop` came first.
+        """
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)

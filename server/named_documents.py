@@ -16,8 +16,8 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
     """Return the chat with each document that it names replaced by the document's text.
 
-    A chat without a cache_salt gets the cache_salt of its first document, because the document's cached blocks are named
-    with it. Raises ApiError 404 for a document that the tenant does not have.
+    A chat without a cache_salt gets the cache_salt of its first document, because the document's cached blocks are
+    named with it. Raises ApiError 404 for a document that the tenant does not have.
     """
     if asked.kvtier.document is not None:
         message = (

@@ -120,7 +120,7 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Let running requests continue for up to `server.drain_s` seconds, flush the cache to disk, and end the engine.
+        """Let running requests continue for up to `server.drain_s` seconds, flush the cache, and end the engine.
 
         Viewers of the dashboard stay connected until the running requests have ended or are cut off.
         """
@@ -150,7 +150,7 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how much of the host tier's memory is prepared (allocated and, with CUDA, page-locked), until all of it is.
+        """Log how much of the host tier is prepared (backed by memory and, with CUDA, page-locked), until all of it is.
 
         This can take longer than loading the model. With a sidecar, return at once, because its memory comes and goes.
         """
@@ -235,7 +235,7 @@ def process_age_s(stat: Path = _STAT) -> float:
 
 
 def stats_view(statistics: EngineStatistics) -> dict[str, object]:
-    """Return the statistics as a JSON object. It has the bytes of tenants by name, but not those by digest of a salt."""
+    """Return the statistics as a JSON object. It has tenants' bytes by name, but not those by digest of a salt."""
     cache = replace(statistics.cache, host_tenants={})
     if cache.disk is not None:
         cache = replace(cache, disk=replace(cache.disk, tenants={}))

@@ -32,8 +32,8 @@ class Stage(IntEnum):
 class Wanted:
     """The prompt of a call.
 
-    *tokens* is None if the tokens are unknown. *salt* is the salt with which replicas name the prompt's blocks. *who* is
-    the header with the client's credentials.
+    *tokens* is None if the tokens are unknown. *salt* is the salt with which replicas name the prompt's blocks. *who*
+    is the header with the client's credentials.
     """
 
     question: Question

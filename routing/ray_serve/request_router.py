@@ -108,7 +108,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [*ranks, list(there.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Record the replica that has accepted a call. It may not be the best one, because that was full."""
+        """Record the replica that has accepted a call. It is not the best one if that was full."""
         way, name = _way_of(pending_request), replica_id.unique_id
         sent = None if way is None else self._sent.get(ref(way))
         if way is not None and sent is not None and sent.name != name and name in self._router.replicas:

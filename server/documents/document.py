@@ -50,6 +50,6 @@ class Document:
 
 
 def check_id(document_id: str) -> None:
-    """Raise ValueError if *document_id* is not a valid id. "." and ".." are not, because they mean folders in a path."""
+    """Raise ValueError if *document_id* is not valid. "." and ".." are not, because they are folders in a path."""
     if not _ID.fullmatch(document_id) or document_id in (".", ".."):
         raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

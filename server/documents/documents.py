@@ -64,8 +64,8 @@ class Documents:
     ) -> Self:
         """Open the folder of *config*, restore its documents and pins, and queue documents that were never computed.
 
-        *salt_of* returns the cache_salt with which a document's blocks are named. *num_tenants* tenants share the memory
-        for pins.
+        *salt_of* returns the cache_salt with which a document's blocks are named. *num_tenants* tenants share the
+        memory for pins.
 
         Raises:
             OSError: The folder cannot be used.
@@ -203,8 +203,8 @@ class Documents:
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
 
-        The engine keeps the pins until the engine ends. If the caller is cancelled, closing continues, and a second call
-        waits for it.
+        The engine keeps the pins until the engine ends. If the caller is cancelled, closing continues, and a second
+        call waits for it.
         """
         self._stop()
         if self._closing is None:
@@ -379,8 +379,8 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 def documents_path(config: Config) -> Path | None:
     """Return the folder of documents: `documents.path`, or else a folder next to the one of [disk].
 
-    Return None if neither is configured. A sidecar has [disk] instead of the engine, and this process may not be allowed
-    to write to the sidecar's folder.
+    Return None if neither is configured. A sidecar has [disk] instead of the engine, and this process may not be
+    allowed to write to the sidecar's folder.
     """
     if config.documents.path is not None:
         return Path(config.documents.path)

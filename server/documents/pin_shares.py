@@ -33,7 +33,7 @@ class PinShares:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of tokens *start* to *num_tokens*, and end the tenant's earlier pin *instead_of*, if any.
+        """Pin the cached blocks of tokens *start* to *num_tokens*, and end the tenant's earlier pin *instead_of*.
 
         Another pin of the tenant must keep the tokens before *start*. The pin ends at the time *until*.
 

@@ -22,7 +22,10 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answer with one status. *content* maps its media types to the struct of a JSON answer, or to None."""
+    """The answer with one status.
+
+    *content* maps each media type of the answer to a struct, or to None if the media type is not JSON.
+    """
 
     what: str  # a description in a few words
     content: Mapping[str, object]

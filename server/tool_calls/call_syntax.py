@@ -43,8 +43,8 @@ class BlockBegin(Protocol):
 class CallShape:
     """The exact format of a family's calls, which a grammar enforces.
 
-    The calls of an answer are written as *opening*, the calls with the *separator* between them, and *closing*. One call
-    is written as *before*, the tool's name, *between*, the arguments, and *after*.
+    The calls of an answer are written as *opening*, the calls with the *separator* between them, and *closing*. One
+    call is written as *before*, the tool's name, *between*, the arguments, and *after*.
     """
 
     before: str

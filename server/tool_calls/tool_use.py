@@ -39,8 +39,8 @@ class ToolUse:
     """The tools of one request. Each choice of its answer has a reader of its own.
 
     A grammar enforces the exact format of calls if a call is required, or if a tool is strict. A call is then streamed
-    while it is written, unless the answer's text could be mistaken for a call. Without a grammar, a call is sent once it
-    is complete.
+    while it is written, unless the answer's text could be mistaken for a call. Without a grammar, a call is sent once
+    it is complete.
     """
 
     def __init__(

@@ -25,10 +25,14 @@ from kvtier.store.lmdb.tables import (
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-REMOVAL_BYTES = 8 << 20  # new pages that only removing records may need; see `_MAX_SECOND_CHANCES`
+# The limits of one change that only removes, and the new pages that it may need: 3 for an eviction, 4 for a second
+# chance (which also marks the record's parent), 3 for a hole, and 64 for branches and the ledger.
+MAX_EVICTED = 320
+MAX_SECOND_CHANCES = 160
+_MAX_HOLES = 128
+REMOVAL_BYTES = 8 << 20
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _ROWS_AT_ONCE = 16
-_MAX_SECOND_CHANCES = 512  # marked records that one change skips: up to 3 index pages each, 6 MiB
 
 
 class NoFreeSlot(Exception):
@@ -43,8 +47,10 @@ class Change:
     no child. The same holds among the records of one tenant, because a whole chain belongs to one tenant.
     """
 
-    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
-        """Begin a change.
+    def __init__(
+        self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None, num_chances: int
+    ) -> None:
+        """Begin a change of *tables* in the write transaction *txn*, which gives at most *num_chances* second chances.
 
         Slots freed after *synced_change* are not reused, because they would be records again after a crash. With None,
         slots freed before this change may be reused.
@@ -54,6 +60,7 @@ class Change:
         self.counters = tables.counters(txn)
         self._usable_before = self.counters.num_changes if synced_change is None else synced_change
         self.counters.num_changes += 1
+        self._num_chances_left = num_chances
         self._num_written = 0
         self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
@@ -84,11 +91,10 @@ class Change:
                 raise NoFreeSlot
         return slots + self._new_slots(num_bytes, missing), to_punch
 
-    def give_back(self, limit_bytes: int, limit: int = 128) -> list[Slot]:
+    def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
         """Turn free slots into holes until all slots take at most *limit_bytes*, and return the new holes.
 
-        The caller punches out their disk space. Returns at most *limit* slots, which take up to 3 index pages each.
-        There may be too few free slots.
+        The caller punches out their disk space. Returns at most *limit* slots. There may be too few free slots.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -142,8 +148,8 @@ class Change:
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, and return their keys.
 
-        Evicts at most *limit* records. A marked record gets a second chance instead. One change also gives at most
-        *limit* second chances, so check `counters` to see whether another change is needed.
+        Evicts at most *limit* records. A marked record gets a second chance instead. One change gives a limited number
+        of second chances, so check `counters` to see whether another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
@@ -201,7 +207,6 @@ class Change:
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
         """Evict records of *tenant* (NO_TENANT: of all) by CLOCK, oldest first, while *is_too_much*."""
         evicted: list[bytes] = []
-        num_chances, max_chances = 0, min(limit, _MAX_SECOND_CHANCES)
         order = self._in_order(tenant)
         while len(evicted) < limit and is_too_much():
             found = next(order, None)
@@ -218,10 +223,10 @@ class Change:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
                 evicted.append(key)
-            elif num_chances == max_chances:
+            elif not self._num_chances_left:
                 break
             else:
-                num_chances += 1
+                self._num_chances_left -= 1
                 self._leave_place(position, owner)
                 self._append(key, row._replace(is_marked=False))
         return evicted

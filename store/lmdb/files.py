@@ -18,15 +18,14 @@ from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.lmdb.change import REMOVAL_BYTES, Change, NoFreeSlot
+from kvtier.store.lmdb.change import MAX_EVICTED, MAX_SECOND_CHANCES, REMOVAL_BYTES, Change, NoFreeSlot
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
 from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
-_RECORDS_PER_CHANGE = 512  # deleted in one change: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 4  # deleted, and skipped, in one change if there is only room for `MIN_REMOVAL_BYTES`
+_RECORDS_WHEN_FULL = 3  # deleted, and skipped, in one change if there is only room for `MIN_REMOVAL_BYTES`
 _HOLES_AT_ONCE = 4096
 CHECK_READERS_S = 10.0  # interval for freeing the reader slots of dead processes, which hold back pages
 
@@ -272,8 +271,8 @@ class LmdbFiles:
         """Run the block as one change, which is committed at its end and undone by any exception.
 
         Args:
-            added_bytes: New pages that the change may need for records that it adds.
-            removal_bytes: New pages that the change may need for records that it removes or moves.
+            added_bytes: New pages that the change may need for the records that it is given.
+            removal_bytes: New pages that it may need besides, for evictions, second chances and holes.
         """
         self._refuse_forked()
         with self.writer:
@@ -290,13 +289,17 @@ class LmdbFiles:
                 try:
                     with self.tables.env.begin(write=True) as txn:
                         synced_change = None if self._checkpoint is None else self._checkpoint.last_change
-                        change = Change(self.tables, txn, synced_change)
+                        num_chances = MAX_SECOND_CHANCES if removal_bytes > MIN_REMOVAL_BYTES else _RECORDS_WHEN_FULL
+                        change = Change(self.tables, txn, synced_change, num_chances)
                         yield change
                         change.write_accounts()
                 except BaseException as error:
                     self._undo_writes()
-                    if isinstance(error, lmdb.MapFullError) and self._must_fit(added_bytes, removal_bytes):
-                        raise lmdb.CorruptedError("a row claims more room than the map has") from error
+                    # LMDB asks for as many pages as a row claims, and a damaged row may claim any number.
+                    if isinstance(error, lmdb.MapFullError) and not self.tables.file.is_nearly_full(
+                        added_bytes + removal_bytes
+                    ):
+                        raise lmdb.CorruptedError("its map is said to be full, but has room for the change") from error
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
@@ -318,7 +321,7 @@ class LmdbFiles:
         """
         try:
             with self.changing() as change:
-                return act(change, _RECORDS_PER_CHANGE)
+                return act(change, MAX_EVICTED)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -354,16 +357,6 @@ class LmdbFiles:
             if self.tables.file.is_nearly_full(new_bytes):
                 change.check_spare_pages()
             return result
-
-    def _must_fit(self, added_bytes: int, removal_bytes: int) -> bool:
-        """Return whether a change with these arguments of `changing` certainly finds room in an intact tree.
-
-        A change that removes or moves any number of records copies each page in use at most once. The moved rows fill
-        no more pages than they take now.
-        """
-        if removal_bytes > MIN_REMOVAL_BYTES:
-            removal_bytes = 2 * self.tables.file.used_bytes()
-        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)
 
     def _mark_open(self) -> None:
         """Sync the files if the durability level asks for it, and mark the folder as open.
@@ -468,10 +461,11 @@ class LmdbFiles:
         """Raise errors of LMDB as OSError. A broken tree also marks the folder, so that the next start is empty."""
         try:
             yield
-        except (lmdb.MapFullError, NoFreeSlot) as error:
-            raise StoreFull(
-                errno.ENOSPC, f"store {self.name}: no free page or slot; raise capacity_bytes or use blocks of one size"
-            ) from error
+        except NoFreeSlot as error:
+            why = "no slot of this size is free; raise capacity_bytes, or use blocks of one size"
+            raise StoreFull(errno.ENOSPC, f"store {self.name}: {why}") from error
+        except lmdb.MapFullError as error:
+            raise StoreFull(errno.ENOSPC, f"store {self.name}: the index is full; raise capacity_bytes") from error
         except lmdb.Error as error:
             if self._is_dead():
                 self._has_panicked = True

@@ -33,8 +33,10 @@ MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
 _LOCK_BYTES = (_MAX_READERS + 64) * 64  # minimum: LMDB takes 64 bytes per reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
-SPARE_PAGES = 64  # left free by each change that adds: removing or moving 8 records needs them, three levels deep
-MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that removing or moving at most 8 records may need
+# Pages that each change which adds leaves free. On a full disk, 3 evictions and 3 second chances need them, in trees
+# that are three levels deep.
+SPARE_PAGES = 64
+MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES
 _AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 

@@ -18,14 +18,13 @@ from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.change import Change
+from kvtier.store.lmdb.change import MAX_EVICTED, Change
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.tables import NO_TENANT
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
-_MAX_EVICTED = 512  # evicted in one change, in addition to as many as it adds; see `REMOVAL_BYTES`
 _MAX_TRIES = 8  # to make room for one group
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _INDEX_ROOM_BYTES = 8 << 20  # left to the index at a time; a change of the index may need this much
@@ -288,7 +287,7 @@ class LmdbWriter:
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
-        limit = _MAX_EVICTED + len(unique)
+        limit = MAX_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], set[bytes]]:
@@ -307,7 +306,9 @@ class LmdbWriter:
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
             change.verify_lookups(blob.key for blob in new)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), limit), {blob.key for blob in new}
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), limit - len(evicted)), {
+                blob.key for blob in new
+            }
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
         for _ in range(_MAX_TRIES):
@@ -348,7 +349,7 @@ class LmdbWriter:
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
                 limit_bytes = max(0, self._quotas[tenant] - num_bytes)
-                evicted += change.evict_tenant(tenant, limit_bytes, limit)
+                evicted += change.evict_tenant(tenant, limit_bytes, limit - len(evicted))
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(evicted)
         limit_bytes = max(0, self.room.capacity_bytes - sum(new_bytes.values()))
@@ -371,7 +372,7 @@ class LmdbWriter:
                 for blob in _mark(change, group):
                     new_bytes[blob.tenant] += max_charged_bytes(blob, self._cipher)
                 try:
-                    evicted, is_done = self._evict(change, new_bytes, _MAX_EVICTED), True
+                    evicted, is_done = self._evict(change, new_bytes, MAX_EVICTED), True
                 except _StillTooMuch as too_much:
                     evicted = too_much.evicted
             self._untold += evicted

@@ -277,7 +277,7 @@ def test_a_text_that_is_no_unicode_has_no_tokens(server: ServerInThread) -> None
 
 def test_an_unknown_route_names_the_known_ones(server: ServerInThread) -> None:
     said = server.get("/v1/chat/completion").json()["error"]["message"]
-    assert said.startswith("no such route: GET /v1/chat/completion; did you mean /v1/chat/completions? The routes are /")
+    assert said.startswith("no such route: GET /v1/chat/completion; did you mean /v1/chat/completions? The routes are")
     assert "/tokenize" in said
     assert "/v1/models" in server.get("/nothing").json()["error"]["message"]
 

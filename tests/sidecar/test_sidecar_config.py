@@ -107,5 +107,5 @@ def test_a_model_is_bound_by_its_weights_or_by_a_revision(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_weights_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no weights .*; give the folder of the weights, or give revision instead"):
+    with pytest.raises(ValueError, match=r"has no weights .*; give the folder of the weights, or give revision"):
         weights_digest(tmp_path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # requests and batches of copies in the queue; further ones are dropped and counted
+MAX_WAITING = 4096  # requests and batches of copies in the queue; further ones are dropped
 MAX_AT_ONCE = 256  # requests and batches of copies per message to the collector
 TIMEOUT_S = 10.0  # of one message to the collector
 CLOSING_S = 5.0  # how long closing waits for the collector
@@ -28,7 +28,7 @@ MakeSpans = Callable[[], Sequence[Span]]
 class SpanSender:
     """A sender that creates and sends spans in its own thread, so that callers never block.
 
-    Spans are dropped and counted if the queue is full or the collector is unavailable. Needs the packages of
+    Spans are dropped if the queue is full or the collector is unavailable. Needs the packages of
     `kvtier[otel]`.
     """
 

@@ -32,7 +32,7 @@ def proof_of(server: FakeServer, other: FakeServer | None = None, **options: obj
     }
 
     def note(what: str, *_: int) -> None:
-        server.is_crowded = "at once" in what
+        server.is_crowded = "concurrently" in what
 
     return prove(ProofConfig(**(order | options)), note)
 

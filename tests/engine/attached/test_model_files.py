@@ -76,5 +76,5 @@ def test_a_model_of_one_file_is_that_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_only_what_stands_beside_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no weights .*; give the folder of the weights, or give revision instead"):
+    with pytest.raises(ValueError, match=r"has no weights .*; give the folder of the weights, or give revision"):
         weights_digest(written(tmp_path, {"config.json": b"{}"}))

@@ -324,7 +324,8 @@ from kvtier.engine.attached.session import open_session
 shapes = [wire.GroupShape(16, False, 4096)]
 session = open_session(sys.argv[1], wire.Hello(wire.VERSION, "a test", "m", b"n" * 16, shapes))
 session.send(wire.Reserve(0, 4))
-print(os.fork(), flush=True)  # the child too, once it has closed what was its parent's
+# Both write, the child once it has closed what was its parent's; each in one piece, as the pipe is one.
+os.write(1, b"%d\\n" % os.fork())
 sys.stdin.read()
 """
 

@@ -26,7 +26,6 @@ class RemoteSource:
     route = Route.REMOTE_TO_HOST
 
     def __init__(self, remote: RemoteTier, index: LowerIndex) -> None:
-        self._remote = remote
         self._index = index
         self.reading = remote.reading
         self.key = remote.key
