@@ -149,7 +149,7 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["serve", "gpt2", "--device-memory", "0"], "--device-memory: '0' holds no block; give a size"),
         (["serve", "gpt2", "--device-memory", "much"], "--device-memory: bad size 'much'"),
         (["serve", "gpt2", "--host-memory", "-1GiB"], "--host-memory"),
-        (["serve", "gpt2", "--host-memory", "0", "--disk", "/x:1GiB"], "disk needs host"),
+        (["serve", "gpt2", "--host-memory", "0", "--disk", "/x:1GiB"], "[disk] needs [host]"),
         (["serve", "gpt2", "--disk", "/x"], "--disk: '/x' is not PATH:SIZE, such as ~/.cache/kvtier:500GiB"),
         (["serve", "gpt2", "--disk", "/x:many"], "--disk: bad size 'many'"),
         (["serve", "gpt2", "--disk", "/x:0"], "capacity 0 stores nothing"),
